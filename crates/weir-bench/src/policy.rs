@@ -201,7 +201,8 @@ mod tests {
         for row in &report.rows {
             let (hits, control) = (row.value, row.control_value.unwrap());
             match row.control.as_deref() {
-                // When all pages are equally likely no policy is better, and sets cost a little.
+                // When all pages are equally likely, no policy is better than another. Sets cost a
+                // little.
                 Some("lru") => assert!(hits >= control - 0.2, "{}: {hits} and LRU {control}", row.id),
                 _ => assert!(hits <= control, "{}: {hits} and OPT {control}", row.id),
             }

@@ -24,7 +24,7 @@ use weir_core::{Memory, PageNo};
 
 /// Number of frames in a set.
 pub const WAYS: u32 = 64;
-/// This many young pages of a set are one too many.
+/// Number of young pages of a set at which one of them must leave.
 const YOUNG_MAX: u32 = WAYS / 10;
 /// Most sets that are noted as waiting for the write-back.
 const PRESSED: usize = 64;

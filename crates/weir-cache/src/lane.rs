@@ -316,7 +316,7 @@ impl Parts {
     fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
-        // The time of the last poll may be long ago: the next one's counts.
+        // The time of the last poll may be long ago, so the next poll's time counts.
         let (Some(since), Some(now)) = (self.busy_since, self.now) else { return false };
         let is_too_long = now >= since + BUSY_WITHIN;
         if is_too_long {
@@ -465,7 +465,7 @@ impl Parts {
         }
     }
 
-    /// Reads a clean page from the home that cannot be read in its frame.
+    /// Reads a clean page from the home, because the page's frame cannot be read.
     fn read_instead(
         &mut self,
         at: u16,

@@ -94,7 +94,7 @@ pub struct Config {
     pub stream_pages: u32,
     /// Part of the frames, in per cent, that may be dirty before pages are written back.
     pub dirty_high: u8,
-    /// Part of the frames, in per cent, that may stay dirty then.
+    /// Part of the frames, in per cent, that may still be dirty when writing back ends.
     pub dirty_low: u8,
 }
 

@@ -45,7 +45,7 @@ impl Streams {
             let behind = next.wrapping_sub(page) <= BEHIND;
             (length > 0 && (ahead || behind)).then_some((next, length))
         };
-        // A stream that enters an area comes from the one before, and leaves its entry there.
+        // A stream that enters an area comes from the area before, and leaves its entry there.
         let enter = || {
             let before = self.row(area.wrapping_sub(1));
             near(before.load(Relaxed)).inspect(|_| before.store(0, Relaxed))

@@ -48,7 +48,7 @@ pub enum Next {
     Step,
     /// The home or the cache's store must answer first.
     Answers,
-    /// There must be a reason to work, or this time must come.
+    /// The write-back waits for a reason to work, or for this time.
     Work(Option<Instant>),
 }
 
@@ -226,8 +226,8 @@ impl WriteBack {
             && self.flush_wanted().is_none()
     }
 
-    /// Waits for what the last step needs; for `most` at most, or until `also` is readable. No
-    /// other function here sleeps.
+    /// Waits for the event that the last step needs; for `most` at most, or until `also` is
+    /// readable. No other function here sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>, now: Instant) {
         let until = match next {
             Next::Step => return,
@@ -238,7 +238,8 @@ impl WriteBack {
             Next::Answers => Some(POLL_EVERY),
             Next::Work(until) => {
                 self.cache.asleep.store(true, SeqCst);
-                // A lane that asked before did not see this thread asleep.
+                // A lane that asked for work before this store took the thread for awake and did
+                // not wake it. So look for work once more.
                 if self.has_work(now) {
                     return;
                 }
@@ -461,7 +462,8 @@ impl WriteBack {
         let hasty = urgent.len().min(most);
         let others = &others[..others.len().min(most - hasty)];
         for (_, frame) in urgent[..hasty].iter().chain(others) {
-            // Use the frame's state at the refusal: it may have been let go since, still dirty.
+            // Use the frame's state at the refusal: its user may have let the frame go since, still
+            // dirty.
             let (entry, begins) = cache.directory.begin_write_back(*frame);
             if begins {
                 group.members.push(Member { page: entry.page(), frame: *frame, state: MemberState::Reads });

@@ -270,8 +270,8 @@ pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
 /// Bytes that one thread takes at a time: some hundredths of a second, after which it can be
 /// stopped.
 const PIECE: usize = 64 << 20;
-/// Most threads that take memory at a time. The memory's own speed limits zeroing, and some
-/// processors use it up.
+/// Most threads that take memory at a time. The speed of the memory limits zeroing, and a few
+/// processors reach that speed.
 const WORKERS_MOST: usize = 16;
 /// Enough stack for a system call; it may be locked and populated as a whole.
 const WORKERS_STACK: usize = 64 << 10;
@@ -317,15 +317,15 @@ fn in_pieces(
     })
 }
 
-/// Whether this process replaces one that had as much memory.
+/// Whether this process replaces a daemon that had as much memory.
 static SUCCEEDS: AtomicBool = AtomicBool::new(false);
 
-/// The length to take for `bytes` bytes, if there is that much. Populating more than there is would
-/// not fail: it would have the OOM killer end a process, in a limited cgroup this one. Adopted
-/// memory is not checked: it is taken already.
+/// The length to take for `bytes` bytes, if the machine has that much. Populating more than there
+/// is would not fail: the OOM killer would end a process, in a limited cgroup this one. Adopted
+/// memory is not checked, since it is taken already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
-    // Asking reads files, which was half of the time in which a daemon's connections started.
+    // The check reads files, which was half of the time in which a daemon's connections started.
     let asks = !SUCCEEDS.load(Ordering::Relaxed);
     match asks.then(available).flatten() {
         Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),

@@ -62,8 +62,8 @@ pub fn on_io_thread<T>(work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// The system allocator with that check. A program uses it by `#[global_allocator] static
-/// ALLOCATOR: SealedAllocator = SealedAllocator;`.
+/// The system allocator, with the check for allocations on I/O threads. A program uses it by
+/// `#[global_allocator] static ALLOCATOR: SealedAllocator = SealedAllocator;`.
 #[derive(Debug)]
 pub struct SealedAllocator;
 
@@ -97,25 +97,25 @@ impl SealedAllocator {
 unsafe impl GlobalAlloc for SealedAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::check();
-        // SAFETY: the caller's obligations are System's.
+        // SAFETY: the caller keeps the contract, which is also System's.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         Self::check();
-        // SAFETY: the caller's obligations are System's.
+        // SAFETY: the caller keeps the contract, which is also System's.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         Self::check();
-        // SAFETY: the caller's obligations are System's.
+        // SAFETY: the caller keeps the contract, which is also System's.
         unsafe { System.dealloc(pointer, layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         Self::check();
-        // SAFETY: the caller's obligations are System's.
+        // SAFETY: the caller keeps the contract, which is also System's.
         unsafe { System.realloc(pointer, layout, size) }
     }
 }

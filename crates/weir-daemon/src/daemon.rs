@@ -220,7 +220,7 @@ impl Daemon {
     }
 
     /// Names a device that would lose its pages if the daemon stopped now, and the next step; see
-    /// [`FrontEnd::in_use`]. It sees the kernel's NBD clients on this machine, not those on others.
+    /// `FrontEnd::in_use`. It sees the kernel's NBD clients on this machine, not those on others.
     pub fn in_use(&self) -> Option<String> {
         let front_end = self.shared.front_ends().iter().find_map(|front_end| front_end.in_use());
         front_end.or_else(|| self.shared.attachments.in_use())

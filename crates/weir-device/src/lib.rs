@@ -170,8 +170,8 @@ pub enum View<'a> {
 /// A part of an announced batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Coming {
-    /// This many pages from this one on will be read.
+    /// The lane will read this many pages from this one on.
     Reads(PageNo, u32),
-    /// This many pages will be written.
+    /// The lane will write this many pages.
     Writes(u32),
 }

@@ -76,8 +76,8 @@ impl Record {
         self.present >> position & 1 != 0
     }
 
-    /// The position of the cursor, and a bit for each slot of that chunk that this lap has not
-    /// passed.
+    /// The position of the cursor, and a mask of that chunk's slots: a bit is set if this lap has
+    /// not passed the slot.
     #[inline]
     pub(crate) fn ahead(&self) -> (u32, u64) {
         (u32::from(self.cursor) / CHUNK_SLOTS, !0 << (u32::from(self.cursor) % CHUNK_SLOTS))

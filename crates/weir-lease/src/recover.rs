@@ -42,8 +42,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         for chunk in (0..table.image.geometry.chunks()).rev() {
             table.adopt(chunk)?;
         }
-        // The connection that was closed last would be opened first; that order is lost, so the
-        // lowest is.
+        // The connection that was closed last would be opened first. That order is lost, so the
+        // lowest number is opened first.
         let closed = |index: &u32| table.records[*index as usize].quota == 0;
         table.closed.extend((0..table.image.geometry.connections).rev().filter(closed));
         for connection in &open {
@@ -86,7 +86,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.give_to(owner, position, chunk).ok_or_else(|| self.image.damaged(self.image.chunk_at(chunk)))
     }
 
-    /// Makes `chunk` the one of connection `owner` at `position`. `None` if that is impossible.
+    /// Gives `chunk` to connection `owner`, at `position`. `None` if that is impossible.
     fn give_to(&mut self, owner: u32, position: u32, chunk: u32) -> Option<()> {
         let positions = self.image.geometry.positions();
         let record = self.records.get_mut(owner as usize)?;

@@ -39,9 +39,9 @@ pub struct Table<C, M = Vec<AtomicU64>> {
 /// A reference that was returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Given {
-    /// The place that it referred to.
+    /// The place that the returned reference named.
     pub place: Place,
-    /// Whether it was the page's last.
+    /// Whether the return was the page's last.
     pub last: bool,
 }
 

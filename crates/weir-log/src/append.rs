@@ -1,4 +1,4 @@
-//! Appends to segments: pages take places in order, and the summary comes after the last.
+//! Appends to segments: pages take places in order, and the segment's summary comes last.
 
 use crate::Shared;
 use crate::segment::GENERATIONS;
@@ -16,7 +16,7 @@ pub(crate) struct Appender {
     /// For each generation, the segment that takes its next page.
     current: [Option<usize>; GENERATIONS],
     turn: u32,
-    /// Number of free segments that it must leave.
+    /// Number of free segments that this appender must leave to the cleaner.
     reserve: u32,
     /// The first ticket, in the store below, of a summary; the index in `open` is added.
     tickets: Ticket,

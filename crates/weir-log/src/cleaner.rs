@@ -33,8 +33,8 @@ const GAP: u32 = 16;
 /// Time that stuck segments are left alone.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// In the store below, the ticket of a page's read names its victim and place; its write has this
-/// bit besides, and so on.
+/// The bit of the ticket of a page's write in the store below. The ticket of a page's read names
+/// victim and place; other bits mark the other operations.
 const WRITE: Ticket = 1 << 16;
 const SUMMARY: Ticket = 1 << 17;
 const SEGMENTS: Ticket = 1 << 18;
@@ -47,7 +47,7 @@ pub enum Next {
     Step,
     /// The store below must answer first.
     Answers,
-    /// There must be a reason to work.
+    /// The cleaner waits for a reason to work.
     Work,
 }
 
@@ -204,7 +204,8 @@ impl Cleaner {
 
     /// Whether to clean one segment more.
     fn wants_more(&self) -> bool {
-        // It is unknown when victims become free that wait for others to fill a segment with them.
+        // Victims may wait for other victims to fill a segment with them. The time at which they
+        // become free is unknown.
         let moves = |victim: &&Victim| victim.phase != Phase::Write || victim.waits > 0;
         let taken = self.parts.victims.iter().filter(|victim| victim.segment.is_some());
         let soon = taken.filter(moves).count() as u32;
@@ -238,7 +239,7 @@ impl Cleaner {
             *again_at = Some(now + AGAIN);
         }
         if !log.segments.begin_cleaning(segment, word) {
-            // A page of it has died since.
+            // A page of the segment has died since the last try.
             return true;
         }
         let victim = parts.victims.iter_mut().find(|victim| victim.segment.is_none());
@@ -462,7 +463,7 @@ impl Parts {
         victim.phase = if at == places { Phase::Write } else { Phase::Read(at) };
     }
 
-    /// The number of pages of a generation that can be written. Pages that were written anew
+    /// The number of this generation's pages that can be written. Pages that were written anew
     /// meanwhile are dropped.
     fn count_here(&mut self, log: &Shared, generation: usize) -> usize {
         let mut count = 0;
@@ -523,6 +524,7 @@ impl Drop for Cleaner {
                 self.log.free(segment);
             }
         }
-        // Its segments stay open: their writes may land as long as its lane lives.
+        // The cleaner's segments stay open: their writes may land as long as the cleaner's lane
+        // lives.
     }
 }

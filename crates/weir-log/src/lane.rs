@@ -60,7 +60,7 @@ enum State {
 /// The progress of a part of a read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
-    /// The part is not needed so far.
+    /// The read has not needed this part so far.
     No,
     Wanted,
     Waits,
@@ -158,7 +158,7 @@ impl Parts {
         let bytes = found.unwrap_or(&pages[usize::from(at)]);
         let row = log.rows.get(&log.segments, segment, within);
         if read.is_ok() && [row, *proof].into_iter().flatten().any(|record| record.proves(page, bytes)) {
-            // A summary that comes later would find its operation idle, so it is awaited.
+            // A summary that came later would find its operation idle, so the read waits for it.
             return (*summary != Part::Waits).then_some(Ok(()));
         }
         if *summary == Part::Waits {

@@ -216,7 +216,7 @@ impl Shared {
         loop {
             let place = self.find(page)?;
             let life = self.segments.word(self.shape.split(place).0).life();
-            // The page was there in this life, for a segment with a live page begins no other.
+            // The page was there in this life: a segment with a live page begins no other life.
             if self.find(page) == Some(place) {
                 return Some((place, life));
             }

@@ -236,7 +236,7 @@ impl Segments {
                     }
                 }
             }
-            // A push counts its segment last, so a counted segment is there.
+            // A push counts its segment last. So the stack holds every segment that is counted.
             std::hint::spin_loop();
         }
     }

@@ -138,8 +138,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// Number of page faults of a program that goes through blocks in this order, with room for
-    /// `room` of them.
+    /// Number of page faults of a program that goes through blocks in this order, if `room` blocks
+    /// may be resident.
     fn faults(room: usize, accesses: impl Iterator<Item = i64>) -> usize {
         let mut policy = Policy::default();
         let mut resident = BTreeSet::new();

@@ -69,7 +69,7 @@ pub fn channel<T: Send>(capacity: usize) -> (Sender<T>, Receiver<T>) {
 struct Shared {
     /// The lanes that the receiver does not know yet.
     joining: Padded<Stack>,
-    /// The receiver waits on this.
+    /// The receiver sleeps on this.
     sleeper: Sleeper,
     senders: AtomicUsize,
     counters: Padded<Counters>,
@@ -85,7 +85,7 @@ struct Lane<T> {
     full: Padded<Stack>,
     /// Slots on their way back to the sender.
     empty: Padded<Stack>,
-    /// The sender waits on this for a slot.
+    /// The sender sleeps on this while it waits for a slot.
     sleeper: Sleeper,
     slots: Box<[Slot<T>]>,
 }

@@ -16,7 +16,7 @@ pub(crate) struct Counters {
     sizes: [AtomicU64; BUCKETS],
 }
 
-/// A queue's counts so far.
+/// A queue's counts up to now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Metrics {

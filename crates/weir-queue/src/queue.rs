@@ -1,4 +1,4 @@
-//! The queue itself: a worker thread behind the contract of `nv_kthread_q`.
+//! Number of looks at empty stacks before the worker sleeps.
 
 use std::io;
 use std::sync::Arc;

@@ -53,10 +53,10 @@ const WASTE_LEAST: u64 = 32;
 /// Compaction begins when one of so many slots with packs is wasted: the first number usually, the
 /// second when the store has little room.
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
-/// A store has little room if fewer than one in so many slots are free.
+/// A store has little room if fewer than one in this many slots are free.
 const ROOM_ONE_IN: u32 = 16;
-/// Pages that must have left packs since the last look: at least this many, and one for every so
-/// many packs.
+/// Pages that must have left packs since the last look: at least the first number, and one for each
+/// group of packs. The second number is the size of a group.
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
 /// Most slots that one step looks at.
@@ -120,8 +120,8 @@ impl Volume {
 fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     let total: u64 = packs.iter().sum();
     let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);
-    // In parts of a slot: the waste now, and the waste that is left once packs up to some fill are
-    // emptied.
+    // Both figures count parts of a slot: the waste now, and the waste that would be left once the
+    // packs up to `fill_most` are emptied.
     let waste: u64 = packs.iter().enumerate().map(wasted).sum();
     let whole = u64::from(WHOLE);
     if waste * one_in < total * whole {
@@ -176,7 +176,7 @@ impl Mover {
             self.try_until_taken(driver, &mut 0, &mut |lane| lane.open_up(slot.0, store, slot));
         }
         self.settle_noted(driver, &mut 0)?;
-        // Meanwhile all other pages may have left these two packs.
+        // By now, other lanes may have written the opened packs' pages anew.
         while let Some((page, slot)) = self.lane.opened() {
             let here = Place::Stored { store, slot };
             self.try_until_taken(driver, &mut pages, &mut |lane| lane.move_page(page.0, page, here));

@@ -1,8 +1,8 @@
 //! The pin of a lane: slots that the lane finds in the map must stay unchanged until its reads have
 //! ended.
 //!
-//! A lane that always has a read under way has no moment without one. So its pin does not wait for
-//! such a moment. Reads are counted in two groups: those of the pin's epoch, and those begun since.
+//! A lane may have reads under way all the time, so its pin cannot wait for a moment without reads.
+//! Reads are counted in two groups: those of the pin's epoch, and those begun since.
 //! When the first group has ended, the pin moves on to the epoch in which the second began. Writes
 //! need no pin: no other lane claims the slot that a lane has claimed.
 
@@ -15,7 +15,7 @@ pub(crate) struct Looking {
     pinned: Option<u64>,
     /// Number of reads under way that were found in the pin's epoch.
     older: usize,
-    /// The epoch of slots that are found now: the pin's epoch or a later one.
+    /// The epoch of slots that lookups find now: the pin's epoch or a later one.
     now: u64,
     /// Number of reads under way that were found in that epoch, if it is a later one.
     newer: usize,

@@ -20,7 +20,7 @@ pub(crate) struct Traffic {
 /// One lane's counters; the lane is their only writer.
 #[derive(Debug, Default)]
 pub(crate) struct LaneMetrics {
-    /// The traffic by store. The last is of pages that lie in no store: of one value, never
+    /// The traffic by store. The last entry counts pages that lie in no store: of one value, never
     /// written, or lost.
     pub traffic: Box<[Traffic]>,
     pub discards: Counter,

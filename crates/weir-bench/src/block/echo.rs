@@ -38,7 +38,7 @@ impl Echo {
                     return;
                 }
                 let (export, stopped) = (export.clone(), Arc::clone(&stopped));
-                // A client that breaks its connection ends only that.
+                // If a client breaks its connection, only that connection ends.
                 std::thread::spawn(move || serve(stream, &export, &stopped));
             }
         });

@@ -104,7 +104,7 @@ impl Case {
         Case { id, write, sequential: true, block: 1 << 20, jobs: 1, depth: 8, pause: 0 }
     }
 
-    /// Whether the name means this case: it is the case's id, or the id's part before an
+    /// Whether the name selects this case: the name is the case's id, or the id's part before an
     /// underscore.
     fn is_called(&self, name: &str) -> bool {
         self.id.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
@@ -275,7 +275,7 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
 /// The combinations of machine and store for which there are goals.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum On {
-    /// A machine of 2 processors.
+    /// Machines and stores for which there are goals.
     Small,
     /// A machine of 16 processors.
     Large,

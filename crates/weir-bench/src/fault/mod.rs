@@ -1,6 +1,5 @@
-//! `weir bench fault`: the cost for a program that may keep only a quarter of its memory in RAM. It
-//! measures `weir run` beside the kernel's swap (on zram, on a RAM loop, on Weir's own device), a
-//! bare handler of userfaultfd, and no limit.
+//! Accepts a move that succeeded. Linux 6.18 may try a page again after it has moved the page, and
+//! then finds the page at its new address.
 //!
 //! A child process goes through its memory in several ways. It goes in order, reading and writing;
 //! in pairs of words that lie a power of two apart, as a gate of a state-vector simulator does; and
@@ -178,7 +177,7 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
         let what = format!("{}: {}", output.status, said.trim());
         return Err(SwapError::failed("the child did not finish")(io::Error::other(what)));
     }
-    // `weir run` prints there what it could not do.
+    // `weir run` has printed its problems on standard error.
     eprint!("{said}");
     let text = String::from_utf8_lossy(&output.stdout);
     serde_json::from_str(text.trim()).map_err(|error| SwapError::failed("the child")(error.into()))

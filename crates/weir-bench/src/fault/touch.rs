@@ -44,11 +44,11 @@ pub struct Touch {
 /// The way in which a child is bounded.
 #[derive(Clone, Copy, Debug)]
 pub enum Bound<'a> {
-    /// The parent process bounds it, if anything does.
+    /// The parent process bounds the child, or nothing does.
     Outside,
-    /// This memory cgroup bounds it.
+    /// This memory cgroup bounds the child.
     Cgroup(&'a Path),
-    /// A bare handler bounds it, to this many bytes.
+    /// A bare handler bounds the child, to this many bytes.
     Bare(usize),
 }
 

@@ -366,7 +366,8 @@ pub struct KernelXArrays {
 }
 
 impl KernelXArrays {
-    /// Makes a part for each number of connections, over the same pages.
+    /// Makes one part for each entry of `connections`, with that many connections. All parts share
+    /// the pages.
     pub fn parts(connections: impl IntoIterator<Item = u32>, pages: u32) -> Vec<Self> {
         let pages: Arc<Box<[Page]>> = Arc::new((0..pages).map(|_| Page::default()).collect());
         let part = |connections| KernelXArrays {

@@ -11,8 +11,8 @@
 //!
 //! The model is leaner than the kernel's code, which serves every use of an xarray and takes its
 //! nodes through RCU: `lab/run lease` measures that code. The model also does less than the table
-//! beside it: it does not count a page's references, which in the kernel is the page pool's task.
-//! `no_counts_ns_net` is the table with only as much work.
+//! beside it. It does not count a page's references, which is the page pool's task in the kernel.
+//! `no_counts_ns_net` measures the table without that count.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -26,7 +26,7 @@ const ROOM: usize = 1 << 14;
 /// any gap between items.
 const LOOKS: u32 = 100_000;
 
-/// A job with its item, which is as large as one of the list's.
+/// A job with its item, which is as large as an item of the list design.
 pub(super) struct Step {
     item: Item<Step>,
     argument: AtomicU64,

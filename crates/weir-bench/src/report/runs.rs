@@ -38,7 +38,7 @@ impl Runs {
         self.sorted.first().copied().unwrap_or(f64::NAN)
     }
 
-    /// The greatest run; NaN without runs.
+    /// The greatest figure of all runs; NaN without runs.
     pub fn max(&self) -> f64 {
         self.sorted.last().copied().unwrap_or(f64::NAN)
     }

@@ -146,7 +146,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let denied = |error| SwapError::Machine(format!("vm.page-cluster cannot be set ({error}); run as root"));
     let setting = scratch.page_cluster().map_err(denied)?;
     let bytes = plan.size.0 + plan.size.0 / 4 + (16 << 20);
-    // Each device, with its figures at each value.
+    // Each device, with its figures at each value of vm.page-cluster.
     let mut ways: Vec<(Kind, Vec<Way>)> = Vec::new();
     let nothing = || plan.page_clusters.iter().map(|_| Way::default()).collect();
     for kind in kinds {

@@ -40,8 +40,8 @@ const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
     let guard = std::env::var(ENVIRONMENT).ok().and_then(|text| text.parse().ok());
     if guard.is_some() && guard == parent() {
-        // Both are killed, or neither: then another command undoes the changes, and nothing is
-        // added to them.
+        // If the guard is killed, this child is killed too. Another command then undoes the
+        // changes, and this child cannot add any.
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(Failure::failed)?;
         return if guard == parent() { work() } else { Err(Failure::Said) };
     }

@@ -61,9 +61,9 @@ fn loops() -> Vec<LoopDevice> {
     names.filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok()).collect()
 }
 
-/// Turns swap off if it is on. The kernel lists a swap already while swapon(2) is at work, and
-/// still while another swapoff(2) is. It then returns `EINVAL` (mm/swapfile.c: the area is not
-/// `SWP_WRITEOK`), and a moment later either is done.
+/// Turns swap off if it is on. The kernel lists a swap while swapon(2) or another swapoff(2) is
+/// still at work. In that time this call returns `EINVAL` (mm/swapfile.c: the area is not
+/// `SWP_WRITEOK`). A moment later the other call is done.
 fn swapoff(path: &Path) -> io::Result<()> {
     let begun = Instant::now();
     while swaps::is_on(path) {

@@ -167,7 +167,7 @@ mod tests {
     #[derive(Clone, Copy)]
     struct Connection {
         is_dead: bool,
-        /// The server still has its end.
+        /// Whether the server still holds its end of the connection.
         is_served: bool,
         /// The reader of a dead connection leaves at the `n`th look from now on.
         reader: Option<u32>,

@@ -54,7 +54,7 @@ impl fmt::Debug for Attachments {
 }
 
 impl Attachments {
-    /// Makes an empty list, or the list of the daemon before from its note.
+    /// Makes an empty list, or the earlier daemon's list from that daemon's note.
     pub fn new(keeper: Option<Link>, note: Option<OwnedFd>, log: &Log) -> Arc<Self> {
         let devices = note.map(read_note).transpose().unwrap_or_else(|error| {
             log(Level::Warning, format_args!("the devices attached before are not known: {error}"));

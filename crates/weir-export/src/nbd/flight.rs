@@ -35,7 +35,7 @@ pub(super) enum Work {
     /// A range of at most [`CHUNK_MAX`] bytes to be answered with data, by itself or as a part of a
     /// `stream`.
     Read { offset: u64, length: u32, stream: Option<u16> },
-    /// A read whose beginner waits for it and answers it.
+    /// A read that one function begins, waits for and answers.
     Held { offset: u64, length: u32 },
     /// The end of a long read; it counts the chunks that belong to it.
     Stream,

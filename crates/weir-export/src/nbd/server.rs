@@ -273,7 +273,7 @@ impl Drop for Server {
     }
 }
 
-/// The first step of a serving thread; returns whether the thread may go on.
+/// Prepares a serving thread as its first step. Returns whether the thread may go on.
 fn arrival(
     config: &Config,
     ready: &mpsc::Sender<Result<bool, Unprotected>>,

@@ -91,8 +91,8 @@ impl Identity {
             .map_err(|error| failed("server-key.pem", &error))?;
         // Check the key here, since later errors name no file.
         rustls::crypto::ring::sign::any_supported_type(&key).map_err(|_| failed("server-key.pem", &KEYS))?;
-        // A file that cannot be read, or a link to nothing, counts too: it was put there so that
-        // not every client is accepted.
+        // A file that cannot be read, or a link to nothing, counts too. Its owner put it there so
+        // that the server does not accept every client.
         let checks_clients = match std::fs::symlink_metadata(file("ca-cert.pem")) {
             Err(error) if error.kind() == ErrorKind::NotFound => false,
             Err(error) => return Err(failed("ca-cert.pem", &error)),

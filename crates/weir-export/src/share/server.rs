@@ -34,7 +34,7 @@ use super::stats::{Stats, add};
 use weir_core::log::{Level, Log, Throttle};
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// Time until the next look at a client that left no room, or at a volume that had none.
+/// Time until the next look at a client that left no room, or at a volume that had no room.
 const STALL: Duration = Duration::from_millis(1);
 /// Time that a client may take for its greeting.
 const GREETING: Duration = Duration::from_secs(2);

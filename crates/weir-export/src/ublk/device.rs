@@ -199,9 +199,9 @@ impl Device {
         call(driver, "END_USER_RECOVERY", uapi::END_USER_RECOVERY, Some(self), process, &mut [])
     }
 
-    /// Removes the block device; its threads' fetches come back. If the driver can tell that a
-    /// program has it open, the device stays, and this returns false. A device that is gone already
-    /// is no error.
+    /// Removes the block device; the queue threads' pending fetches end. If the driver can tell
+    /// that a program has the device open, the device stays, and this returns false. A device that
+    /// is gone already is no error.
     ///
     /// # Errors
     /// Fails with any other refusal of the driver.
@@ -222,8 +222,8 @@ impl Device {
         }
     }
 
-    /// Gives up a device that was never published, or that was stopped, so that its threads'
-    /// fetches come back.
+    /// Gives up a device that was never published, or that was stopped. So the queue threads'
+    /// pending fetches end.
     ///
     /// # Errors
     /// Fails with the driver's refusal.
@@ -294,7 +294,7 @@ mod tests {
     const SHAPE: Shape =
         Shape { pages: 1000, queues: 2, depth: 64, request_bytes: 128 << 10, recoverable: true };
 
-    /// A fake driver with one device, which refuses the commands that the kernel's would.
+    /// A fake driver with one device. It refuses the commands that the kernel's driver refuses.
     #[derive(Default)]
     struct Fake {
         info: Option<DeviceInfo>,

@@ -200,7 +200,8 @@ impl<'a> Queue<'a> {
             self.send()?;
             let Queue { ring, spin, .. } = self;
             let found = spin.as_mut().expect("looked").attempt(|| {
-                // The flag says that completions are due for the ring, which takes a system call.
+                // The flag says that completions wait for a system call, which puts them into the
+                // ring.
                 let due = ring.submission().taskrun();
                 if due {
                     passed(ring.submit())?;

@@ -1,4 +1,4 @@
-//! A device's counts: each queue's thread counts its own work, and a reader adds them up.
+//! A device's counts. Each queue's thread counts its own work, and a reader adds the counts up.
 
 use weir_core::metrics::Counter;
 

@@ -76,7 +76,7 @@ pub const RESULT_ABORT: i32 = -libc::ENODEV;
 pub const FEATURE_USER_RECOVERY: u64 = 1 << 3;
 /// Requests that the dead server had not answered are given to the next one.
 pub const FEATURE_USER_RECOVERY_REISSUE: u64 = 1 << 4;
-/// The feature that commands are encoded as ioctls are.
+/// The feature bit: commands are encoded as ioctls are.
 pub const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
 /// The kernel can quiesce a device. Weir does not use that, but the bit tells newer drivers from
 /// older ones. Newer ones survive their server's death under load (Linux 6.16). In older ones,

@@ -20,7 +20,7 @@ pub trait PageCounts {
     fn give(&mut self, place: Place) -> bool;
 }
 
-/// Counts nothing and takes no memory: no return counts as the last.
+/// Counts nothing and takes no memory. So no return of a page is reported as its last.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoCounts;
 

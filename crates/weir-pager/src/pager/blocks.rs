@@ -36,7 +36,7 @@ pub struct Block {
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: [u64; BLOCK_PAGES / 64],
-    /// The last page that was brought alone, and how many came before it in a row.
+    /// The last page that was brought by itself, and the number of such pages before it in a row.
     pub run: (usize, u8),
     /// Pages whose content the program has dropped, and whose removal the pager has not seen yet.
     /// Until then the block is not written out, because old content would come back.

@@ -11,17 +11,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub struct Shelf(Mutex<BTreeMap<String, OwnedFd>>);
 
 impl Shelf {
-    /// The names of the descriptors that it holds, in order.
+    /// The names of the descriptors that the shelf holds, in order.
     pub fn names(&self) -> Vec<String> {
         self.held().keys().cloned().collect()
     }
 
-    /// Takes out the descriptor that it holds under a name.
+    /// Takes out the descriptor that the shelf holds under a name.
     pub fn take(&self, name: &str) -> Option<OwnedFd> {
         self.held().remove(name)
     }
 
-    /// Copies the descriptor that it holds under a name.
+    /// Copies the descriptor that the shelf holds under a name.
     pub fn copy(&self, name: &str) -> Option<OwnedFd> {
         Some(self.held().get(name)?.try_clone().expect("a descriptor is left"))
     }

@@ -66,8 +66,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
         }
         gpu.leave_ring();
     }
-    // Runs of neighbours are limited only by the bus, by either DMA path. One thread cannot fill
-    // the bus, so the figure that the rings reached together is used.
+    // On both DMA paths only the bus limits runs of neighbours. One thread cannot fill the bus. So
+    // the table takes the figure that all rings together reached.
     if let Some(link) = table.link() {
         for direction in [Direction::Read, Direction::Write] {
             if let Some(cost) = table.get(Path::Engine, direction) {

@@ -20,7 +20,7 @@ const TICK_IDLE: Duration = Duration::from_millis(20);
 const TICK_ASLEEP: Duration = Duration::from_secs(1);
 /// The thread sleeps for long after this time without a page.
 const QUIET: Duration = Duration::from_secs(1);
-/// This many pages between two looks count as many.
+/// Number of pages between two looks from which on the load counts as heavy.
 const MANY: u64 = 32;
 /// Time between two questions for the free memory and, while the kernel is there, for other users
 /// of the card; while many pages move, and otherwise. The driver takes milliseconds to answer, more

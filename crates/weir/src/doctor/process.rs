@@ -51,8 +51,8 @@ impl Capabilities {
     }
 }
 
-/// Sets the flag on a thread that ends with it: a process may have the capability and still not be
-/// allowed.
+/// Tries to set the I/O flusher flag, on a thread that ends afterwards. A process may have the
+/// capability, and still not be allowed to set the flag.
 fn try_flusher() -> Result<bool, Unprotected> {
     thread::spawn(|| swap_safety::set_io_flusher().and_then(|()| swap_safety::has_io_flusher()))
         .join()

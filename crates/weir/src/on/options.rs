@@ -71,7 +71,8 @@ pub struct OnOptions {
     #[arg(long)]
     pub allow_hibernation: bool,
 
-    /// As this note of weir off --remember says, and not at all where there is none.
+    /// Turn the device of this note on again, as weir off --remember wrote it. Without the note, do
+    /// nothing.
     #[arg(long, value_name = "FILE", hide = true, exclusive = true)]
     pub again: Option<PathBuf>,
 

@@ -39,7 +39,7 @@ pub(super) fn life(point: &Path) -> Life {
     let asked = point.to_owned();
     // Do not read attributes: the kernel may have them cached.
     match within(move || rustix::fs::statfs(&asked).map(drop)) {
-        // The second error comes when the server goes while it is asked.
+        // The second error comes when the server goes while the call asks it.
         Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Life::Dead,
         Some(_) => Life::Alive,
         None => {

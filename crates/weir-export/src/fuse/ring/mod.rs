@@ -35,7 +35,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 const REGISTER: u32 = 1;
 const COMMIT_AND_FETCH: u32 = 2;
 
-/// The number of the completion that stands for the bell, not for an entry.
+/// The number of the bell's completion. All other numbers stand for entries.
 const BELL: u64 = 1 << 32;
 const DEVICE: u64 = BELL + 1;
 
@@ -186,7 +186,7 @@ impl Ring {
         let _ = rustix::thread::sched_setaffinity(None, &processors);
         self.io.submitter().register_enable_rings()?;
         self.io.submitter().register_files(&[device.as_fd().as_raw_fd()])?;
-        // This saves a look-up for each system call; without it the ring works too.
+        // The registration saves a look-up for each system call. The ring works without it too.
         let _ = self.io.submitter().register_ring_fd();
         for at in 0..self.queues.len() {
             let start = self.entry(at).as_mut_ptr();

@@ -160,8 +160,8 @@ impl Server {
             ServeError::Kernel(format!("the keeper does not hold the connection of {}", point.display()))
         })?;
         let connection = Device::adopt(connection).map_err(resources)?;
-        // More queues than threads come from an earlier configuration with more threads. Their
-        // requests come back by the resend too.
+        // The dead server may have had more queues, by a configuration with more threads. The
+        // resend brings the requests of those queues too.
         let kept: Vec<OwnedFd> = (0..THREADS_MAX).map_while(|number| take(&queue_name(number))).collect();
         let queues: Vec<_> =
             kept.into_iter().map(Device::adopt).collect::<io::Result<_>>().map_err(resources)?;

@@ -33,7 +33,7 @@ pub trait Stream: Read + Write + Send {}
 
 impl<T: Read + Write + Send> Stream for T {}
 
-/// A request whose reply is not complete.
+/// A request whose reply has not arrived completely.
 struct InFlight {
     request: Request,
     covered: u64,

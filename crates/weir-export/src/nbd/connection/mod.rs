@@ -95,7 +95,7 @@ impl Shared {
         let busy = connections.min(LONG_AT_ONCE);
         Ok(Shared {
             rests: Pool::new(busy, PIECE_MAX as usize + 2 * HEADS_BYTES)?,
-            // Each connection also has a unit of its own.
+            // Each connection also has one chunk of its own.
             chunks: Pool::new(3 * busy, LOAN_BYTES)?,
         })
     }

@@ -46,7 +46,7 @@ impl<'a> Presence<'a> {
         self.leaves = true;
     }
 
-    /// Whether the client has sent its last request, or is known to have it in the socket.
+    /// Whether the client has sent its last request. That request may still lie in the socket.
     pub fn is_leaving(&self) -> bool {
         self.leaves
     }

@@ -16,7 +16,7 @@ pub enum Ending {
     OptionLength {
         /// The option's number.
         option: u32,
-        /// The length it announced.
+        /// The announced length.
         length: u32,
     },
     /// The client sent more options than any client needs.

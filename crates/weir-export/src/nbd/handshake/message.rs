@@ -24,8 +24,8 @@ pub(super) fn split_queries(data: &[u8]) -> Option<(&[u8], impl Iterator<Item = 
         *rest = &rest[4 + length..];
         Some(query)
     }
-    // A first pass checks that exactly `count` queries fill the data; each takes at least 4 bytes,
-    // so this ends.
+    // The first pass checks that exactly `count` queries fill the data. Each query takes at least 4
+    // bytes, so the loop ends.
     let mut rest = queries;
     for _ in 0..count {
         next(&mut rest)?;

@@ -58,7 +58,8 @@ impl<S: Store> Work<S> {
             if self.has_ended(id) && self.move_out(at, slot) {
                 self.policy.went(id);
                 self.blocks.get_mut(id).state = State::Writing(slot);
-                // Writes that are still under way to the same room are older.
+                // The room's earlier owner may still have writes under way there. Wait for them, so
+                // that they do not land later.
                 if self.store.settle().is_err() {
                     self.fail();
                 }

@@ -304,8 +304,8 @@ impl<S: Store> Work<S> {
         let slot = match self.blocks.get(id).state {
             State::Resident | State::Lost => return Ok(()),
             State::Writing(slot) => {
-                // Nothing is lost: the room of a write under way is written again before it is
-                // read.
+                // Stopping this write loses nothing: the slot holds the whole block. The block's
+                // room in the store is written again before it is read.
                 self.writing = None;
                 count(&self.shared.counters.taken_back, 1);
                 slot

@@ -110,8 +110,8 @@ impl<S: Store> Work<S> {
             if is_whole {
                 self.stuck = Some(Instant::now());
             }
-            // If blocks that cannot go take the whole limit, a few pages beyond it come and go,
-            // instead of only one.
+            // Blocks that cannot go may take the whole limit. Then up to `BLOCK_PAGES` single pages
+            // may exceed it: with only one, every page fault would write a page.
             if self.singles_there < BLOCK_PAGES || !self.write_singles() {
                 count(&self.shared.counters.beyond_limit, 1);
                 return;
@@ -175,7 +175,8 @@ impl<S: Store> Work<S> {
         }
         self.slots[slot] = Slot::Busy;
         let mut result = Ok(());
-        // Writes under way to the same room are older.
+        // The room's earlier owner may still have writes under way there. Wait for them, so that
+        // they do not land later.
         if self.store.settle().is_err() {
             self.fail();
         }

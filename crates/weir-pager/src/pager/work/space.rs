@@ -129,7 +129,7 @@ impl<S: Store> Work<S> {
                     }
                 }
                 if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
-                    // The part that was written is older, so begin again.
+                    // The part that was written holds older content, so begin again.
                     writing.next = 0;
                     if self.store.settle().is_err() {
                         self.fail();

@@ -154,7 +154,7 @@ impl Memory {
     /// Overwrites the memory with zeros.
     ///
     /// # Errors
-    /// Fails when the card did not do it.
+    /// Fails when the card did not write the zeros.
     pub fn clear(&self) -> Result<(), Trouble> {
         match (&self.mapped, &self.device) {
             (Some(mapped), _) => Ok(mapped.clear()?),

@@ -62,7 +62,7 @@ pub struct Context {
     driver: Driver,
     device: Device,
     handle: ContextHandle,
-    /// The context's number in the thread-local note of the current context; never 0.
+    /// This context's number, never 0. Each thread notes the number of its current context.
     number: u64,
     lost: AtomicBool,
     death: OnceLock<Death>,
@@ -464,7 +464,7 @@ impl DeviceMemory {
     /// Overwrites the memory with zeros and waits for that. Nothing else may use it meanwhile.
     ///
     /// # Errors
-    /// Fails when the card did not do it.
+    /// Fails when the card did not write the zeros.
     pub fn clear(&self) -> Result<(), CallError> {
         let stream = self.context.stream()?;
         let d = &self.context.driver;

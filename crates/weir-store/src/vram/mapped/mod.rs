@@ -321,7 +321,7 @@ impl Allocation {
     /// Overwrites the memory with zeros. Nothing else may use it meanwhile.
     ///
     /// # Errors
-    /// Fails when the card did not do it.
+    /// Fails when the card did not write the zeros.
     pub fn clear(&self) -> Result<(), VulkanError> {
         let mut clearing = self.gpu.clearing.lock().unwrap_or_else(PoisonError::into_inner);
         clearing.clear(&self.gpu, self.buffer)

@@ -100,7 +100,7 @@ pub struct Ring {
 struct Cell {
     /// Whether the lane is writing descriptors, trusting the state that it saw.
     adding: AtomicU32,
-    /// The number after the last descriptor that it wrote.
+    /// The number after the last descriptor that the lane wrote.
     added: AtomicU32,
     /// Whether the resident kernel serves this ring.
     covered: AtomicBool,

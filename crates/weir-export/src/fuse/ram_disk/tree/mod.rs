@@ -21,7 +21,7 @@ const EXCHANGE: u32 = 2;
 
 /// Bytes of the longest name.
 const NAME_MAX: usize = super::super::wire::NAME_MAX as usize;
-/// Bytes of the largest file; below it no sum of an offset and a length overflows.
+/// Bytes of the largest file. With this limit no sum of an offset and a length overflows.
 pub(super) const SIZE_MAX: u64 = 1 << 44;
 /// Most nodes beyond one for each page: empty files take the server's memory too.
 const NODES_SPARE: usize = 4096;
