@@ -163,3 +163,28 @@ fn a_store_that_cannot_be_had_is_called_as_it_was_asked_for() {
     assert_eq!(output.status.code(), Some(3), "less of it might be had: {line}");
     assert!(line.contains("store host:4TiB:"), "{line}");
 }
+
+#[test]
+fn a_start_that_fails_is_reported_with_its_class_also_by_the_daemon_of_a_keeper() {
+    let file = std::env::temp_dir().join(format!("weir-start-report-of-{}", std::process::id()));
+    let report = |arguments: &[&str]| {
+        let _ = fs::remove_file(&file);
+        let output = Command::new(WEIR)
+            .args(["serve", "--nbd", "unix:/nowhere/nbd", "--start-report", file.to_str().expect("UTF-8")])
+            .args(arguments)
+            .output()
+            .unwrap();
+        let line = String::from_utf8_lossy(&output.stderr).into_owned();
+        let report: serde_json::Value = serde_json::from_slice(&fs::read(&file).expect(&line)).unwrap();
+        let _ = fs::remove_file(&file);
+        assert_eq!(report["schema"], 1);
+        let text = report["text"].as_str().expect("a text").to_owned();
+        assert!(line.contains(&text), "{line} {text}");
+        (output.status.code(), report["class"].as_str().expect("a class").to_owned())
+    };
+    let no_room = (Some(3), "no-room".to_owned());
+    assert_eq!(report(&["--store", "host:4TiB"]), no_room);
+    assert_eq!(report(&["--store", "host:4TiB", "--keeper"]), no_room);
+    assert_eq!(report(&["--store", "host:1MiB"]), (Some(1), "failed".to_owned()));
+    assert_eq!(report(&["--store", "host:1MiB", "--size", "9TiB"]), (Some(2), "usage".to_owned()));
+}
