@@ -90,7 +90,7 @@ pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
 }
 
 /// A pointer that can be cloned, so that one item can be scheduled while it is pending already.
-pub trait Shared: Pointer + Clone {}
+pub trait SharedPointer: Pointer + Clone {}
 
 /// The only pointer to its value. An item behind it cannot be pending already, and needs no flag
 /// for that.
@@ -141,8 +141,8 @@ unsafe impl<T: Send + 'static> Pointer for Box<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> Shared for Arc<T> {}
-impl<T: Sync + 'static> Shared for &'static T {}
+impl<T: Send + Sync + 'static> SharedPointer for Arc<T> {}
+impl<T: Sync + 'static> SharedPointer for &'static T {}
 impl<T: Send + 'static> Exclusive for Box<T> {}
 
 impl<T: Work<ID>, const ID: u64> Item<T, ID> {

@@ -94,7 +94,7 @@ mod worker;
 
 #[cfg(feature = "std")]
 pub use channel::{Batch, Closed, Receiver, SendError, Sender, channel};
-pub use item::{Exclusive, HasItem, Item, Pointer, Shared, Work};
+pub use item::{Exclusive, HasItem, Item, Pointer, SharedPointer, Work};
 #[cfg(feature = "std")]
 pub use metrics::Metrics;
 #[cfg(feature = "std")]

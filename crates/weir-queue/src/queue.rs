@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use crate::item::{Exclusive, Shared, Work, item_of};
+use crate::item::{Exclusive, SharedPointer, Work, item_of};
 use crate::metrics::{Counters, Metrics};
 use crate::node::Processors;
 use crate::shards::{Padded, Shards};
@@ -156,7 +156,7 @@ impl Queue {
     #[inline]
     pub fn schedule<P, const ID: u64>(&self, owner: &P) -> bool
     where
-        P: Shared,
+        P: SharedPointer,
         P::Target: Work<ID, Pointer = P>,
     {
         // SAFETY: the owner is borrowed, so its item is valid.

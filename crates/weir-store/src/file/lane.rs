@@ -11,7 +11,7 @@
 //! completes it, the kernel still has its staging page, and a write still has its slot.
 
 use super::staging::Staging;
-use super::{Place, Shared};
+use super::{Position, Shared};
 use crate::{ANSWER_WITHIN, Done, Fault, Lane, OpenError, OpenErrorKind, POLL_EVERY, Progress, Ticket};
 use io_uring::{IoUring, opcode, squeue, types};
 use std::mem::ManuallyDrop;
@@ -72,7 +72,7 @@ pub(super) struct FileLane {
 struct Operation {
     ticket: Ticket,
     slot: Slot,
-    place: Place,
+    place: Position,
     direction: Direction,
     /// The time of the first poll after the submission.
     started: Option<Instant>,
@@ -145,7 +145,7 @@ impl FileLane {
         let nothing = Operation {
             ticket: 0,
             slot: Slot(0),
-            place: Place { member: 0, offset: 0 },
+            place: Position { member: 0, offset: 0 },
             direction: Direction::Read,
             started: None,
             is_late: false,
@@ -176,7 +176,7 @@ impl FileLane {
         &mut self,
         ticket: Ticket,
         slot: Slot,
-        place: Place,
+        place: Position,
         direction: Direction,
     ) -> Result<usize, Progress> {
         let Some(page) = self.staging.take() else {

@@ -72,7 +72,7 @@ struct Shared {
 
 /// The place of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Place {
+struct Position {
     member: u32,
     /// The offset in bytes from the member's start.
     offset: u64,
@@ -297,7 +297,7 @@ impl Shared {
 
     /// The place of a slot, unless the slot is outside of the store or its chunk has been released.
     #[inline]
-    fn place(&self, slot: Slot) -> Result<Place, Fault> {
+    fn place(&self, slot: Slot) -> Result<Position, Fault> {
         if slot.0 >= self.slots || self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::Relaxed)
         {
             return Err(Fault::Lost);
@@ -306,9 +306,9 @@ impl Shared {
     }
 
     #[inline]
-    fn locate(&self, slot: u32) -> Place {
+    fn locate(&self, slot: u32) -> Position {
         let (member, there) = self.deal.locate(Slot(slot)).expect("turns end nowhere");
-        Place { member, offset: self.start + u64::from(there.0) * PAGE_SIZE as u64 }
+        Position { member, offset: self.start + u64::from(there.0) * PAGE_SIZE as u64 }
     }
 
     /// The range of each member that a chunk takes, in bytes: its start and its length.
@@ -460,7 +460,7 @@ mod tests {
         {
             assert_eq!(
                 shared.locate(slot),
-                Place { member, offset: HEADER + page_there * page },
+                Position { member, offset: HEADER + page_there * page },
                 "slot {slot}"
             );
         }

@@ -7,7 +7,7 @@ use super::engine::BatchLane;
 use super::gpu::{CROWD, Gpu};
 use super::late::{Parts, PartsCell};
 use super::mapped::copy::{Copies, prefetch_lines};
-use super::mapped::queue::{Place, QueueLane};
+use super::mapped::queue::{BufferAddress, QueueLane};
 use super::options::PathMode;
 use super::ring::{Admission, RingLane};
 use super::table::{Batch, Direction, Path};
@@ -118,14 +118,14 @@ impl Engine {
     fn write(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (u64, u64), page: &PageBytes) {
         match self {
             Engine::Cuda(lane) => lane.write(ticket, slot, (chunk, offset), slice::from_ref(page)),
-            Engine::Queue(lane) => lane.write(ticket, Place { buffer: chunk, offset }, page),
+            Engine::Queue(lane) => lane.write(ticket, BufferAddress { buffer: chunk, offset }, page),
         }
     }
 
     fn read(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (u64, u64)) {
         match self {
             Engine::Cuda(lane) => lane.read(ticket, slot, (chunk, offset), 1),
-            Engine::Queue(lane) => lane.read(ticket, Place { buffer: chunk, offset }),
+            Engine::Queue(lane) => lane.read(ticket, BufferAddress { buffer: chunk, offset }),
         }
     }
 

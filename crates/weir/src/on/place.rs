@@ -4,7 +4,7 @@ use weir_system::swaps::Swap;
 
 /// The priority of Weir's device among the others, and the reason in words.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Place {
+pub struct Priority {
     /// The priority, from 0 to 32767.
     pub priority: i32,
     /// The reason for the priority, in one line.
@@ -18,34 +18,34 @@ const MOST: i32 = 32_767;
 /// Finds a priority below every zram device and above all other devices, which are disks:
 /// compressed RAM is nearer than any device. If zram stands below a disk, or has no priority of its
 /// own, disks decide.
-pub fn place(others: &[Swap], asked: Option<i32>) -> Place {
+pub fn place(others: &[Swap], asked: Option<i32>) -> Priority {
     let names = |zram: bool| {
         let names = others.iter().filter(|swap| swap.is_zram() == zram);
         names.map(|swap| format!("{} ({})", swap.path, swap.priority)).collect::<Vec<_>>().join(", ")
     };
     if let Some(priority) = asked {
-        return Place { priority, why: "as asked".to_owned() };
+        return Priority { priority, why: "as asked".to_owned() };
     }
     let zram = others.iter().filter(|swap| swap.is_zram()).map(|swap| swap.priority).min();
     let disk = others.iter().filter(|swap| !swap.is_zram()).map(|swap| swap.priority).max().unwrap_or(-1);
     let above = (disk + 1).clamp(0, MOST);
     match zram {
-        Some(zram) if zram > above => Place {
+        Some(zram) if zram > above => Priority {
             priority: (zram - 1).min(USUAL.max(above)),
             why: match names(false) {
                 disks if disks.is_empty() => format!("after {}, which compresses in RAM", names(true)),
                 disks => format!("after {}, which compresses in RAM, and before {disks}", names(true)),
             },
         },
-        Some(_) => Place {
+        Some(_) => Priority {
             priority: USUAL.max(above),
             why: format!(
                 "before {} too: for zram to be filled first give it a higher priority, or --priority a lower one here",
                 names(true)
             ),
         },
-        None if others.is_empty() => Place { priority: USUAL, why: "the only swap".to_owned() },
-        None => Place { priority: USUAL.max(above), why: format!("before {}", names(false)) },
+        None if others.is_empty() => Priority { priority: USUAL, why: "the only swap".to_owned() },
+        None => Priority { priority: USUAL.max(above), why: format!("before {}", names(false)) },
     }
 }
 

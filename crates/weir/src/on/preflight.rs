@@ -3,7 +3,7 @@
 
 use super::front::{self, Chosen};
 use super::options::{BackingChoice, DIRECTORY, OnOptions, StoreChoice};
-use super::place::{Place, place};
+use super::place::{Priority, place};
 use super::service::UNIT;
 use super::settings::{self, Wish};
 use super::sizing;
@@ -38,7 +38,7 @@ pub struct Plan {
     /// The daemon's systemd unit, if systemd runs and knows it.
     pub unit: Option<String>,
     /// The device's priority among the swap devices.
-    pub place: Place,
+    pub place: Priority,
     /// Settings of the kernel to change.
     pub wishes: Vec<Wish>,
     /// systemd units that may not start while Weir is on.

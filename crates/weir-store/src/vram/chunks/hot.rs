@@ -42,12 +42,12 @@ pub struct Gate {
 
 /// The addresses of a chunk; null and 0 if it has none.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct Addresses {
     pub host: AtomicPtr<u8>,
     pub device: AtomicU64,
 }
 
-impl Place {
+impl Addresses {
     /// Whether the chunk has memory.
     pub fn is_shown(&self) -> bool {
         !self.host.load(Ordering::Relaxed).is_null() || self.device.load(Ordering::Relaxed) != 0
@@ -83,7 +83,7 @@ impl Hot {
     const BYTES: usize = 2 << 20;
 
     pub(super) fn new(chunks: usize, slots: u32) -> io::Result<Arc<Self>> {
-        let used = size_of::<Gate>() + size_of::<Pin>() * LANES_MAX + size_of::<Place>() * chunks;
+        let used = size_of::<Gate>() + size_of::<Pin>() * LANES_MAX + size_of::<Addresses>() * chunks;
         let memory = weir_core::Memory::anonymous(used.max(Self::BYTES))?;
         Ok(Arc::new(Hot { memory, shift: slots.ilog2(), chunks: chunks as u32 }))
     }
@@ -106,12 +106,15 @@ impl Hot {
     }
 
     #[inline]
-    pub(super) fn places(&self) -> &[Place] {
+    pub(super) fn places(&self) -> &[Addresses] {
         let offset = size_of::<Gate>() + size_of::<Pin>() * LANES_MAX;
         // SAFETY: the memory holds the places after the pins. All of it is atomics, and it lives as
         // long as `self`.
         unsafe {
-            std::slice::from_raw_parts(self.memory.as_ptr().add(offset).cast::<Place>(), self.chunks as usize)
+            std::slice::from_raw_parts(
+                self.memory.as_ptr().add(offset).cast::<Addresses>(),
+                self.chunks as usize,
+            )
         }
     }
 
@@ -134,7 +137,7 @@ impl Hot {
 pub struct Site {
     gate: NonNull<Gate>,
     pin: NonNull<Pin>,
-    places: NonNull<Place>,
+    places: NonNull<Addresses>,
     chunks: u32,
     shift: u32,
     /// Keeps the memory at the addresses.
@@ -168,7 +171,7 @@ impl Site {
     }
 
     #[inline]
-    fn place(&self, slot: Slot) -> Option<(usize, &Place, usize)> {
+    fn place(&self, slot: Slot) -> Option<(usize, &Addresses, usize)> {
         let (chunk, within) = (slot.0 >> self.shift, slot.0 as usize & ((1 << self.shift) - 1));
         // SAFETY: `_hot` keeps the memory of the places, of which there are `chunks`.
         (chunk < self.chunks).then(|| unsafe {

@@ -19,7 +19,7 @@ const BATCHES: usize = 4;
 
 /// The place of a page: an allocation's buffer, as a number, and the offset in it.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
-pub struct Place {
+pub struct BufferAddress {
     /// The buffer's number, from [`Allocation::buffer`].
     pub buffer: u64,
     /// The offset in bytes.
@@ -47,7 +47,7 @@ pub struct QueueLane {
 struct Operation {
     ticket: Ticket,
     write: bool,
-    place: Place,
+    place: BufferAddress,
 }
 
 struct Batch {
@@ -131,14 +131,14 @@ impl QueueLane {
     }
 
     /// Queues a write; there must be room.
-    pub fn write(&mut self, ticket: Ticket, place: Place, page: &PageBytes) {
+    pub fn write(&mut self, ticket: Ticket, place: BufferAddress, page: &PageBytes) {
         // SAFETY: since there is room, no operation in flight uses this staging page.
         unsafe { ptr::copy_nonoverlapping(page.as_ptr(), self.staging_page(self.queued), PAGE_SIZE) };
         self.push(Operation { ticket, write: true, place });
     }
 
     /// Queues a read; there must be room.
-    pub fn read(&mut self, ticket: Ticket, place: Place) {
+    pub fn read(&mut self, ticket: Ticket, place: BufferAddress) {
         self.push(Operation { ticket, write: false, place });
     }
 
@@ -206,7 +206,7 @@ impl QueueLane {
         while end < self.queued && !end.is_multiple_of(depth) {
             let next = operation(end);
             let offset = place.offset + (end - first) * PAGE_SIZE as u64;
-            if next.write != write || next.place != (Place { offset, ..place }) {
+            if next.write != write || next.place != (BufferAddress { offset, ..place }) {
                 break;
             }
             end += 1;
