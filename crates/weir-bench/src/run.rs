@@ -110,10 +110,10 @@ fn measure(options: &Cli) -> Result<(), Failure> {
                 .map_err(|error| failed(&error))?
         }
         Bench::Completions { shell } => {
-            manual::completions(Cli::command(), *shell);
+            manual::completions(Cli::command(), *shell, |script| script);
             return Ok(());
         }
-        Bench::Man { directory } => return manual::pages(Cli::command(), directory),
+        Bench::Man { directory } => return manual::pages(Cli::command(), directory, example),
         Bench::Show { files, plots: Some(directory) } => return draw(files, directory),
         Bench::Show { files, plots: None } => {
             let (last, others) = files.split_last().expect("clap wants one at least");
@@ -323,4 +323,18 @@ fn store_plan(options: &BenchStoreOptions) -> store::Plan {
         short: options.short,
         only: options.only.clone(),
     }
+}
+
+/// The example of a man page.
+fn example(page: &str) -> Vec<(String, String)> {
+    let benchmark = page.strip_prefix("weir-bench-").unwrap_or("block");
+    let (command, about) = match benchmark {
+        "show" => ("weir bench show block.json".to_owned(), "Results that were saved."),
+        "completions" => ("weir-bench completions bash".to_owned(), "The script for a shell."),
+        "man" => ("weir-bench man .".to_owned(), "A page for each benchmark."),
+        _ => {
+            (format!("weir bench {benchmark} --json {benchmark}.json"), "A table, and the figures in a file.")
+        }
+    };
+    vec![(command, about.to_owned())]
 }

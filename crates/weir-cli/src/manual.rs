@@ -7,20 +7,26 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::path::Path;
 
-/// Prints the script with which a shell completes a program's arguments.
-pub fn completions(mut program: Command, shell: Shell) {
+/// Prints the script with which a shell completes a program's arguments, changed by `more`.
+pub fn completions(mut program: Command, shell: Shell, more: impl Fn(String) -> String) {
     // Generate into memory first: the generator panics if a pipe is closed early.
     let mut script = Vec::new();
     let name = program.get_name().to_owned();
     clap_complete::generate(shell, &mut program, name, &mut script);
-    printed(io::stdout().write_all(&script));
+    let script = more(String::from_utf8_lossy(&script).into_owned());
+    printed(io::stdout().write_all(script.as_bytes()));
 }
 
-/// Writes the man page of a program and of each of its subcommands into `directory`.
+/// Writes the man page of a program and of each of its subcommands into `directory`. `examples` names
+/// the commands of a page, `weir-on` for example, each with a line about it.
 ///
 /// # Errors
 /// Fails when the directory cannot be made or written to.
-pub fn pages(program: Command, directory: &Path) -> Result<(), Failure> {
+pub fn pages(
+    program: Command,
+    directory: &Path,
+    examples: impl Fn(&str) -> Vec<(String, String)>,
+) -> Result<(), Failure> {
     let shown = directory.display();
     // Make only the last directory: a missing one above it is a mistake in the path.
     match fs::create_dir(directory) {
@@ -31,9 +37,32 @@ pub fn pages(program: Command, directory: &Path) -> Result<(), Failure> {
         }
         _ => {}
     }
-    clap_mangen::generate_to(program, directory).map_err(|error| {
+    let names = names(&program, program.get_name());
+    let write = || {
+        clap_mangen::generate_to(program, directory)?;
+        names.iter().try_for_each(|name| add_examples(directory, name, &examples(name)))
+    };
+    write().map_err(|error: io::Error| {
         Failure::Failed(format!(
             "cannot write man pages to {shown}: {error}; name a directory that you may write"
         ))
     })
+}
+
+/// The names of a command's page and of those below it.
+fn names(command: &Command, name: &str) -> Vec<String> {
+    let below = command.get_subcommands().filter(|below| !below.is_hide_set() && below.get_name() != "help");
+    let below = below.flat_map(|below| names(below, &format!("{name}-{}", below.get_name())));
+    std::iter::once(name.to_owned()).chain(below).collect()
+}
+
+fn add_examples(directory: &Path, name: &str, examples: &[(String, String)]) -> io::Result<()> {
+    let mut section = ".SH EXAMPLES\n".to_owned();
+    for (command, about) in examples {
+        // A dash and a backslash mean something else in roff.
+        let command = command.replace('\\', "\\\\").replace('-', "\\-");
+        section += &format!(".TP\n\\fB{command}\\fR\n{about}\n");
+    }
+    let mut page = fs::OpenOptions::new().append(true).open(directory.join(format!("{name}.1")))?;
+    page.write_all(section.as_bytes())
 }

@@ -11,9 +11,11 @@ mod attach;
 mod bench;
 mod cache;
 mod cli;
+mod complete;
 mod compress;
 mod config;
 mod doctor;
+mod examples;
 mod failure;
 mod give_back;
 mod mount;
@@ -67,9 +69,9 @@ fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Bench { arguments } => Err(bench::run(&arguments)),
         Command::Completions { shell } => {
-            manual::completions(Cli::command(), shell);
+            manual::completions(Cli::command(), shell, |script| complete::with_stores(shell, script));
             Ok(())
         }
-        Command::Man { directory } => manual::pages(Cli::command(), &directory),
+        Command::Man { directory } => manual::pages(Cli::command(), &directory, examples::of),
     }
 }

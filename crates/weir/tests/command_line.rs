@@ -249,6 +249,7 @@ fn every_command_has_a_man_page() {
     for command in names.filter(|name| !name.is_empty() && *name != "help") {
         let page = fs::read_to_string(directory.join(format!("weir-{command}.1"))).expect(command);
         assert!(page.contains(".SH NAME") && page.contains(command), "{command}");
+        assert!(page.contains(".SH EXAMPLES\n.TP\n\\fBweir"), "{command} has no example: {page}");
         count += 1;
     }
     assert!(count >= 8, "{help}");
@@ -261,6 +262,27 @@ fn man_pages_cannot_be_written_where_a_file_is() {
     let output = weir(&["man", file.to_str().expect("UTF-8")]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("a-file"));
+}
+
+#[test]
+fn completions_of_bash_know_stores_and_their_keys() {
+    let script = text(&weir(&["completions", "bash"]).stdout);
+    let completed = |line: &str| {
+        let ask = format!(
+            "{script}\nCOMP_LINE='{line}' COMP_POINT=${{#COMP_LINE}}; _weir_values weir; echo \"${{COMPREPLY[*]}}\""
+        );
+        let output =
+            std::process::Command::new("bash").args(["--norc", "-c", &ask]).output().expect("bash runs");
+        text(&output.stdout).trim().to_owned()
+    };
+    assert_eq!(completed("weir serve --store "), "host: vram: file: stripe: sim:");
+    assert_eq!(completed("weir try --store v"), "vram:");
+    assert_eq!(completed("weir on --store file:/proc/versio"), "/proc/version");
+    assert_eq!(completed("weir serve --store vram:0?si"), "0?size=");
+    assert_eq!(completed("weir detach /dev/nowhere"), "");
+    for shell in ["zsh", "fish"] {
+        assert!(text(&weir(&["completions", shell]).stdout).contains("_weir_stores"), "{shell}");
+    }
 }
 
 #[test]

@@ -1,0 +1,21 @@
+//! What completes stores and devices, added to the scripts that clap makes.
+
+use clap_complete::Shell;
+
+/// A shell's script with stores and devices in it.
+pub fn with_stores(shell: Shell, script: String) -> String {
+    match shell {
+        Shell::Bash => script + include_str!("stores.bash"),
+        Shell::Fish => script + include_str!("stores.fish"),
+        Shell::Zsh => {
+            // The script begins with a line that names the command, and ends with a call.
+            let script = script.replace(":URL:_default'", ":URL:_weir_stores'");
+            let script = script.replace(":vram|host|URL:_default'", ":URL:_weir_stores'");
+            match script.split_once('\n') {
+                Some((first, rest)) => format!("{first}\n{}{rest}", include_str!("stores.zsh")),
+                None => script,
+            }
+        }
+        _ => script,
+    }
+}
