@@ -140,7 +140,7 @@ pub enum CacheError {
     #[error(transparent)]
     Frames(#[from] CreateError),
     /// The store or the home gives no lane.
-    #[error("the cache gets no lane")]
+    #[error(transparent)]
     Lane(#[from] OpenError),
     /// There is no memory for the index.
     #[error("cannot take memory for the cache's index")]

@@ -17,8 +17,8 @@ pub fn completions(mut program: Command, shell: Shell, more: impl Fn(String) -> 
     printed(io::stdout().write_all(script.as_bytes()));
 }
 
-/// Writes the man page of a program and of each of its subcommands into `directory`. `examples` names
-/// the commands of a page, `weir-on` for example, each with a line about it.
+/// Writes the man page of a program and of each of its subcommands into `directory`. `examples`
+/// names the commands of a page, `weir-on` for example, each with a line about it.
 ///
 /// # Errors
 /// Fails when the directory cannot be made or written to.

@@ -221,7 +221,7 @@ fn a_server_that_cannot_take_over_leaves_everything_to_the_next() {
     // One lane is too few for two threads.
     let greedy = Config { threads: 2, ..config.clone() };
     let failed = Server::take_over(&volume, &greedy, &point, &mut take, &quiet()).err();
-    assert!(matches!(failed, Some(ServeError::Lane(1, _))), "{failed:?}");
+    assert!(matches!(failed, Some(ServeError::Lane(_))), "{failed:?}");
     assert!(is_mounted(&point));
     let second = Server::take_over(&volume, &config, &point, &mut take, &quiet()).unwrap();
     for file in [&file, &open(second.file())] {

@@ -87,7 +87,7 @@ pub enum LogError {
         asked: u32,
     },
     /// The store below gives no lane.
-    #[error("the log gets no lane")]
+    #[error(transparent)]
     Lane(#[from] OpenError),
     /// There is no memory for the map.
     #[error("cannot take memory for the log's map")]

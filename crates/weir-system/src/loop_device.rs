@@ -94,7 +94,7 @@ const _: () = {
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
     /// There is no driver, or no right to use it.
-    #[error("cannot use {path}: {source}; load the module loop (modprobe loop), and run as root")]
+    #[error("cannot use {path}; load the module loop (modprobe loop), and run as root")]
     Control {
         /// The path of the driver's or the device's file.
         path: PathBuf,

@@ -69,16 +69,8 @@ pub enum ServeError {
     #[error("{0}")]
     Config(String),
     /// A thread's lane cannot be opened.
-    #[error("connection {number} of {connections} gets no lane")]
-    Lane {
-        /// The connection's number, from 1.
-        number: usize,
-        /// The number of connections asked for.
-        connections: usize,
-        /// The volume's error.
-        #[source]
-        source: OpenError,
-    },
+    #[error(transparent)]
+    Lane(#[from] OpenError),
     /// A thread cannot have the flusher flag.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),
@@ -188,11 +180,7 @@ impl Server {
         let shared = Shared::new(connections).map_err(resources)?;
         self.memory_locked &= shared.is_locked();
         for number in 0..connections {
-            let lane = volume.lane().map_err(|source| ServeError::Lane {
-                number: number + 1,
-                connections,
-                source,
-            })?;
+            let lane = volume.lane()?;
             let mut worker = Worker::new(lane, &shared).map_err(resources)?;
             self.memory_locked &= worker.is_locked();
             let seats = Arc::clone(&self.seats);

@@ -113,8 +113,8 @@ pub enum ServeError {
     #[error(transparent)]
     Listen(#[from] BindError),
     /// The volume has no free lane, or cannot lend.
-    #[error("the share server gets no lane of the volume")]
-    Lane(#[source] OpenError),
+    #[error(transparent)]
+    Lane(#[from] OpenError),
     /// The system has no thread or no descriptors left.
     #[error("cannot start the share server's thread")]
     Resources(#[from] io::Error),
@@ -149,7 +149,7 @@ impl Server {
         let layout = Layout::new(frames, entries)
             .filter(|_| (1..=16384).contains(&clients))
             .ok_or(ServeError::Config { clients, frames, entries })?;
-        let lane = volume.lane().map_err(ServeError::Lane)?;
+        let lane = volume.lane()?;
         let (listener, socket) = local_socket::listen(&config.path, SocketType::SEQPACKET)?;
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(io::Error::from)?;
@@ -157,8 +157,7 @@ impl Server {
         let (lender, windows) = match config.in_place {
             0 => (None, Vec::new()),
             slots => {
-                let (lender, windows) =
-                    volume.lender(slots, WINDOWS_MAX as usize).map_err(ServeError::Lane)?;
+                let (lender, windows) = volume.lender(slots, WINDOWS_MAX as usize)?;
                 (Some(lender), windows)
             }
         };

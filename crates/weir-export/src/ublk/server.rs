@@ -86,16 +86,8 @@ pub enum UblkError {
         source: io::Error,
     },
     /// A queue's lane cannot be opened.
-    #[error("queue {queue} of {queues} gets no lane")]
-    Lane {
-        /// The queue's number, from 0.
-        queue: u16,
-        /// The number of queues.
-        queues: u16,
-        /// The volume's error.
-        #[source]
-        source: OpenError,
-    },
+    #[error(transparent)]
+    Lane(#[from] OpenError),
     /// A queue's thread cannot serve.
     #[error("queue {queue} of {queues} cannot serve; fewer or shallower queues need less memory")]
     Queue {
@@ -236,7 +228,7 @@ impl Server {
         let gate = Arc::new(SpinGate::new(processors));
         let (ready, started) = mpsc::channel::<Ready>();
         for number in 0..queues {
-            let lane = volume.lane().map_err(|source| UblkError::Lane { queue: number, queues, source })?;
+            let lane = volume.lane()?;
             let failed = |source| UblkError::Queue { queue: number, queues, source };
             let engine = Engine::new(lane, info.depth, info.buffer_bytes)
                 .map_err(|error| failed(doing("taking its buffers", &error)))?;

@@ -1,4 +1,4 @@
-//! What completes stores and devices, added to the scripts that clap makes.
+//! Completions of stores and devices, added to the scripts that clap makes.
 
 use clap_complete::Shell;
 

@@ -93,17 +93,15 @@ fn already(state: &State, directory: &Path) -> String {
 }
 
 /// The arguments after the command's own name, and the working directory.
-fn invocation() -> Result<Again, Failure> {
-    let arguments = std::env::args_os().skip(2).map(std::ffi::OsString::into_string);
-    let arguments = arguments.collect::<Result<_, _>>().map_err(|argument| {
-        Failure::Usage(format!("{} is no text (UTF-8): rename it", argument.display()))
-    })?;
+fn invocation() -> Again {
+    // Every argument of `weir on` has been parsed as text by now.
+    let arguments = std::env::args_os().skip(2).map(|it| it.to_string_lossy().into_owned()).collect();
     let directory = std::env::current_dir().ok().filter(|directory| directory.to_str().is_some());
-    Ok(Again { arguments, directory: directory.unwrap_or_else(|| "/".into()) })
+    Again { arguments, directory: directory.unwrap_or_else(|| "/".into()) }
 }
 
 fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
-    journal.begin(invocation()?, options.parts)?;
+    journal.begin(invocation(), options.parts)?;
     for module in &plan.front.modules {
         front::load(module, journal)?;
     }

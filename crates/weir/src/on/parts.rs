@@ -49,7 +49,9 @@ fn state_at(control: &Path) -> Option<(&Path, State)> {
 /// Fails when the journal of `weir on` cannot be read.
 pub fn lines(directory: &Path) -> Result<String, Failure> {
     let Some(state) = state::read(directory)? else { return Ok(String::new()) };
-    Ok(listing(directory, &state, |socket| control::status(socket).ok()))
+    // The journal names directories from the root on.
+    let directory = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
+    Ok(listing(&directory, &state, |socket| control::status(socket).ok()))
 }
 
 fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) -> String {

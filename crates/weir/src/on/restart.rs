@@ -6,7 +6,8 @@ use super::options::RestartOptions;
 use super::service;
 use super::state::{Journal, Phase, Step};
 use crate::failure;
-use rustix::process::{Pid, Signal};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -53,9 +54,9 @@ fn directories(journal: &Journal) -> impl Iterator<Item = &Path> {
 fn replace(directory: &Path) -> Result<(), Failure> {
     let socket = service::control_socket(directory);
     let before = control::status(&socket).map_err(failure::of)?;
-    let pid = Pid::from_raw(before.pid as i32).ok_or_else(|| Failure::failed("the daemon has no number"))?;
+    let pid = Pid::from_raw(before.pid as i32).ok_or(Errno::SRCH);
     let begun = Instant::now();
-    rustix::process::kill_process(pid, Signal::USR1).map_err(|errno| {
+    pid.and_then(|pid| kill_process(pid, Signal::USR1)).map_err(|errno| {
         Failure::Failed(format!("cannot reach the daemon, process {}: {errno}", before.pid))
     })?;
     let after = loop {

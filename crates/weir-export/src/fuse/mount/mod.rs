@@ -27,7 +27,7 @@ const SUBTYPE: &str = "weir";
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
     /// The kernel has no FUSE, or this process has no access to it.
-    #[error("cannot open /dev/fuse: {0}; load the module fuse (modprobe fuse), and see its mode")]
+    #[error("cannot open /dev/fuse; load the module fuse (modprobe fuse), and see its mode")]
     Device(#[source] io::Error),
     /// The mount point is no file or directory.
     #[error("cannot mount on {path}: {source}")]

@@ -67,8 +67,8 @@ pub enum ServeError {
     #[error("{0}")]
     Config(String),
     /// A thread's lane cannot be opened.
-    #[error("FUSE thread {0} gets no lane")]
-    Lane(usize, #[source] OpenError),
+    #[error(transparent)]
+    Lane(#[from] OpenError),
     /// A thread cannot have the flusher flag.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),

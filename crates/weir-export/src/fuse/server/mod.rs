@@ -299,7 +299,7 @@ impl Server {
         let must_flush = config.swap && !config.unsafe_no_flusher;
         let (ready, started) = mpsc::channel();
         for number in 0..config.threads {
-            let lane = device.open().map_err(|error| ServeError::Lane(number, error))?;
+            let lane = device.open()?;
             let ranges = Ranges::new(lane, Arc::clone(&self.pool)).map_err(resources)?;
             let queue = self.queues[number].as_fd().try_clone_to_owned().and_then(Device::adopt);
             let mut worker = Worker::new(
