@@ -23,15 +23,15 @@ pub struct Config {
     pub compress: Option<Compression>,
     /// The export's name for NBD clients, and the file's in a FUSE directory.
     pub name: String,
-    /// By NBD.
+    /// The volume is served by NBD.
     pub nbd: Option<Nbd>,
     /// As a file, by FUSE.
     pub fuse: Option<Fuse>,
-    /// To local programs, by shared memory.
+    /// The volume is served to local programs, by shared memory.
     pub share: Option<Share>,
-    /// As a block device of the ublk driver.
+    /// The volume is served as a block device of the ublk driver.
     pub ublk: Option<Ublk>,
-    /// How long a thread looks for the next request before it sleeps.
+    /// Time that a thread looks for the next request before it sleeps.
     pub spin: Duration,
     /// Keep processors out of deep sleep while requests come in bursts.
     pub cpu_latency: bool,
@@ -140,10 +140,11 @@ impl Default for Ublk {
 }
 
 impl Config {
-    /// Refuses what nobody could use, and what would be unsafe.
+    /// Refuses a configuration that has no use, or that would be unsafe.
     ///
     /// # Errors
-    /// Of kind [`ErrorKind::Config`]: the flag, and what is accepted.
+    /// Fails with an error of kind [`ErrorKind::Config`], which names the flag and the accepted
+    /// values.
     pub fn check(&self) -> Result<(), Error> {
         let refused = |why: String| Err(Error::new(ErrorKind::Config, why));
         if self.nbd.is_none() && self.fuse.is_none() && self.ublk.is_none() && self.share.is_none() {

@@ -57,17 +57,17 @@ pub enum Class {
 }
 
 impl Error {
-    /// An error that no other one stands behind.
+    /// Makes an error without a cause.
     pub fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
         Error { kind, context: Some(what.into()), source: None }
     }
 
-    /// An error whose cause says all of it.
+    /// Makes an error with the text of its cause.
     pub fn of(kind: ErrorKind, source: impl Cause + Send + Sync + 'static) -> Self {
         Error { kind, context: None, source: Some(Box::new(source)) }
     }
 
-    /// An error whose cause follows `what`, after a colon.
+    /// Makes an error with the text `what`, a colon, and the text of its cause.
     pub fn because(
         kind: ErrorKind,
         what: impl Into<String>,

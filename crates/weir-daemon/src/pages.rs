@@ -36,7 +36,7 @@ pub struct Plan<'a> {
 /// Makes a volume that ends with this process.
 ///
 /// # Errors
-/// When a store cannot be had, or the size asked for is no size.
+/// Fails when a store cannot be opened, or no volume can have the requested size.
 pub fn create_volume(plan: &Plan<'_>, start: &mut Start<'_>, log: &Log) -> Result<Arc<Volume>, Error> {
     open(plan, None, &mut Stages::default(), start, log)
 }

@@ -28,7 +28,7 @@ use weir_system::signals;
 /// memory; `show` shows how far the start is. Returns the exit code of the last daemon.
 ///
 /// # Errors
-/// When the configuration is not accepted, or what it asks for cannot be had.
+/// Fails when the configuration is not accepted, or what it asks for cannot be had.
 pub fn run(
     options: &Config,
     file: Option<&Path>,
@@ -43,7 +43,7 @@ pub fn run(
     outcome
 }
 
-/// As [`run`]; says whether this is the first daemon as soon as that is known.
+/// Does the work of [`run`]. Reports whether this is the first daemon, as soon as that is known.
 fn serve(
     options: &Config,
     file: Option<&Path>,

@@ -18,7 +18,8 @@ pub(crate) struct Appender {
     turn: u32,
     /// Number of free segments that this appender must leave to the cleaner.
     reserve: u32,
-    /// The first ticket, in the store below, of a summary; the index in `open` is added.
+    /// Base of the tickets under which summaries are written to the store below. A summary's ticket
+    /// is this plus its segment's index in `open`.
     tickets: Ticket,
     page: Box<Page>,
 }

@@ -9,10 +9,10 @@ use std::path::PathBuf;
 pub struct Fixture(PathBuf);
 
 impl Fixture {
-    /// An empty machine; `name` keeps tests apart.
+    /// Makes an empty machine. Each test has a `name` of its own.
     ///
     /// # Panics
-    /// When its directory cannot be made.
+    /// Panics when the machine's directory cannot be made.
     pub fn new(name: &str) -> Self {
         let root = std::env::temp_dir().join(format!("weir-machine-{}-{name}", std::process::id()));
         fs::create_dir_all(&root).unwrap();
@@ -22,7 +22,7 @@ impl Fixture {
     /// Adds a file.
     ///
     /// # Panics
-    /// When it cannot be written.
+    /// Panics when the file cannot be written.
     pub fn with(self, path: &str, text: &str) -> Self {
         let path = self.0.join(path.trim_start_matches('/'));
         fs::create_dir_all(path.parent().unwrap()).unwrap();

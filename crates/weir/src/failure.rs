@@ -1,4 +1,4 @@
-//! How an error of the daemon ends the program.
+//! The exit code and the message with which an error of the daemon ends the program.
 
 use weir_cli::failure::Failure;
 use weir_core::chain;

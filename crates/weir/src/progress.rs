@@ -11,7 +11,7 @@ use weir_daemon::Bar;
 const WORTH: Duration = Duration::from_millis(500);
 /// A plain line says this often how far the request is.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-/// The first word of such a line.
+/// The first word of a line that reports a start's progress.
 pub const LINE: &str = "starting: ";
 
 /// Shows each store of a start, for [`weir_daemon::Start`].

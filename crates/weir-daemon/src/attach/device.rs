@@ -30,7 +30,7 @@ pub struct Terms {
     pub bytes: u64,
     /// The transmission flags that the server named.
     pub flags: u16,
-    /// How long one request may take before its connection is given up.
+    /// Time that one request may take before its connection is given up.
     pub request_timeout: Duration,
     /// How long requests wait for a new connection when none is left, before they fail.
     pub reconnect_timeout: Duration,

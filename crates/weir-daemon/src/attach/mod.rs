@@ -58,7 +58,7 @@ pub struct Attach {
 }
 
 impl Attach {
-    /// To the server at `address`, with the defaults of the command line.
+    /// A request to attach to the server at `address`, with the defaults of the command line.
     pub fn to(address: Address) -> Self {
         Attach {
             address,

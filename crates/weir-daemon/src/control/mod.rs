@@ -34,7 +34,7 @@ use std::time::Duration;
 /// The version of what travels and of what `weir status --json` prints.
 pub const SCHEMA: u32 = 1;
 
-/// How long either side waits for the other.
+/// Longest time that either side waits for the other.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The system's run-time directory, where `weir on` keeps what belongs to it.

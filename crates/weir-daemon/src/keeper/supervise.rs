@@ -48,7 +48,7 @@ enum Kept {
     Descriptor(OwnedFd),
 }
 
-/// How a daemon ended.
+/// The end of a daemon.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     Exit(i32),

@@ -664,7 +664,7 @@ mod tests {
             (workers, owner, governor)
         };
         let (first, owner, governor) = run(Arc::clone(&quick) as _);
-        // Of the other nobody lets time pass.
+        // The second governor's clock stands still.
         let (second, _, still) = run(Arc::new(Still(Instant::now())));
         until("a chunk is kept for the owner", &|| owner.free.load(Ordering::Relaxed) >= MIB);
         owner.free.store(0, Ordering::Relaxed);

@@ -96,7 +96,8 @@ impl Pool {
         }
         let bit = 1 << number;
         self.parked.fetch_or(bit, Ordering::SeqCst);
-        // A thread that left just before did not see this one parked.
+        // The last thread at the device may have left before this one counted as parked. Then no
+        // thread would wake this one, so do not park.
         if self.at_device.load(Ordering::SeqCst) == 0 {
             self.parked.fetch_and(!bit, Ordering::SeqCst);
         }

@@ -19,7 +19,7 @@ use weir_cli::failure::Failure;
 use weir_daemon::control::{SCHEMA, make_run_time_directory};
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// How long a client may take for its request.
+/// Time that a client may take for its request.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Longest request, in bytes.
 const REQUEST_MOST: u64 = 4096;

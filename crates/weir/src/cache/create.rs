@@ -27,9 +27,9 @@ use weir_system::signals;
 
 /// Operations that each thread may have in flight.
 const DEPTH: usize = 64;
-/// How long requests that are under way may take when the file is unmounted.
+/// Time that requests under way may take when the file is unmounted.
 const GRACE: Duration = Duration::from_secs(10);
-/// How often a detach says how far it is.
+/// Time between two reports of a detach's progress.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 /// A detach gives up when no page could be written home for this long.
 const STUCK: Duration = Duration::from_secs(15);

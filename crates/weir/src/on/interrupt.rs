@@ -28,16 +28,16 @@ pub fn came() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
-/// Forgets those that have come: what is undone goes on to its end.
+/// Forgets the signals that have come, so that the undoing of changes goes on to its end.
 pub fn forget() {
     came();
     INTERRUPTED.store(false, Ordering::Relaxed);
 }
 
-/// To be called between two steps.
+/// Call this between two steps.
 ///
 /// # Errors
-/// When one has come.
+/// Fails when a signal has come.
 pub fn check() -> Result<(), Failure> {
     if came() { Err(Failure::Failed("interrupted".to_owned())) } else { Ok(()) }
 }

@@ -116,7 +116,7 @@ impl Service {
         };
         fs::create_dir_all(&self.directory).map_err(failed)?;
         fs::write(config_file(&self.directory), self.config.to_string()).map_err(failed)?;
-        // Of an earlier start.
+        // The old report belongs to an earlier start.
         let _ = fs::remove_file(start_report(&self.directory));
         let mut child = match &self.unit {
             Some(unit) => {

@@ -36,7 +36,7 @@ fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
 /// Makes all of a device a swap area.
 ///
 /// # Errors
-/// When the device or the kernel is not fit for it.
+/// Fails when the device or the kernel cannot have a swap area.
 pub fn make(device: &Path, size: ByteSize) -> Result<(), Failure> {
     let make = || -> io::Result<()> {
         let page = rustix::param::page_size();

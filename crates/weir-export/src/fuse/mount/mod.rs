@@ -209,8 +209,8 @@ impl Left {
         Left { point: point.to_owned(), vacant }
     }
 
-    /// Does the same in a process that did not see the first server start. It takes an empty file
-    /// without a mount for one that a server made.
+    /// Stands in for [`before`](Self::before) in a process that did not see the first server start.
+    /// The result takes an empty file without a mount for one that a server made.
     pub fn by_others(point: &Path) -> Left {
         Left { point: point.to_owned(), vacant: true }
     }
