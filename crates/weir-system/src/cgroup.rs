@@ -1,7 +1,8 @@
 //! A memory limit for a process, by the memory controller of either cgroup version.
 
+use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{fs, io, thread};
 
 /// A memory cgroup, removed when dropped.
@@ -46,15 +47,37 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// Kills the processes in the cgroup.
-    pub fn kill(&self) {
-        let processes = fs::read_to_string(self.entrance()).unwrap_or_default();
-        for pid in processes.lines().filter_map(|line| rustix::process::Pid::from_raw(line.parse().ok()?)) {
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    /// Kills whoever is in it, and waits until they are out of it: for `most` at most. Returns
+    /// whether it is empty.
+    pub fn empty(&self, most: Duration) -> bool {
+        let begun = Instant::now();
+        loop {
+            let processes = fs::read_to_string(self.entrance()).unwrap_or_default();
+            let pids = processes.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?));
+            let pids: Vec<Pid> = pids.collect();
+            if pids.is_empty() {
+                return true;
+            }
+            for pid in pids {
+                // One that has ended meanwhile is what is wanted.
+                let _ = kill_process(pid, Signal::KILL);
+            }
+            if begun.elapsed() > most {
+                return false;
+            }
+            thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// The file into which a process writes 0 to enter the cgroup.
+    /// Whether the kernel has killed a process of it for its limit.
+    pub fn has_killed(&self) -> bool {
+        let tables =
+            ["memory.events", "memory.oom_control"].map(|name| fs::read_to_string(self.0.join(name)));
+        let lines = tables.iter().flatten().flat_map(|table| table.lines());
+        lines.filter_map(|line| line.strip_prefix("oom_kill ")).any(|count| count != "0")
+    }
+
+    /// The file that a process writes 0 into to come under the limit.
     pub fn entrance(&self) -> PathBuf {
         self.0.join("cgroup.procs")
     }

@@ -16,6 +16,7 @@ mod machine;
 pub mod netlink;
 pub mod program;
 pub mod signals;
+pub mod swap_area;
 pub mod swaps;
 pub mod vm;
 pub mod zram;

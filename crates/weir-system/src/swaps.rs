@@ -72,10 +72,20 @@ const SWAP_FLAG_DISCARD_PAGES: libc::c_int = 0x4_0000;
 /// # Errors
 /// Fails with the error of swapon(2).
 pub fn on(path: &Path, priority: i32) -> io::Result<()> {
-    let path = c_path(path)?;
-    let flags = SWAP_FLAG_PREFER | priority | SWAP_FLAG_DISCARD | SWAP_FLAG_DISCARD_PAGES;
-    // SAFETY: the path is a string that outlives the call, which touches nothing else of this
-    // process.
+    swapon(path, priority | SWAP_FLAG_DISCARD | SWAP_FLAG_DISCARD_PAGES)
+}
+
+/// Likewise, and discards nothing.
+///
+/// # Errors
+/// As [`on`].
+pub fn on_without_discard(path: &Path, priority: i32) -> io::Result<()> {
+    swapon(path, priority)
+}
+
+fn swapon(path: &Path, flags: libc::c_int) -> io::Result<()> {
+    let (path, flags) = (c_path(path)?, SWAP_FLAG_PREFER | flags);
+    // SAFETY: the path is a string that outlives the call; nothing else of this process is touched.
     match unsafe { libc::swapon(path.as_ptr(), flags) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

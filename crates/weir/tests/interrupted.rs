@@ -15,17 +15,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-const ON: &str = "swap on ";
-
-/// One test runs at a time: each looks at the whole machine.
+/// One test at a time: each looks at the whole machine.
 static MACHINE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
     MACHINE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The state of the machine that a benchmark of swap changes: swaps, loop devices, control groups,
-/// its directories, the kernel's setting, and the benchmark's processes.
+/// As much of the machine as a benchmark of swap changes: swaps, loop devices, control groups, its
+/// directories, the kernel's setting, and processes, so far as they are a benchmark's. Those of
+/// benchmarks and trials that others run at the same time are theirs.
 fn machine() -> Vec<String> {
     let mut found = Vec::new();
     let names = |directory: &str, what: &str| -> Vec<String> {
@@ -39,7 +38,8 @@ fn machine() -> Vec<String> {
             let device = device.replace("/sys/block/", "/dev/");
             let is_on =
                 fs::read_to_string("/proc/swaps").unwrap().lines().any(|line| line.starts_with(&device));
-            found.extend([Some(file), is_on.then(|| format!("{ON}{device}"))].into_iter().flatten());
+            let on = is_on.then(|| format!("swap on {device} over {file}"));
+            found.extend([Some(file), on].into_iter().flatten());
         }
     }
     for directory in ["/sys/fs/cgroup/memory", "/sys/fs/cgroup", "/var/tmp", "/tmp"] {
@@ -49,16 +49,46 @@ fn machine() -> Vec<String> {
     for process in names("/proc", "") {
         let line = fs::read(Path::new(&process).join("cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).replace('\0', " ");
-        let is_ours =
-            line.contains("/weir-bench-") || line.contains("bench swap") || line.contains("swap-touch");
-        found.extend((is_ours && !line.contains("interrupted")).then_some(line));
+        let is_served = line.contains("/weir-bench-") || line.contains("swap-touch");
+        let is_worker = line.contains("bench swap") && guard(&process).is_some_and(|guard| !lives(guard));
+        found.extend(((is_served || is_worker) && !line.contains("interrupted")).then_some(line));
     }
+    found.retain(|line| maker(line).is_none_or(|maker| !lives(maker)));
     let setting = fs::read_to_string("/proc/sys/vm/page-cluster").unwrap_or_default();
     found.push(format!("vm.page-cluster {setting}"));
     found
 }
 
-/// Waits until the machine is as it was: the changes of another test go too.
+/// The process whose number is in a name that it made.
+fn maker(line: &str) -> Option<u32> {
+    let name = &line[line.find("/weir-bench-").or_else(|| line.find("/weir-try-"))?..];
+    let digits = &name[name.find(|it: char| it.is_ascii_digit())?..];
+    digits.split(|it: char| !it.is_ascii_digit()).next()?.parse().ok()
+}
+
+/// The guard of a process of ours.
+fn guard(process: &str) -> Option<u32> {
+    let environment = fs::read(Path::new(process).join("environ")).ok()?;
+    let mut variables = environment.split(|byte| *byte == 0);
+    let guard = variables.find_map(|it| it.strip_prefix(b"WEIR_GUARD="))?;
+    std::str::from_utf8(guard).ok()?.parse().ok()
+}
+
+fn lives(process: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+/// As many swaps of benchmarks as are on.
+fn swaps_on() -> usize {
+    fs::read_to_string("/proc/swaps")
+        .unwrap()
+        .lines()
+        .filter(|line| line.trim_end().ends_with("32000"))
+        .count()
+}
+
+/// Waits until the machine is as it was: what another test has changed goes too.
 fn is_as_it_was(before: &[String], when: &str) {
     let begun = Instant::now();
     loop {
@@ -96,10 +126,15 @@ const SWAP: [&str; 9] =
 fn a_benchmark_of_swap_that_is_interrupted_leaves_the_machine_as_it_was() {
     let _alone = alone();
     let name = "a_benchmark_of_swap_that_is_interrupted_leaves_the_machine_as_it_was";
+    let begun = Instant::now();
     let probe = Command::new(WEIR).args(SWAP).args(["--only", "ram-loop"]).output().unwrap();
     if !probe.status.success() {
-        return println!("\nskipped: {name}: {}", String::from_utf8_lossy(&probe.stderr).trim());
+        let why = String::from_utf8_lossy(&probe.stderr).trim().to_owned();
+        assert!(!why.contains("did not finish"), "{why}");
+        return println!("\nskipped: {name}: {why}");
     }
+    // A run of two devices takes longer than this one.
+    let most = begun.elapsed().as_millis() as u64;
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
     let times = number("WEIR_INTERRUPTS", if full { 20 } else { 5 });
     let mut state = number("WEIR_SEED", 20_261_123);
@@ -107,11 +142,11 @@ fn a_benchmark_of_swap_that_is_interrupted_leaves_the_machine_as_it_was() {
     let mut on = 0;
     for round in 0..times {
         let child = start(&[&SWAP[..], &["--only", "host"]].concat());
-        // A random moment in the three seconds that a run has at least (SplitMix64).
+        // SplitMix64.
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        thread::sleep(Duration::from_millis((z ^ (z >> 27)) % 3000));
-        on += usize::from(machine().iter().any(|line| line.starts_with(ON)));
+        thread::sleep(Duration::from_millis((z ^ (z >> 27)) % most));
+        on += usize::from(swaps_on() > 0);
         let pid = Pid::from_child(&child);
         let signal = [Signal::INT, Signal::TERM, Signal::HUP, Signal::KILL][round as usize % 4];
         // A terminal's signals reach the whole group.
@@ -139,7 +174,7 @@ fn what_a_killed_benchmark_left_goes_with_weir_off() {
     let before = machine();
     let mut child = start(&[&SWAP[..], &["--only", "ram-loop"]].concat());
     let begun = Instant::now();
-    while !machine().iter().any(|line| line.starts_with(ON)) {
+    while swaps_on() == 0 {
         if child.try_wait().unwrap().is_some() {
             return println!("\nskipped: {name}: no benchmark of swap here");
         }

@@ -19,6 +19,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::process::{Command, Stdio};
 use std::time::Duration;
+use weir_cli::guard::die_together;
 use weir_core::ByteSize;
 use weir_system::cgroup::Cgroup;
 
@@ -166,6 +167,7 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
             cgroup = Some(limit);
         }
     }
+    die_together(&mut command);
     let output = command.stdin(Stdio::null()).stderr(Stdio::piped()).output();
     drop(cgroup);
     if let Some(device) = device {

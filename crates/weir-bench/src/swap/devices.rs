@@ -3,22 +3,21 @@
 
 use super::{Plan, RAM_LOOP, SwapError};
 use rustix::mount::{MountFlags, UnmountFlags};
-use rustix::process::{Signal, set_parent_process_death_signal};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use weir_cli::guard::swap::scratch_path;
+use weir_core::ByteSize;
 use weir_export::fuse::mount::is_mounted;
 use weir_system::loop_device::LoopDevice;
-use weir_system::program;
 use weir_system::vm::PageCluster;
 use weir_system::zram::Zram;
+use weir_system::{swap_area, swaps};
 
 /// The priority of the measured swap: above every other swap of the machine.
-const PRIORITY: &str = "32000";
+const PRIORITY: i32 = 32000;
 /// Time that a server may take to start, or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -177,7 +176,7 @@ impl Device {
                 device.over(&file)?
             }
         };
-        device.swap = Some(Swap::on(&path).map_err(say("cannot swap to it"))?);
+        device.swap = Some(Swap::on(&path, bytes).map_err(say("cannot swap to it"))?);
         Ok(device)
     }
 
@@ -256,28 +255,23 @@ fn fill(file: &mut File, bytes: u64) -> io::Result<()> {
 struct Swap(Option<PathBuf>);
 
 impl Swap {
-    fn on(path: &Path) -> io::Result<Swap> {
-        program::run(Command::new("mkswap").arg("--quiet").arg(path))?;
-        let mut swapon = Command::new("swapon");
-        swapon.args(["--priority", PRIORITY]).arg(path);
-        // If this process is killed and another cleans up, the child must not go on: its changes
-        // would not be undone. SAFETY: one system call, which takes no memory and no lock.
-        unsafe {
-            swapon.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?));
-        }
-        program::run(&mut swapon)?;
+    /// Turns swap on by calls of this process itself. A program could outlive this process, and
+    /// turn swap on after another process has cleaned up.
+    fn on(path: &Path, bytes: u64) -> io::Result<Swap> {
+        swap_area::make(path, ByteSize(bytes))?;
+        swaps::on_without_discard(path, PRIORITY)?;
         Ok(Swap(Some(path.to_owned())))
     }
 
     fn off(mut self) -> io::Result<()> {
-        self.0.take().map_or(Ok(()), |path| program::run(Command::new("swapoff").arg(path)))
+        self.0.take().map_or(Ok(()), |path| swaps::off(&path))
     }
 }
 
 impl Drop for Swap {
     fn drop(&mut self) {
         let Some(path) = self.0.take() else { return };
-        if let Err(error) = program::run(Command::new("swapoff").arg(&path)) {
+        if let Err(error) = swaps::off(&path) {
             eprintln!("weir: swapoff {}: {error}; do it by hand", path.display());
         }
     }

@@ -10,6 +10,7 @@ use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use weir_cli::guard::die_together;
 use weir_core::PAGE_SIZE;
 use weir_system::cgroup::Cgroup;
 
@@ -20,6 +21,8 @@ const PAUSE: Duration = Duration::from_millis(20);
 const STRETCH: usize = 16;
 /// Most page faults that are timed.
 const FAULTS_MAX: usize = 200_000;
+/// Most children that are tried, if the kernel kills them.
+const TRIES: u32 = 4;
 /// Number of touches whose page was in RAM after which swap counts as empty.
 const VAIN_MAX: u32 = 100_000;
 
@@ -51,10 +54,27 @@ pub struct Touch {
 
 /// Runs a child with this device as the swap that the kernel fills first.
 pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
+    for _ in 1..TRIES {
+        if let Some(touched) = attempt(plan, device, false)? {
+            return Ok(touched);
+        }
+        let name = device.name();
+        eprintln!(
+            "weir: {name}: the kernel killed the child at its limit, since its pages left too slowly; again"
+        );
+    }
+    Ok(attempt(plan, device, true)?.expect("the last attempt ends"))
+}
+
+/// Runs one child. Returns `None` if the kernel killed it at its limit. The kernel does so when
+/// none of the writes that it has started to the device has ended: their thread had no processor.
+fn attempt(plan: &Plan, device: &Device, is_last: bool) -> Result<Option<Touch>, SwapError> {
     let failed = |what: &str| SwapError::failed(format!("{}: {what}", device.name()));
     let cgroup = Cgroup::new(std::process::id(), plan.limit.0)
         .map_err(SwapError::failed("cannot limit a child's memory (a memory cgroup, as root)"))?;
-    let output = Command::new("/proc/self/exe")
+    let mut command = Command::new("/proc/self/exe");
+    die_together(&mut command);
+    let output = command
         .args(["swap-touch", "--size", &plan.size.0.to_string()])
         .args(["--milliseconds", &plan.time.as_millis().to_string(), "--entrance"])
         .arg(cgroup.entrance())
@@ -63,10 +83,16 @@ pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
         .output()
         .map_err(failed("the child does not start"))?;
     if !output.status.success() {
-        return Err(failed("the child did not finish")(io::Error::other(output.status.to_string())));
+        let killed = cgroup.has_killed();
+        if killed && !is_last {
+            return Ok(None);
+        }
+        let why = if killed { ": the kernel killed it at its limit; let less run beside it" } else { "" };
+        let why = io::Error::other(format!("{}{why}", output.status));
+        return Err(failed("the child did not finish")(why));
     }
     let text = String::from_utf8_lossy(&output.stdout);
-    serde_json::from_str(text.trim()).map_err(|error| failed("the child")(error.into()))
+    serde_json::from_str(text.trim()).map(Some).map_err(|error| failed("the child")(error.into()))
 }
 
 /// Runs the child's work; it enters the limit before its first page.

@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process};
+use std::fmt::Display;
 use std::fs;
 use std::io::{self, Read as _};
 use std::os::fd::AsFd as _;
@@ -29,6 +30,8 @@ use weir_system::signals;
 const ENVIRONMENT: &str = "WEIR_GUARD";
 /// Time that a server may take to end in good order.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Pause between two signals to a process that is to end.
+const AGAIN: Duration = Duration::from_millis(250);
 /// The start of the names that a child makes.
 const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 
@@ -86,12 +89,17 @@ pub fn clear_up(elsewhere: Option<&Path>) -> Result<(), Failure> {
     let mut pids: Vec<u32> = entries(elsewhere).iter().filter_map(|path| maker(path)).collect();
     pids.sort_unstable();
     pids.dedup();
-    pids.into_iter().filter(|pid| is_left(*pid)).try_for_each(|pid| undo(pid, elsewhere))
+    for pid in pids {
+        if is_left(pid)? {
+            undo(pid, elsewhere)?;
+        }
+    }
+    Ok(())
 }
 
 /// Whether process `pid` has ended, or is ended here because its guard is gone.
-fn is_left(pid: u32) -> bool {
-    let Some(process) = Pid::from_raw(pid as i32) else { return true };
+fn is_left(pid: u32) -> Result<bool, Failure> {
+    let Some(process) = Pid::from_raw(pid as i32) else { return Ok(true) };
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let mut variables = environment.split(|byte| *byte == 0);
     let guard = variables.find_map(|it| it.strip_prefix(format!("{ENVIRONMENT}=").as_bytes()));
@@ -99,8 +107,25 @@ fn is_left(pid: u32) -> bool {
     // A process without a guard is another program, which got the number since.
     if guard.is_some_and(is_gone) || is_exiting(process) {
         end(&[process], Signal::KILL);
+        // It may be in a system call that changes the machine after everything was undone.
+        if !is_gone(process) {
+            return Err(not_undone(&format!("process {pid}"), &"it was killed and does not end"));
+        }
     }
-    is_gone(process)
+    Ok(is_gone(process))
+}
+
+/// Makes the program that `command` starts die with this process, also if that dies meanwhile.
+pub fn die_together(command: &mut Command) {
+    let parent = rustix::process::getpid();
+    // SAFETY: two system calls, which take no memory and no lock.
+    unsafe {
+        command.pre_exec(move || {
+            rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+            // It may be dead already.
+            if rustix::process::getppid() == Some(parent) { Ok(()) } else { Err(Errno::SRCH.into()) }
+        });
+    }
 }
 
 fn parent() -> Option<u32> {
@@ -140,9 +165,7 @@ fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
         end(&others, Signal::KILL);
     }
     for directory in left.iter().filter(|path| path.is_dir()) {
-        swap::undo(directory, pid).map_err(|error| {
-            Failure::Failed(format!("{}: not all is undone: {error}; run weir off", directory.display()))
-        })?;
+        swap::undo(directory, pid).map_err(|error| not_undone(&directory.display(), &error))?;
     }
     let servers: Vec<Pid> = processes().into_iter().filter(|process| names(*process, &left)).collect();
     end(&servers, Signal::TERM);
@@ -159,6 +182,10 @@ fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+fn not_undone(what: &dyn Display, why: &dyn Display) -> Failure {
+    Failure::Failed(format!("{what}: not all is undone: {why}; run weir off"))
 }
 
 /// Files and directories of this user with a name that a child makes.
@@ -208,20 +235,18 @@ fn names(process: Pid, paths: &[PathBuf]) -> bool {
     paths.iter().any(is_named)
 }
 
-/// Ends processes, and waits for them; uses SIGKILL if they take too long.
+/// Ends processes, and waits for them; uses SIGKILL if they take too long. A server goes on while
+/// its device is in use, and the kernel releases that a moment later: so the signal is repeated.
 fn end(processes: &[Pid], signal: Signal) {
     let mut left = processes.to_vec();
-    left.retain(|process| kill_process(*process, signal).is_ok());
-    let begun = Instant::now();
-    let mut was_killed = false;
+    let (begun, mut told) = (Instant::now(), None::<Instant>);
     while !left.is_empty() && begun.elapsed() < 2 * PATIENCE {
-        left.retain(|process| !is_gone(*process));
-        if begun.elapsed() > PATIENCE && !was_killed {
-            was_killed = true;
-            left.iter().for_each(|process| {
-                let _ = kill_process(*process, Signal::KILL);
-            });
+        if told.is_none_or(|told| told.elapsed() > AGAIN) {
+            told = Some(Instant::now());
+            let signal = if begun.elapsed() > PATIENCE { Signal::KILL } else { signal };
+            left.retain(|process| kill_process(*process, signal).is_ok());
         }
+        left.retain(|process| !is_gone(*process));
         thread::sleep(Duration::from_millis(5));
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
 use weir_system::cgroup::Cgroup;
-use weir_system::loop_device::LoopDevice;
+use weir_system::loop_device::{LoopDevice, LoopError};
 use weir_system::swaps;
 use weir_system::vm::PageCluster;
 use weir_system::zram::{self, Zram};
@@ -33,13 +33,25 @@ pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
     // The path as the kernel shows it.
     let scratch = &fs::canonicalize(scratch)?;
     let cgroup = Cgroup::of(pid);
-    cgroup.kill();
+    if !cgroup.empty(OTHERS) {
+        return Err(io::Error::other("a process that it limited does not end"));
+    }
     let is_ours = |file: &Path| file.starts_with(scratch);
+    let begun = Instant::now();
     for device in
         loops().into_iter().filter(|device| device.backing_file().is_some_and(|file| is_ours(&file)))
     {
-        swapoff(device.path())?;
-        device.detach().map_err(io::Error::other)?;
+        let path = device.path().to_owned();
+        loop {
+            swapoff(&path)?;
+            // A process on its way out may have it open still, or turn its swap on at its last.
+            match LoopDevice::find(&path).map(LoopDevice::detach) {
+                Ok(Err(LoopError::InUse(_))) if begun.elapsed() < OTHERS => thread::sleep(LOOK),
+                Ok(Err(error)) => return Err(io::Error::other(error)),
+                // Nobody's any more.
+                Ok(Ok(())) | Err(_) => break,
+            }
+        }
     }
     for file in fs::read_dir(scratch)?.flatten() {
         swapoff(&file.path())?;
