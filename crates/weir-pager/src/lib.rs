@@ -10,6 +10,7 @@
 //! that it manages. If a program's memory is managed as a whole ([`Scope::Process`]), the pager
 //! needs a global allocator of its own; `weir-preload` has one.
 
+mod kernel;
 mod ledger;
 mod maps;
 mod pager;

@@ -1,11 +1,12 @@
 //! The thread that keeps memory within its limit.
 
 mod blocks;
+#[cfg(test)]
+mod simulator;
 mod work;
 
-use crate::uffd::Uffd;
+use crate::kernel::{System, reserve};
 use crate::{BLOCK, Error, Store, Tell};
-use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
@@ -150,18 +151,6 @@ fn own_descriptors() -> Result<(), Error> {
     Ok(())
 }
 
-/// Reserves address space without memory.
-pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
-    let protection = ProtFlags::READ | ProtFlags::WRITE;
-    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: a new mapping, which overlaps no other.
-    let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
-    let at = at.map_err(|error| Error::System(error.into()))?;
-    // The memory cut off at both ends stays reserved, so that the kernel merges nothing else with
-    // it.
-    Ok(at.expose_provenance().next_multiple_of(BLOCK))
-}
-
 /// A pager: a thread that runs for as long as the process, or until [`stop`](Pager::stop).
 #[derive(Clone, Debug)]
 pub struct Pager(Arc<Shared>);
@@ -198,9 +187,9 @@ impl Pager {
             // After a panic, a thread that waits for a page would wait for ever.
             let _abort = AbortOnPanic;
             let opened = own_descriptors()
-                .and_then(|()| Uffd::open())
-                .and_then(|uffd| Ok((uffd, store().map_err(Error::Store)?)))
-                .and_then(|(uffd, (store, tell))| Work::new(uffd, store, tell, scope, shared));
+                .and_then(|()| System::open())
+                .and_then(|system| Ok((system, store().map_err(Error::Store)?)))
+                .and_then(|(system, (store, tell))| Work::new(system, store, tell, scope, shared));
             match opened {
                 Ok(mut work) => {
                     let _ = say.send(Ok(()));

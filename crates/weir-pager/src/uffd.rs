@@ -140,13 +140,7 @@ impl Uffd {
         stopped(result, argument[3])
     }
 
-    /// Whether the address space has changed, or is about to, and that event was not read yet.
-    pub fn is_changing(&self) -> bool {
-        // The kernel checks for changes before it checks the range, which is empty.
-        self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
-    }
-
-    /// Poisons pages: a thread that touches one gets SIGBUS.
+    /// Has whoever touches these pages get SIGBUS.
     ///
     /// # Errors
     /// Fails with the bytes done, and the reason why it stopped.

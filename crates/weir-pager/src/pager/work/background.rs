@@ -2,8 +2,8 @@
 
 use super::*;
 
-impl<S: Store> Work<S> {
-    /// Does one step; returns whether there may be another.
+impl<K: Kernel, S: Store> Work<K, S> {
+    /// One step; whether there may be another.
     pub(super) fn background(&mut self) -> bool {
         if self.is_held() {
             return false;
@@ -76,7 +76,7 @@ impl<S: Store> Work<S> {
         let at = self.blocks.get(id).at;
         let Some(mut ending) = self.blocks.get_mut(id).ending.take() else { return true };
         let mut there = [0; BLOCK_PAGES / 64];
-        let seen = populated(&self.pagemap, at, at + BLOCK, |start, end| {
+        let seen = self.kernel.populated(at, at + BLOCK, |start, end| {
             for page in (start - at) / PAGE_SIZE..(end - at) / PAGE_SIZE {
                 there[page / 64] |= 1 << (page % 64);
             }
@@ -101,9 +101,7 @@ impl<S: Store> Work<S> {
         let room = block.room.expect("claimed as it began");
         let mut result = Ok(());
         for page in next..next + STEP {
-            // SAFETY: the page is in a slot, all pages of which are mapped, and no other thread
-            // uses it.
-            let bytes = unsafe { &*page_at(from + page * PAGE_SIZE) };
+            let bytes = &self.kernel.pages(from + page * PAGE_SIZE, 1)[0];
             let is_zero = uniform_value(bytes) == Some(0);
             block.set_zero(page, is_zero);
             if is_zero {
@@ -172,7 +170,7 @@ impl<S: Store> Work<S> {
     pub(super) fn fill(&mut self) {
         let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
         if !self.read(id, slot, next, next + STEP) {
-            self.lose(id, slot, |address| address);
+            self.lose(id, slot, Some);
         } else if next + STEP == BLOCK_PAGES {
             self.blocks.get_mut(id).state = State::Ready(slot);
         } else {
@@ -188,9 +186,7 @@ impl<S: Store> Work<S> {
         while page < to {
             let is_zero = block.is_zero(page);
             let end = (page..to).find(|&other| block.is_zero(other) != is_zero).unwrap_or(to);
-            // SAFETY: the pages are in a slot, all pages of which are mapped, and no other thread
-            // uses them.
-            let out = unsafe { std::slice::from_raw_parts_mut(page_at(base + page * PAGE_SIZE), end - page) };
+            let out = self.kernel.pages_mut(base + page * PAGE_SIZE, end - page);
             if is_zero {
                 out.as_flattened_mut().fill(0);
             } else if self.store.read(room + page as u64, out).is_err() {

@@ -8,21 +8,19 @@ mod singles;
 mod space;
 
 use super::blocks::{Block, Blocks, State};
-use super::{BELLS, Scope, Shared, count, reserve};
-use crate::maps::{Mapping, Maps};
-use crate::uffd::{Event, Stopped, Uffd, populated};
+use super::{BELLS, Scope, Shared, count};
+use crate::kernel::Kernel;
+use crate::maps::Mapping;
+use crate::uffd::{Event, Stopped};
 use crate::{BLOCK, BLOCK_PAGES, Error, Policy, Store, Tell};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 use std::collections::{BTreeMap, VecDeque};
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
-use weir_core::{PAGE_SIZE, PageBytes, uniform_value};
+use std::time::Duration;
+use weir_core::{PAGE_SIZE, uniform_value};
 
 /// Number of blocks of staging memory.
 const SLOTS: usize = 16;
@@ -60,8 +58,8 @@ struct Transfer {
     next: usize,
 }
 
-pub(super) struct Work<S> {
-    uffd: Uffd,
+pub(super) struct Work<K: Kernel, S> {
+    kernel: K,
     store: S,
     tell: Tell,
     /// The store failed: no more blocks are written out.
@@ -69,19 +67,20 @@ pub(super) struct Work<S> {
     is_full: bool,
     scope: Scope,
     shared: Arc<Shared>,
-    maps: Maps,
     mappings: Vec<Mapping>,
-    pagemap: File,
-    size: File,
-    looked: Instant,
-    /// The size of the process's address space at the last look, as text.
+    mappings_of_now: Vec<Mapping>,
+    looked: Duration,
+    /// The process's address space when it was last looked through.
     seen: [u8; 24],
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Memory that is left alone because it was mapped before the pager began, the pager's own
-    /// memory too, and not one byte more. If only a part of a mapping is registered, the kernel
-    /// makes two mappings of it, and `mremap` refuses to grow them.
+    /// Memory that was forgotten already, and whose `munmap` is heard later. `mremap` ends with one
+    /// of the old place. By then another thread may have moved memory there.
+    owed: Vec<(usize, usize)>,
+    /// Memory that was mapped before the pager began: its own memory too, and no byte more. A
+    /// mapping of the program of which a part is left alone is two for the kernel, and `mremap`
+    /// refuses to grow it.
     excluded: Vec<(usize, usize)>,
     staging: usize,
     nursery: usize,
@@ -94,11 +93,11 @@ pub(super) struct Work<S> {
     /// pages are old.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
-    /// The time when no block could make room for single pages.
-    stuck: Option<Instant>,
-    /// A buffer for a page that is brought alone.
-    single: Box<[PageBytes; 1]>,
-    /// Events that were read and are not handled yet.
+    /// When no block could make room for single pages.
+    stuck: Option<Duration>,
+    /// Memory for a page that comes alone.
+    single: usize,
+    /// Heard, and not yet heeded.
     events: VecDeque<Event>,
     /// An event is being handled. Meanwhile the tables may have blocks whose memory is gone, or
     /// belongs to another block.
@@ -107,42 +106,39 @@ pub(super) struct Work<S> {
     has_ended_all: bool,
 }
 
-impl<S: Store> Work<S> {
+impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn new(
-        uffd: Uffd,
+        mut kernel: K,
         store: S,
         tell: Tell,
         scope: Scope,
         shared: Arc<Shared>,
     ) -> Result<Self, Error> {
         let system = |error: Errno| Error::System(error.into());
-        let (staging, nursery) = (reserve(SLOTS * BLOCK)?, reserve(BLOCK)?);
-        for (at, bytes) in [(staging, SLOTS * BLOCK), (nursery, BLOCK)] {
-            // The pager works without huge pages too, but slower.
-            let _ = advise(at, bytes, Advice::LinuxHugepage);
-            advise(at, bytes, Advice::LinuxDontFork).map_err(system)?;
-        }
-        uffd.register(staging, staging + SLOTS * BLOCK).map_err(system)?;
+        let (staging, nursery) = (kernel.reserve(SLOTS * BLOCK)?, kernel.reserve(BLOCK)?);
+        let single = kernel.reserve(PAGE_SIZE)?;
+        kernel.register(staging, staging + SLOTS * BLOCK).map_err(system)?;
         let bells = shared.bells.base;
-        uffd.register(bells, bells + BELLS * PAGE_SIZE).map_err(system)?;
-        let mut work = Work {
-            uffd,
+        kernel.register(bells, bells + BELLS * PAGE_SIZE).map_err(system)?;
+        let mut mappings = Vec::new();
+        kernel.read_mappings(&mut mappings);
+        let looked = kernel.now();
+        Ok(Work {
+            kernel,
             store,
             tell,
             is_broken: false,
             is_full: false,
             scope,
             shared,
-            maps: Maps::open()?,
-            mappings: Vec::new(),
-            // Open the file as this thread: its descriptors are its own.
-            pagemap: File::open("/proc/thread-self/pagemap")?,
-            size: File::open("/proc/self/statm")?,
-            looked: Instant::now(),
+            looked,
             seen: [0; 24],
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
-            excluded: Vec::new(),
+            owed: Vec::new(),
+            excluded: mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
+            mappings,
+            mappings_of_now: Vec::new(),
             staging,
             nursery,
             slots: [Slot::Vacant; SLOTS],
@@ -153,14 +149,17 @@ impl<S: Store> Work<S> {
             singles: VecDeque::new(),
             singles_there: 0,
             stuck: None,
-            single: Box::new([[0; PAGE_SIZE]]),
+            single,
             events: VecDeque::new(),
             is_heeding: false,
             faults: VecDeque::new(),
             has_ended_all: false,
-        };
-        work.excluded.extend(work.maps.read()?.map(|mapping| (mapping.start, mapping.end)));
-        Ok(work)
+        })
+    }
+
+    #[cfg(test)]
+    pub(super) fn kernel_mut(&mut self) -> &mut K {
+        &mut self.kernel
     }
 
     pub(super) fn run(&mut self) {
@@ -194,14 +193,15 @@ impl<S: Store> Work<S> {
             if !self.events.is_empty() {
                 continue;
             }
-            if self.looked.elapsed() >= LOOK_EVERY {
+            self.is_settled();
+            if self.kernel.now() - self.looked >= LOOK_EVERY {
                 self.look_if_changed();
             }
-            if !self.background() && is_idle {
-                let mut fds = [PollFd::new(&self.uffd, PollFlags::IN)];
-                let wait = Timespec { tv_sec: 0, tv_nsec: LOOK_EVERY.subsec_nanos().into() };
-                let forever = (self.scope == Scope::Adopted && !self.is_above()).then_some(None);
-                let _ = poll(&mut fds, forever.unwrap_or(Some(&wait)));
+            let is_idle = !self.background() && is_idle;
+            // Events that it has heard would wait with this thread.
+            if is_idle && self.events.is_empty() {
+                let is_quiet = self.scope == Scope::Adopted && !self.is_above();
+                self.kernel.wait((!is_quiet).then_some(LOOK_EVERY));
             }
         }
     }
@@ -267,6 +267,7 @@ impl<S: Store> Work<S> {
         self.look()?;
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
+            self.advise_growth();
             let ids: Vec<u32> = self.blocks.ids().collect();
             for id in ids {
                 if !matches!(self.blocks.get(id).state, State::Resident | State::Empty | State::Lost) {
@@ -276,18 +277,42 @@ impl<S: Store> Work<S> {
         } else {
             self.advise_spans(Advice::LinuxDontFork);
         }
+        // Memory that has moved meanwhile was advised at its old place.
+        if self.has_changed() {
+            return Err(Changed);
+        }
         self.zero(bell, 1)?;
         self.has_ended_all = self.shared.stop.load(Ordering::SeqCst);
         Ok(())
+    }
+
+    /// Whether an event was heard, and not heeded, that is no fault.
+    fn has_changed(&self) -> bool {
+        self.events.iter().any(|event| !matches!(event, Event::Fault(_)))
     }
 
     fn is_held(&self) -> bool {
         self.shared.holds.load(Ordering::SeqCst) > 0
     }
 
-    fn advise_spans(&self, advice: Advice) {
+    /// Has children get what a mapping grew by, also where that is not managed: it is read-only, or
+    /// lies where memory was before the pager began.
+    fn advise_growth(&mut self) {
+        let mut grown_to = 0;
+        for mapping in &self.mappings {
+            let known = self.spans.range(..mapping.end).next_back().map_or(0, |(_, &end)| end);
+            // Growth may be several mappings by now.
+            if known >= mapping.start || grown_to == mapping.start {
+                let bytes = mapping.end - mapping.start;
+                let _ = self.kernel.advise(mapping.start, bytes, Advice::LinuxDoFork);
+                grown_to = mapping.end;
+            }
+        }
+    }
+
+    fn advise_spans(&mut self, advice: Advice) {
         for (&start, &end) in &self.spans {
-            let _ = advise(start, end - start, advice);
+            let _ = self.kernel.advise(start, end - start, advice);
         }
     }
 
@@ -319,15 +344,15 @@ impl<S: Store> Work<S> {
             }
             State::Empty => {
                 let slot = self.frame_now()?;
-                // SAFETY: the slot is this thread's, and all its pages are mapped.
-                unsafe { page_at(self.slot(slot)).cast::<u8>().write_bytes(0, BLOCK) };
+                let at = self.slot(slot);
+                self.kernel.pages_mut(at, BLOCK_PAGES).as_flattened_mut().fill(0);
                 slot
             }
             State::Stored => {
                 let slot = self.frame_now()?;
                 count(&self.shared.counters.reads, 1);
                 if !self.read(id, slot, 0, BLOCK_PAGES) {
-                    self.lose(id, slot, |address| address);
+                    self.lose(id, slot, Some);
                     return Ok(());
                 }
                 slot
@@ -360,8 +385,8 @@ impl<S: Store> Work<S> {
         Err(Changed)
     }
 
-    /// Marks a block's content as lost: a thread that touches it gets SIGBUS.
-    fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> usize) {
+    /// The content cannot be had back: whoever touches it is told so.
+    fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> Option<usize>) {
         self.slots[slot] = Slot::Free;
         if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
             (self.tell)("pages cannot be had back; the program gets SIGBUS where it touches them");
@@ -370,17 +395,24 @@ impl<S: Store> Work<S> {
         self.blocks.get_mut(id).state = State::Lost;
         self.forget_singles(id, 0..BLOCK_PAGES);
         for page in 0..BLOCK_PAGES {
-            self.poison(place(at + page * PAGE_SIZE));
+            if let Some(at) = place(at + page * PAGE_SIZE) {
+                self.poison(at);
+            }
         }
     }
 
     /// Poisons a page at its present address. Without that it would read as zeros.
     fn poison(&mut self, address: usize) {
         let page = address / PAGE_SIZE * PAGE_SIZE;
-        while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.poison(self.now_at(page), PAGE_SIZE) {
-            self.hear();
+        while let Some(at) = self.now_at(page) {
+            match self.kernel.poison(at, PAGE_SIZE) {
+                Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                _ => {
+                    self.kernel.wake(at, PAGE_SIZE);
+                    return;
+                }
+            }
         }
-        self.uffd.wake(self.now_at(page), PAGE_SIZE);
     }
 
     fn zero(&mut self, address: usize, pages: usize) -> Result<(), Changed> {
@@ -388,32 +420,27 @@ impl<S: Store> Work<S> {
         let end = self.spans.range(..=at).next_back().map_or(at + PAGE_SIZE, |(_, &end)| end);
         let next = self.blocks.first_in(at + PAGE_SIZE, end.max(at + PAGE_SIZE));
         let end = next.map_or(end, |id| self.blocks.get(id).at).clamp(at + PAGE_SIZE, at + pages * PAGE_SIZE);
-        match self.uffd.zero(at, end - at) {
+        let zeroed = match self.kernel.zero(at, end - at) {
+            // Not one mapping.
+            Err(Stopped { why: Errno::NOENT, done: 0 }) => self.kernel.zero(at, PAGE_SIZE),
+            zeroed => zeroed,
+        };
+        match zeroed {
             Err(Stopped { why: Errno::AGAIN, done: 0 }) => Err(Changed),
             _ => {
-                self.uffd.wake(at, PAGE_SIZE);
+                self.kernel.wake(at, PAGE_SIZE);
                 Ok(())
             }
         }
     }
 }
 
-impl<S> Drop for Work<S> {
+impl<K: Kernel, S> Drop for Work<K, S> {
     fn drop(&mut self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
-            // Unregister the memory first: otherwise this thread would wait for itself to read the
-            // event.
-            let _ = self.uffd.unregister(at, at + bytes);
-            let _ = advise(at, bytes, Advice::LinuxDontNeed);
+            // Registered no more, or this thread would wait for itself to hear of it.
+            let _ = self.kernel.unregister(at, at + bytes);
+            let _ = self.kernel.advise(at, bytes, Advice::LinuxDontNeed);
         }
     }
-}
-
-fn page_at(address: usize) -> *mut PageBytes {
-    std::ptr::with_exposed_provenance_mut(address)
-}
-
-fn advise(start: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
-    // SAFETY: advice that frees memory is given only for this thread's own memory.
-    unsafe { rustix::mm::madvise(std::ptr::with_exposed_provenance_mut(start), bytes, advice) }
 }

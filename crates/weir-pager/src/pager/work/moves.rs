@@ -2,18 +2,18 @@
 
 use super::*;
 
-impl<S: Store> Work<S> {
+impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn slot(&self, slot: usize) -> usize {
         self.staging + slot * BLOCK
     }
 
-    /// Moves as much as lies in one mapping. Neighbouring mappings that the kernel has not merged
-    /// are moved one after the other.
-    pub(super) fn move_pages(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
+    /// Moves as much as lies in one mapping: neighbours that the kernel has not made one are moved
+    /// one after the other.
+    pub(super) fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut some = bytes;
         let mut is_unlocked = false;
         loop {
-            match self.uffd.move_pages(to, from, some) {
+            match self.kernel.move_pages(to, from, some) {
                 Err(Stopped { why: Errno::INVAL, done: 0 }) if some > PAGE_SIZE => {
                     some = (some / 2).next_multiple_of(PAGE_SIZE);
                 }
@@ -24,7 +24,8 @@ impl<S: Store> Work<S> {
                     some = bytes;
                 }
                 Ok(()) if some < bytes => return Err(Stopped { why: Errno::INVAL, done: some }),
-                Err(Stopped { why: why @ (Errno::EXIST | Errno::NOENT), done: 0 }) => {
+                // For any reason: the request before this may have moved more than it said.
+                Err(Stopped { why, done: 0 }) => {
                     return Err(Stopped { why, done: self.moved_unsaid(to, from, bytes) });
                 }
                 result => return result,
@@ -32,12 +33,12 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Bytes at `from` that have moved although the kernel did not count them. If Linux 6.18 has
-    /// waited for a page that it was migrating, it moves that page and does not count it. It then
-    /// tries the page again and stops, since nothing is left at `from` and the page is at `to`.
-    fn moved_unsaid(&self, to: usize, from: usize, bytes: usize) -> usize {
+    /// Bytes at `from` that have moved though the kernel did not say so. Where Linux 6.18 has
+    /// waited for a page that it was migrating, it moves that page, does not count it, tries it
+    /// again and stops, since nothing is left at `from` and something is at `to`.
+    fn moved_unsaid(&mut self, to: usize, from: usize, bytes: usize) -> usize {
         let mut gone = bytes;
-        let left = populated(&self.pagemap, from, from + bytes, |start, _| gone = gone.min(start - from));
+        let left = self.kernel.populated(from, from + bytes, |start, _| gone = gone.min(start - from));
         if left.is_err() {
             return 0;
         }
@@ -45,7 +46,7 @@ impl<S: Store> Work<S> {
         // beginning.
         if !(self.staging..self.staging + SLOTS * BLOCK).contains(&from) {
             let mut came = 0;
-            let _ = populated(&self.pagemap, to, to + gone, |start, end| {
+            let _ = self.kernel.populated(to, to + gone, |start, end| {
                 if start == to + came {
                     came = end - to;
                 }
@@ -58,8 +59,18 @@ impl<S: Store> Work<S> {
     /// Moves a slot's pages into their place. Pages that are there already stay.
     pub(super) fn move_in(&mut self, at: usize, slot: usize) -> Result<(), Changed> {
         let from = self.slot(slot);
+        // The kernel refuses only until the events are read, not until they are heeded.
+        if self.is_heeding || self.has_changed() {
+            return Err(Changed);
+        }
         let (mut done, mut is_whole) = (0, true);
         while done < BLOCK {
+            if self.has_changed() {
+                is_whole = false;
+                self.copy_in(at + done, from + done);
+                done += PAGE_SIZE;
+                continue;
+            }
             match self.move_pages(at + done, from + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
@@ -77,31 +88,57 @@ impl<S: Store> Work<S> {
         if !is_whole {
             self.scrub(slot);
         }
-        // The kernel wakes only threads that wait for a page which it counted as moved.
-        self.uffd.wake(at, BLOCK);
+        // The kernel has woken those alone that wait for a page of which it said that it moved.
+        self.kernel.wake(at, BLOCK);
         Ok(())
     }
 
-    /// Copies a page to the present address of `to`. A page that is there already stays; one that
-    /// is no longer mapped is not needed.
+    /// Copies a page to where `to` is by now. One that is there already stays; one that is mapped
+    /// no more, or that the program has given up, is not needed.
     pub(super) fn copy_in(&mut self, to: usize, from: usize) {
-        while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.copy(self.now_at(to), from, PAGE_SIZE) {
-            self.hear();
+        while let Some(at) = self.now_at(to) {
+            match self.kernel.copy(at, from, PAGE_SIZE) {
+                Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                _ => {
+                    self.kernel.wake(at, PAGE_SIZE);
+                    return;
+                }
+            }
         }
-        self.uffd.wake(self.now_at(to), PAGE_SIZE);
     }
 
-    /// The present address for an address of the tables, after all events that were read and not
-    /// yet handled.
-    pub(super) fn now_at(&self, address: usize) -> usize {
-        self.events.iter().fold(address, |address, event| match *event {
-            Event::Remap(from, to, bytes) if (from..from + bytes).contains(&address) => address - from + to,
-            _ => address,
-        })
+    /// The present place of an address of the tables, after all events that were read and not yet
+    /// handled. `None` when its content was given up.
+    pub(super) fn now_at(&self, address: usize) -> Option<usize> {
+        if !self.has_changed() {
+            return Some(address);
+        }
+        let (mut at, mut owed) = (address, self.owed.clone());
+        for (number, event) in self.events.iter().enumerate() {
+            match *event {
+                Event::Remap(from, to, bytes) if (from..from + bytes).contains(&at) => {
+                    at = at - from + to;
+                    owed.push((from, from + bytes));
+                    if self.is_in_span(at) && !self.events.range(..number).any(|event| takes(event, at)) {
+                        owed.push((at, at + 1));
+                    }
+                }
+                // It was unmapped, which is heard later.
+                Event::Remap(_, to, bytes) if (to..to + bytes).contains(&at) => return None,
+                Event::Remap(from, _, bytes) => owed.push((from, from + bytes)),
+                Event::Remove(start, end) if (start..end).contains(&at) => return None,
+                Event::Unmap(start, end) if (start..end).contains(&at) => {
+                    let is_owed = owed.iter().position(|(first, last)| (*first..*last).contains(&at))?;
+                    owed.swap_remove(is_owed);
+                }
+                _ => {}
+            }
+        }
+        Some(at)
     }
 
     pub(super) fn hear(&mut self) {
-        while let Ok(Some(event)) = self.uffd.read() {
+        while let Some(event) = self.kernel.event() {
             self.events.push_back(event);
         }
     }
@@ -114,7 +151,7 @@ impl<S: Store> Work<S> {
             match self.move_pages(to + done, at + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
-                Err(Stopped { why: Errno::NOENT, .. }) if self.uffd.zero(to + done, PAGE_SIZE).is_ok() => {
+                Err(Stopped { why: Errno::NOENT, .. }) if self.kernel.zero(to + done, PAGE_SIZE).is_ok() => {
                     done += PAGE_SIZE;
                 }
                 Err(_) => break,
@@ -127,15 +164,22 @@ impl<S: Store> Work<S> {
         // A page is in use by a device, locked, or shared with a child: the whole block stays.
         let mut back = 0;
         while back < done {
-            match self.move_pages(at + back, to + back, done - back) {
-                Ok(()) => break,
-                Err(Stopped { done: more, .. }) if more > 0 => back += more,
-                Err(Stopped { why: Errno::AGAIN, .. }) if back == 0 => self.hear(),
-                Err(_) => {
-                    self.copy_in(at + back, to + back);
-                    back += PAGE_SIZE;
+            if !self.has_changed() {
+                match self.move_pages(at + back, to + back, done - back) {
+                    Ok(()) => break,
+                    Err(Stopped { done: more, .. }) if more > 0 => {
+                        back += more;
+                        continue;
+                    }
+                    Err(Stopped { why: Errno::AGAIN, .. }) => {
+                        self.hear();
+                        continue;
+                    }
+                    Err(_) => {}
                 }
             }
+            self.copy_in(at + back, to + back);
+            back += PAGE_SIZE;
         }
         if done > 0 {
             self.scrub(slot);
@@ -143,11 +187,10 @@ impl<S: Store> Work<S> {
         false
     }
 
-    /// Unlocks this thread's memory: `mlockall()` locks it too.
-    fn unlock(&self) {
+    /// `mlockall()` locks this thread's memory too.
+    fn unlock(&mut self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
-            // SAFETY: this is the thread's own memory.
-            let _ = unsafe { rustix::mm::munlock(page_at(at).cast(), bytes) };
+            self.kernel.unlock(at, bytes);
         }
     }
 
@@ -163,12 +206,12 @@ impl<S: Store> Work<S> {
     /// itself to read the event.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
-        let scrubbed = self.uffd.unregister(start, end).and_then(|()| {
-            if advise(start, BLOCK, Advice::LinuxDontNeed).is_err() {
+        let scrubbed = self.kernel.unregister(start, end).and_then(|()| {
+            if self.kernel.advise(start, BLOCK, Advice::LinuxDontNeed).is_err() {
                 self.unlock();
-                advise(start, BLOCK, Advice::LinuxDontNeed)?;
+                self.kernel.advise(start, BLOCK, Advice::LinuxDontNeed)?;
             }
-            self.uffd.register(start, end)
+            self.kernel.register(start, end)
         });
         assert!(scrubbed.is_ok(), "staging memory is this thread's own");
         self.slots[slot] = Slot::Vacant;
@@ -207,10 +250,9 @@ impl<S: Store> Work<S> {
             count(&self.shared.counters.beyond_limit, 1);
         }
         let slot = self.find(Slot::Vacant).expect("of slots at most a few are in use");
-        for page in 0..BLOCK_PAGES {
-            let page = page_at(self.nursery + page * PAGE_SIZE).cast::<u8>();
-            // SAFETY: this is the thread's own memory.
-            unsafe { page.write_volatile(0) };
+        // A write each brings all of them.
+        for page in self.kernel.pages_mut(self.nursery, BLOCK_PAGES) {
+            page[0] = 0;
         }
         let (to, mut done) = (self.slot(slot), 0);
         while done < BLOCK {
@@ -218,9 +260,8 @@ impl<S: Store> Work<S> {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
-                // The page may be about to be split or migrated, for instance. Any other page will
-                // do.
-                Err(_) => match self.uffd.zero(to + done, PAGE_SIZE) {
+                // A page that is being split or migrated, for instance. Any other page will do.
+                Err(_) => match self.kernel.zero(to + done, PAGE_SIZE) {
                     Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
                     Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
                     Err(Stopped { why, .. }) => panic!("a slot cannot be filled: {why}"),
@@ -265,5 +306,14 @@ impl<S: Store> Work<S> {
             self.blocks.get_mut(id).state = State::Stored;
             self.leave(slot);
         }
+    }
+}
+
+/// Whether nothing known is left at `at` after the event.
+fn takes(event: &Event, at: usize) -> bool {
+    match *event {
+        Event::Unmap(start, end) => (start..end).contains(&at),
+        Event::Remap(from, _, bytes) => (from..from + bytes).contains(&at),
+        Event::Fault(_) | Event::Remove(..) => false,
     }
 }

@@ -19,8 +19,8 @@ const STUCK: Duration = Duration::from_millis(20);
 /// While a program jumps, one in this many blocks of the limit may be whole.
 const WHOLE_SHARE: usize = 8;
 
-impl<S: Store> Work<S> {
-    /// Whether a page fault on a block in the store brings only one page, not all.
+impl<K: Kernel, S: Store> Work<K, S> {
+    /// Whether a fault on a block in the store is for one page of it, not for all.
     pub(super) fn is_single(&mut self, id: u32, page: usize, stride: Option<i64>) -> bool {
         let blocks = self.blocks.len();
         let block = self.blocks.get_mut(id);
@@ -48,16 +48,15 @@ impl<S: Store> Work<S> {
                 return Err(Changed);
             }
         }
-        let Work { blocks, store, single, uffd, shared, .. } = self;
+        let Work { blocks, store, single, kernel, shared, .. } = self;
         let block = blocks.get_mut(id);
         let at = block.at + page * PAGE_SIZE;
         let brought = match block.room {
             _ if block.is_there(page) => Err(Errno::EXIST),
-            _ if block.is_zero(page) => uffd.zero(at, PAGE_SIZE).map_err(|stopped| stopped.why),
-            Some(room) if store.read(room + page as u64, single.as_mut_slice()).is_ok() => {
+            _ if block.is_zero(page) => kernel.zero(at, PAGE_SIZE).map_err(|stopped| stopped.why),
+            Some(room) if store.read(room + page as u64, kernel.pages_mut(*single, 1)).is_ok() => {
                 count(&shared.counters.singles, 1);
-                let from = single.as_ptr().expose_provenance();
-                uffd.copy(at, from, PAGE_SIZE).map_err(|stopped| stopped.why)
+                kernel.copy(at, *single, PAGE_SIZE).map_err(|stopped| stopped.why)
             }
             // The block knows which of its pages are lost.
             _ => return Ok(false),
@@ -80,7 +79,7 @@ impl<S: Store> Work<S> {
             Err(Errno::AGAIN) => Err(Changed),
             // The page is there already, or is no longer mapped.
             Err(_) => {
-                uffd.wake(at, PAGE_SIZE);
+                kernel.wake(at, PAGE_SIZE);
                 Ok(true)
             }
         }
@@ -100,7 +99,7 @@ impl<S: Store> Work<S> {
             }
             // Blocks that a child shares or a device uses are not tried again for each page.
             let is_whole = self.policy.len() > self.limit() / WHOLE_SHARE
-                && self.stuck.is_none_or(|since| since.elapsed() > STUCK);
+                && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
             if self.writing.is_some() || is_whole && self.begin_write().is_some() {
                 while self.writing.is_some() {
                     self.write();
@@ -108,7 +107,7 @@ impl<S: Store> Work<S> {
                 continue;
             }
             if is_whole {
-                self.stuck = Some(Instant::now());
+                self.stuck = Some(self.kernel.now());
             }
             // Blocks that cannot go may take the whole limit. Then up to `BLOCK_PAGES` single pages
             // may exceed it: with only one, every page fault would write a page.
@@ -181,8 +180,7 @@ impl<S: Store> Work<S> {
             self.fail();
         }
         for (at, &(id, page)) in gone.iter().enumerate() {
-            // SAFETY: the page has just been moved to the slot, and no other thread uses it.
-            let bytes = unsafe { &*page_at(self.slot(slot) + at * PAGE_SIZE) };
+            let bytes = &self.kernel.pages(self.staging + slot * BLOCK + at * PAGE_SIZE, 1)[0];
             let is_zero = uniform_value(bytes) == Some(0);
             let block = self.blocks.get_mut(id);
             let room = block.room.expect("what is in the store has room there");

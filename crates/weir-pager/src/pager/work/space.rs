@@ -2,29 +2,77 @@
 
 use super::*;
 
-impl<S: Store> Work<S> {
+impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn apply(&mut self, event: Event) {
         match event {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
-            Event::Unmap(start, end) => {
-                self.cut(start, end, None);
-                while let Some(id) = self.blocks.first_in(start, end) {
-                    self.forget(id);
-                }
-                self.forget_span(start, end);
-            }
+            Event::Unmap(start, end) => self.unmapped(start, end),
             Event::Remap(from, to, bytes) => {
+                self.overtook(to, to + bytes);
                 self.cut(from, from + bytes, Some(to));
                 self.blocks.shift(from, to, bytes);
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
+                self.owed.push((from, from + bytes));
             }
         }
     }
 
-    /// Removes blocks that lie only partly in `start..end`: their pages go to the addresses where
-    /// page faults look for them.
+    /// Forgets `start..end`, but for the parts that were forgotten by an earlier event.
+    fn unmapped(&mut self, start: usize, end: usize) {
+        let mut parts = vec![(start, end)];
+        for (first, last) in std::mem::take(&mut self.owed) {
+            let (from, to) = (first.max(start), last.min(end));
+            if from >= to {
+                self.owed.push((first, last));
+                continue;
+            }
+            self.owed.extend([(first, from), (to, last)].into_iter().filter(|(start, end)| start < end));
+            parts = parts
+                .into_iter()
+                .flat_map(|(start, end)| [(start, end.min(from)), (start.max(to), end)])
+                .filter(|(start, end)| start < end)
+                .collect();
+        }
+        for (start, end) in parts {
+            self.forget_all(start, end);
+        }
+    }
+
+    fn forget_all(&mut self, start: usize, end: usize) {
+        self.cut(start, end, None);
+        while let Some(id) = self.blocks.first_in(start, end) {
+            self.forget(id);
+        }
+        self.forget_span(start, end);
+    }
+
+    /// Memory moves to `start..end`. If something is known there still, that was unmapped, and its
+    /// thread is about to say so. It must not take what is there by then.
+    fn overtook(&mut self, start: usize, end: usize) {
+        let mut from = start;
+        while from < end {
+            let before = self.spans.range(..=from).next_back().filter(|(_, last)| **last > from);
+            let next = before.or_else(|| self.spans.range(from..end).next());
+            let Some((first, last)) = next.map(|(&first, &last)| (first.max(start), last.min(end))) else {
+                break;
+            };
+            self.forget_all(first, last);
+            self.owed.push((first, last));
+            from = last;
+        }
+    }
+
+    /// Once nothing changes, each event has been heard.
+    pub(super) fn is_settled(&mut self) {
+        if !self.owed.is_empty() && self.events.is_empty() && !self.kernel.is_changing() {
+            self.owed.clear();
+        }
+    }
+
+    /// Blocks that lie in `start..end` in part only are blocks no longer: their pages go where they
+    /// are looked for. Those in `start..end` have moved, or are gone.
     pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
@@ -32,14 +80,14 @@ impl<S: Store> Work<S> {
             if at == edge || (start <= at && at + BLOCK <= end) {
                 continue;
             }
-            self.dissolve(id, |address| match moved_to {
-                Some(to) if (start..end).contains(&address) => address - start + to,
-                _ => address,
+            self.dissolve(id, |address| match (start..end).contains(&address) {
+                true => moved_to.map(|to| address - start + to),
+                false => Some(address),
             });
         }
     }
 
-    pub(super) fn dissolve(&mut self, id: u32, place: impl Fn(usize) -> usize) {
+    pub(super) fn dissolve(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
         while matches!(self.blocks.get(id).state, State::Filling(_)) && self.filling.is_some() {
             self.fill();
         }
@@ -59,7 +107,9 @@ impl<S: Store> Work<S> {
         };
         if let Some(slot) = slot {
             for offset in (0..BLOCK).step_by(PAGE_SIZE) {
-                self.copy_in(place(at + offset), self.slot(slot) + offset);
+                if let Some(to) = place(at + offset) {
+                    self.copy_in(to, self.slot(slot) + offset);
+                }
             }
             self.writing = self.writing.filter(|writing| writing.id != id);
             self.leave(slot);
@@ -121,13 +171,8 @@ impl<S: Store> Work<S> {
             }
             State::Stored => pages.for_each(|page| self.blocks.get_mut(id).set_zero(page, true)),
             State::Writing(slot) | State::Ready(slot) | State::Filling(slot) | State::Back(slot) => {
-                for page in pages {
-                    // SAFETY: the page is in a slot, all pages of which are mapped, and no other
-                    // thread uses it.
-                    unsafe {
-                        page_at(self.slot(slot) + page * PAGE_SIZE).cast::<u8>().write_bytes(0, PAGE_SIZE);
-                    }
-                }
+                let at = self.slot(slot) + pages.start * PAGE_SIZE;
+                self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
                 if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
                     // The part that was written holds older content, so begin again.
                     writing.next = 0;
@@ -161,6 +206,10 @@ impl<S: Store> Work<S> {
         self.spans.insert(start, end);
     }
 
+    pub(super) fn is_in_span(&self, at: usize) -> bool {
+        self.spans.range(..=at).next_back().is_some_and(|(_, end)| *end > at)
+    }
+
     pub(super) fn forget_span(&mut self, start: usize, end: usize) {
         while let Some((&first, &last)) =
             self.spans.range(..end).next_back().filter(|(_, last)| **last > start)
@@ -177,12 +226,8 @@ impl<S: Store> Work<S> {
 
     /// Looks for new memory if the size of the address space has changed since the last look.
     pub(super) fn look_if_changed(&mut self) {
-        self.looked = Instant::now();
-        let mut now = [0; 24];
-        let read = self.size.read_at(&mut now, 0).unwrap_or(0);
-        // The first number is the size of the address space.
-        let size = now[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
-        now[size..].fill(0);
+        self.looked = self.kernel.now();
+        let now = self.kernel.address_space();
         if now != self.seen && self.look().is_ok() {
             self.seen = now;
         }
@@ -192,11 +237,14 @@ impl<S: Store> Work<S> {
         if self.scope != Scope::Process {
             return Ok(());
         }
-        self.mappings.clear();
-        let Ok(mappings) = self.maps.read() else { return Ok(()) };
-        self.mappings.extend(mappings.filter(|mapping| mapping.is_plain));
+        if !self.kernel.read_mappings(&mut self.mappings) {
+            return Ok(());
+        }
         for at in 0..self.mappings.len() {
-            let Mapping { start, end, .. } = self.mappings[at];
+            let Mapping { start, end, is_plain } = self.mappings[at];
+            if !is_plain {
+                continue;
+            }
             let mut from = start;
             while from < end {
                 let known = self.known(from, end);
@@ -226,7 +274,7 @@ impl<S: Store> Work<S> {
 
     /// Manages this range too, unless the address space changed meanwhile.
     pub(super) fn adopt(&mut self, start: usize, end: usize) -> Result<(), Changed> {
-        if self.uffd.register(start, end).is_err() {
+        if self.kernel.register(start, end).is_err() {
             return Ok(());
         }
         // The mappings may have been read before a change, or after one whose event was not read
@@ -236,20 +284,19 @@ impl<S: Store> Work<S> {
             return Err(Changed);
         }
         self.hear();
-        let is_change = |event: &Event| !matches!(event, Event::Fault(_));
-        if self.events.iter().any(is_change) || self.uffd.is_changing() {
+        if self.has_changed() || self.kernel.is_changing() {
             return Err(Changed);
         }
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
-        let _ = advise(start, end - start, advice);
+        let _ = self.kernel.advise(start, end - start, advice);
         self.add_span(start, end);
         // Take the pages that the block at the seam has already, and those that came before the
         // registration.
         let mut from = start / BLOCK * BLOCK;
-        let Work { pagemap, blocks, policy, spans, .. } = self;
+        let Work { kernel, blocks, policy, spans, .. } = self;
         let (&first, &last) = spans.range(..=start).next_back().expect("just added");
         from = from.max(first);
-        let _ = populated(pagemap, from, last, |begin, end| {
+        let _ = kernel.populated(from, last, |begin, end| {
             let mut at = begin / BLOCK * BLOCK;
             while at < end {
                 if at >= first && at + BLOCK <= last && blocks.first_in(at, at + BLOCK).is_none() {
@@ -265,6 +312,9 @@ impl<S: Store> Work<S> {
     /// memory.
     fn is_one_mapping(&mut self, start: usize, end: usize) -> bool {
         let covers = |mapping: Mapping| mapping.is_plain && mapping.start <= start && end <= mapping.end;
-        self.maps.read().is_ok_and(|mut mappings| mappings.any(covers))
+        let mut mappings = std::mem::take(&mut self.mappings_of_now);
+        let is_one = self.kernel.read_mappings(&mut mappings) && mappings.iter().copied().any(covers);
+        self.mappings_of_now = mappings;
+        is_one
     }
 }

@@ -1,0 +1,204 @@
+//! The pager's requests to the kernel: userfaultfd, its process's mappings, its own memory, the
+//! clock. A simulator is a kernel too.
+
+use crate::maps::{Mapping, Maps};
+use crate::uffd::{self, Event, Stopped, Uffd};
+use crate::{BLOCK, Error};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::time::{Duration, Instant};
+use weir_core::PageBytes;
+
+/// Requests of userfaultfd are as `ioctl_userfaultfd(2)` has them, for missing pages only.
+pub(crate) trait Kernel {
+    /// Address space for this thread's own memory, from a block's boundary on. No child gets it.
+    fn reserve(&mut self, bytes: usize) -> Result<usize, Error>;
+
+    fn register(&mut self, start: usize, end: usize) -> Result<(), Errno>;
+
+    fn unregister(&mut self, start: usize, end: usize) -> Result<(), Errno>;
+
+    /// Has threads that wait for one of these pages look again.
+    fn wake(&mut self, at: usize, bytes: usize);
+
+    fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped>;
+
+    fn copy(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped>;
+
+    fn zero(&mut self, at: usize, bytes: usize) -> Result<(), Stopped>;
+
+    fn poison(&mut self, at: usize, bytes: usize) -> Result<(), Stopped>;
+
+    /// The next event, if there is one.
+    fn event(&mut self) -> Option<Event>;
+
+    /// Whether the address space has changed, or is about to, and the event of that was not read
+    /// yet.
+    fn is_changing(&mut self) -> bool {
+        // The kernel looks at that before it looks at the range, which is none.
+        self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
+    }
+
+    /// Waits for an event, or for so long.
+    fn wait(&mut self, longest: Option<Duration>);
+
+    /// Calls `found` with each stretch of `start..end` that has pages.
+    fn populated(&mut self, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno>;
+
+    /// Advice that frees is given on this thread's own memory alone.
+    fn advise(&mut self, at: usize, bytes: usize, advice: Advice) -> Result<(), Errno>;
+
+    /// Unlocks this thread's own memory.
+    fn unlock(&mut self, at: usize, bytes: usize);
+
+    /// Replaces `mappings` by the memory of this process that can be managed. `false` when that
+    /// cannot be had.
+    fn read_mappings(&mut self, mappings: &mut Vec<Mapping>) -> bool;
+
+    /// A number that is another one when memory was mapped or unmapped.
+    fn address_space(&mut self) -> [u8; 24];
+
+    /// Pages of this thread's own memory, all of which are there. No other thread uses them.
+    fn pages(&self, at: usize, count: usize) -> &[PageBytes];
+
+    /// The same, to be written. Those that are not there come.
+    fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes];
+
+    /// The time since some moment.
+    fn now(&self) -> Duration;
+}
+
+/// The kernel of this machine.
+#[derive(Debug)]
+pub(crate) struct System {
+    uffd: Uffd,
+    maps: Maps,
+    pagemap: File,
+    size: File,
+    began: Instant,
+}
+
+impl System {
+    /// Opens what it needs. The descriptors are of the calling thread's table.
+    pub fn open() -> Result<Self, Error> {
+        Ok(System {
+            uffd: Uffd::open()?,
+            maps: Maps::open()?,
+            // As this thread sees itself: its descriptors are its own.
+            pagemap: File::open("/proc/thread-self/pagemap")?,
+            size: File::open("/proc/self/statm")?,
+            began: Instant::now(),
+        })
+    }
+}
+
+/// Address space without memory.
+pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new mapping.
+    let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
+    let at = at.map_err(|error| Error::System(error.into()))?;
+    // The memory cut off at both ends stays reserved, so that nothing else is merged with it.
+    Ok(at.expose_provenance().next_multiple_of(BLOCK))
+}
+
+fn page_at(address: usize) -> *mut PageBytes {
+    std::ptr::with_exposed_provenance_mut(address)
+}
+
+impl Kernel for System {
+    fn reserve(&mut self, bytes: usize) -> Result<usize, Error> {
+        let at = reserve(bytes)?;
+        // Without huge pages it works too, and is slower.
+        let _ = self.advise(at, bytes, Advice::LinuxHugepage);
+        self.advise(at, bytes, Advice::LinuxDontFork).map_err(|error| Error::System(error.into()))?;
+        Ok(at)
+    }
+
+    fn register(&mut self, start: usize, end: usize) -> Result<(), Errno> {
+        self.uffd.register(start, end)
+    }
+
+    fn unregister(&mut self, start: usize, end: usize) -> Result<(), Errno> {
+        self.uffd.unregister(start, end)
+    }
+
+    fn wake(&mut self, at: usize, bytes: usize) {
+        self.uffd.wake(at, bytes);
+    }
+
+    fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
+        self.uffd.move_pages(to, from, bytes)
+    }
+
+    fn copy(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
+        self.uffd.copy(to, from, bytes)
+    }
+
+    fn zero(&mut self, at: usize, bytes: usize) -> Result<(), Stopped> {
+        self.uffd.zero(at, bytes)
+    }
+
+    fn poison(&mut self, at: usize, bytes: usize) -> Result<(), Stopped> {
+        self.uffd.poison(at, bytes)
+    }
+
+    fn event(&mut self) -> Option<Event> {
+        self.uffd.read().ok().flatten()
+    }
+
+    fn wait(&mut self, longest: Option<Duration>) {
+        let mut fds = [PollFd::new(&self.uffd, PollFlags::IN)];
+        let longest = longest.map(|longest| Timespec {
+            tv_sec: longest.as_secs().cast_signed(),
+            tv_nsec: longest.subsec_nanos().into(),
+        });
+        let _ = poll(&mut fds, longest.as_ref());
+    }
+
+    fn populated(&mut self, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+        uffd::populated(&self.pagemap, start, end, found)
+    }
+
+    fn advise(&mut self, at: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
+        // SAFETY: advice that frees is given on this thread's own memory alone.
+        unsafe { rustix::mm::madvise(page_at(at).cast(), bytes, advice) }
+    }
+
+    fn unlock(&mut self, at: usize, bytes: usize) {
+        // SAFETY: this thread's own memory.
+        let _ = unsafe { rustix::mm::munlock(page_at(at).cast(), bytes) };
+    }
+
+    fn read_mappings(&mut self, mappings: &mut Vec<Mapping>) -> bool {
+        mappings.clear();
+        self.maps.read().map(|found| mappings.extend(found)).is_ok()
+    }
+
+    fn address_space(&mut self) -> [u8; 24] {
+        let mut text = [0; 24];
+        let read = self.size.read_at(&mut text, 0).unwrap_or(0);
+        // The first number is the address space.
+        let size = text[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
+        text[size..].fill(0);
+        text
+    }
+
+    fn pages(&self, at: usize, count: usize) -> &[PageBytes] {
+        // SAFETY: this thread's own memory, borrowed as long as the kernel that could take it away.
+        unsafe { std::slice::from_raw_parts(page_at(at), count) }
+    }
+
+    fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(page_at(at), count) }
+    }
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+}

@@ -1,0 +1,816 @@
+//! The program's side: threads that use memory, and change their mappings, and know what each page
+//! must hold.
+
+use super::random::Random;
+use super::store::Said;
+use super::world::{Area, Entry, OWN, PAGES, World, address};
+use crate::pager::{BELLS, Shared};
+use crate::uffd::Event;
+use crate::{BLOCK, BLOCK_PAGES};
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+/// The first page that a program may map.
+const FIRST: usize = OWN + BELLS;
+
+/// A program's.
+#[derive(Clone, Copy, Debug)]
+pub struct Traits {
+    pub threads: usize,
+    pub accesses: usize,
+    /// In blocks.
+    pub limit: usize,
+    /// One in so many things that a thread does changes mappings. Zero is never.
+    pub changes: u64,
+    pub maps: bool,
+    pub migrates: bool,
+    pub limits: bool,
+    pub is_adopted: bool,
+    pub unmaps_at_the_end: bool,
+    /// Nothing keeps the pager from its limit.
+    pub keeps_limit: bool,
+}
+
+/// Content that a page must have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Must {
+    Be(u64),
+    /// Given up, and freed when the kernel likes.
+    BeOrZero(u64),
+    /// Nobody uses it any more: it was SIGBUS.
+    Nothing,
+}
+
+/// Memory that was mapped at once.
+#[derive(Debug)]
+struct Object {
+    at: usize,
+    pages: Vec<Must>,
+    /// Threads that use it now.
+    users: usize,
+    /// Pages that are given up now, or the whole where it changes its place.
+    busy: Range<usize>,
+    is_readonly: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Action {
+    Access {
+        object: usize,
+        page: usize,
+        write: bool,
+    },
+    /// A page that is no object's.
+    Touch(usize),
+    /// `MADV_DONTNEED` or `MADV_FREE`, from page to page, one mapping after the other.
+    Remove {
+        from: usize,
+        to: usize,
+        lazily: bool,
+    },
+    Zap {
+        from: usize,
+        to: usize,
+        lazily: bool,
+    },
+    Removed {
+        object: usize,
+        from: usize,
+        to: usize,
+        lazily: bool,
+    },
+    Send(Event),
+    /// The event was read, and the change is over.
+    Done,
+    Unmapped(usize),
+    Moved(usize),
+    Hold(bool),
+    Fork,
+    /// The child ends, or the device is done.
+    LetGo,
+    Adopt(usize),
+    Adopted,
+    Stop,
+    Ended,
+}
+
+/// How a thread chooses its pages.
+#[derive(Clone, Copy, Debug)]
+enum Habit {
+    Stream { at: usize, stride: isize },
+    Jump,
+    Run { at: usize, left: usize },
+    Few(usize),
+}
+
+#[derive(Debug)]
+pub struct Thread {
+    pub waits_for: Option<usize>,
+    pub waits_for_event: bool,
+    /// The last is the next.
+    todo: Vec<Action>,
+    object: usize,
+    habit: Habit,
+    writes: u64,
+}
+
+pub struct Program {
+    pub threads: Vec<Thread>,
+    objects: Vec<Option<Object>>,
+    shared: Arc<Shared>,
+    said: Arc<Mutex<Said>>,
+    traits: Traits,
+    /// The pager is there before the program begins.
+    pub has_begun: bool,
+    /// Accesses that are left.
+    budget: usize,
+    pub idle_calls: usize,
+    next_word: u64,
+    bell: usize,
+    is_forking: bool,
+    is_adopting: bool,
+    last: Option<(usize, usize)>,
+    sigbus: u64,
+}
+
+impl Program {
+    pub fn new(random: &mut Random, traits: Traits, shared: Arc<Shared>, said: Arc<Mutex<Said>>) -> Self {
+        let thread = |_| Thread {
+            waits_for: None,
+            waits_for_event: false,
+            todo: Vec::new(),
+            object: 0,
+            habit: Habit::Jump,
+            writes: [2, 2, 1, 5, 0][random.below(5) as usize],
+        };
+        Program {
+            threads: (0..traits.threads).map(thread).collect(),
+            objects: Vec::new(),
+            shared,
+            said,
+            traits,
+            has_begun: false,
+            budget: traits.accesses,
+            idle_calls: 0,
+            next_word: 1,
+            bell: 0,
+            is_forking: false,
+            is_adopting: false,
+            last: None,
+            sigbus: 0,
+        }
+    }
+
+    /// One thread does one thing. `false` when none can.
+    pub fn step(&mut self, world: &mut World) -> bool {
+        let count = self.threads.len();
+        let first = world.random.below(count as u64) as usize;
+        for thread in (first..count).chain(0..first) {
+            if self.threads[thread].waits_for.is_some() || self.threads[thread].waits_for_event {
+                continue;
+            }
+            match self.threads[thread].todo.pop() {
+                Some(action) => {
+                    if self.act(world, thread, action) {
+                        self.idle_calls = 0;
+                    }
+                    return true;
+                }
+                None if self.plan(world, thread) => return true,
+                None => {}
+            }
+        }
+        false
+    }
+
+    fn object(&mut self, object: usize) -> &mut Object {
+        self.objects[object].as_mut().expect("it is in use")
+    }
+
+    /// Chooses the next thing that a thread does.
+    fn plan(&mut self, world: &mut World, thread: usize) -> bool {
+        if self.budget == 0 {
+            return self.plan_end(world, thread);
+        }
+        let mapped: usize = self.objects.iter().flatten().map(|object| object.pages.len()).sum();
+        let is_wanted =
+            mapped < 6 * self.traits.limit * BLOCK_PAGES && self.traits.maps && world.random.one_in(3_000);
+        if (mapped < 2 * self.traits.limit * BLOCK_PAGES || is_wanted) && self.map(world, thread) {
+            return true;
+        }
+        if mapped == 0 {
+            // Another thread is mapping, or nothing finds room any more.
+            self.budget = self.budget.saturating_sub(1);
+            return true;
+        }
+        if self.traits.changes > 0 && world.random.one_in(self.traits.changes) {
+            self.plan_change(world, thread);
+            return true;
+        }
+        self.background(world);
+        self.choose(world, thread);
+        let Some(page) = self.next_page(world, thread) else { return true };
+        let object = self.threads[thread].object;
+        let writes = self.threads[thread].writes;
+        let write = !self.object(object).is_readonly && writes > 0 && world.random.one_in(writes);
+        self.object(object).users += 1;
+        self.budget -= 1;
+        self.threads[thread].todo.push(Action::Access { object, page, write });
+        true
+    }
+
+    /// All of it is looked at once more by the first thread, which then stops the pager.
+    fn plan_end(&mut self, world: &mut World, thread: usize) -> bool {
+        let others = &self.threads[1..];
+        let is_over = others
+            .iter()
+            .all(|thread| thread.todo.is_empty() && thread.waits_for.is_none() && !thread.waits_for_event);
+        if thread != 0 || !is_over {
+            return false;
+        }
+        let (object, page) = self.last.unwrap_or((0, 0));
+        if object == self.objects.len() {
+            self.threads[0].todo.push(Action::Stop);
+            return true;
+        }
+        let pages = self.objects[object].as_ref().map_or(0, |object| object.pages.len());
+        if page >= pages {
+            self.last = Some((object + 1, 0));
+            if pages > 0 && self.traits.unmaps_at_the_end {
+                self.unmap(world, 0, object);
+            }
+            return true;
+        }
+        self.last = Some((object, page + 1));
+        if self.object(object).pages[page] != Must::Nothing {
+            self.object(object).users += 1;
+            self.threads[0].todo.push(Action::Access { object, page, write: false });
+        }
+        true
+    }
+
+    /// The kernel and devices do something to pages behind everybody's back.
+    fn background(&mut self, world: &mut World) {
+        if world.random.one_in(200) {
+            let page = FIRST + world.random.below((PAGES - FIRST) as u64) as usize;
+            let entry = &mut world.entries[page];
+            if entry.is_lazy && entry.is_there {
+                world.go(page);
+            }
+        }
+        if self.traits.migrates && world.random.one_in(400) {
+            let first = world.random.below(PAGES as u64 - 64) as usize;
+            for entry in &mut world.entries[first..first + 64] {
+                entry.is_migrating = entry.is_there;
+            }
+        }
+        if self.traits.changes > 0 && world.random.one_in(4_000) {
+            let first = FIRST + world.random.below((PAGES - FIRST) as u64 - 32) as usize;
+            for entry in &mut world.entries[first..first + 32] {
+                entry.is_pinned = entry.is_there;
+            }
+        }
+        if world.random.one_in(8_000) {
+            world.entries.iter_mut().for_each(|entry| entry.is_pinned = false);
+        }
+        if self.traits.limits && world.random.one_in(3_000) {
+            let limit = 4 + world.random.below(2 * self.traits.limit as u64) as usize;
+            self.shared.limit.store(limit, Ordering::Relaxed);
+        }
+    }
+
+    fn choose(&mut self, world: &mut World, thread: usize) {
+        let known: Vec<usize> = (0..self.objects.len()).filter(|&at| self.objects[at].is_some()).collect();
+        let has_gone = self.objects.get(self.threads[thread].object).is_none_or(Option::is_none);
+        if has_gone || world.random.one_in(600) {
+            let object = known[world.random.below(known.len() as u64) as usize];
+            let pages = self.object(object).pages.len();
+            let at = world.random.below(pages as u64) as usize;
+            self.threads[thread].object = object;
+            let strides = [1, 1, 7, 64, 512, 512, -512, 1024, -1536, 130, -1];
+            self.threads[thread].habit = match world.random.below(8) {
+                0..3 => Habit::Stream { at, stride: strides[world.random.below(11) as usize] },
+                3..5 => Habit::Jump,
+                5..7 => Habit::Run { at, left: 3 },
+                _ => Habit::Few(at),
+            };
+        }
+    }
+
+    /// The page that a thread uses next, unless somebody is changing it.
+    fn next_page(&mut self, world: &mut World, thread: usize) -> Option<usize> {
+        let object = self.threads[thread].object;
+        let pages = self.object(object).pages.len();
+        let random = &mut world.random;
+        let page = match &mut self.threads[thread].habit {
+            Habit::Stream { at, stride } => {
+                *at = at.wrapping_add_signed(*stride).min(pages * 2) % pages;
+                *at
+            }
+            Habit::Jump => random.below(pages as u64) as usize,
+            Habit::Run { at, left } => {
+                if *left == 0 {
+                    *at = random.below(pages as u64) as usize;
+                    *left = random.below(9) as usize + 1;
+                }
+                *left -= 1;
+                *at = (*at + 1) % pages;
+                *at
+            }
+            Habit::Few(at) => (*at + random.below(40) as usize) % pages,
+        };
+        let object = self.object(object);
+        (!object.busy.contains(&page) && object.pages[page] != Must::Nothing).then_some(page)
+    }
+
+    /// A gap of so many pages, at an odd place or at a block's boundary.
+    fn gap(&self, world: &mut World, pages: usize) -> Option<usize> {
+        for _ in 0..40 {
+            let mut at = FIRST + world.random.below((PAGES - FIRST - pages) as u64) as usize;
+            if world.random.one_in(2) {
+                at = at / BLOCK_PAGES * BLOCK_PAGES;
+            }
+            // Right behind another one, as the kernel likes to map.
+            if world.random.one_in(3)
+                && let Some((_, area)) = world.areas.range(..at).next_back()
+            {
+                at = area.end;
+            }
+            let is_free = world.area(at).is_none() && world.areas.range(at..at + pages).next().is_none();
+            if at >= FIRST && at + pages <= PAGES && is_free {
+                return Some(at);
+            }
+        }
+        None
+    }
+
+    fn map(&mut self, world: &mut World, thread: usize) -> bool {
+        if self.traits.is_adopted && self.is_adopting {
+            return false;
+        }
+        let blocks = 2 + world.random.below(self.traits.limit as u64 * 2) as usize;
+        let pages = blocks * BLOCK_PAGES + world.random.below(BLOCK_PAGES as u64) as usize;
+        let Some(at) = self.gap(world, pages) else { return false };
+        world.say(at..at + pages, "mapped");
+        world.map(at, at + pages);
+        let object = self.new_object(at, vec![Must::Be(0); pages]);
+        if self.traits.is_adopted {
+            self.is_adopting = true;
+            self.threads[thread].todo.push(Action::Adopt(object));
+        } else if world.random.one_in(2) {
+            self.ring(thread);
+        }
+        true
+    }
+
+    fn new_object(&mut self, at: usize, pages: Vec<Must>) -> usize {
+        let object = Object { at, pages, users: 0, busy: 0..0, is_readonly: false };
+        match self.objects.iter().position(Option::is_none) {
+            Some(free) if self.last.is_none() => {
+                self.objects[free] = Some(object);
+                free
+            }
+            _ => {
+                self.objects.push(Some(object));
+                self.objects.len() - 1
+            }
+        }
+    }
+
+    /// A page by which the pager is asked for something.
+    fn ring(&mut self, thread: usize) {
+        let page = OWN + self.bell % BELLS;
+        self.bell += 1;
+        let remove = Action::Remove { from: page, to: page + 1, lazily: false };
+        self.threads[thread].todo.extend([Action::Touch(page), remove]);
+    }
+
+    fn plan_change(&mut self, world: &mut World, thread: usize) {
+        let Some(object) = (0..8).find_map(|_| {
+            let at = world.random.below(self.objects.len() as u64) as usize;
+            self.objects[at].as_ref().filter(|object| object.busy.is_empty()).map(|_| at)
+        }) else {
+            return;
+        };
+        match world.random.below(20) {
+            0..8 => self.give_up(world, thread, object),
+            8 => self.unmap(world, thread, object),
+            9 => self.cut(world, thread, object),
+            10..13 => self.remap(world, thread, object),
+            13 => {
+                let object = self.object(object);
+                let (start, end) = (object.at, object.at + object.pages.len());
+                object.is_readonly = !object.is_readonly && object.users == 0;
+                let is_readonly = object.is_readonly;
+                // A part of it alone becomes another mapping.
+                let start = if is_readonly { (start + end) / 2 } else { start };
+                world.change(start, end, |area| area.is_readonly = is_readonly);
+            }
+            14 => {
+                let object = self.object(object);
+                let at =
+                    object.at + world.random.below((object.pages.len() as u64).saturating_sub(16)) as usize;
+                let is_locked = world.random.one_in(2);
+                let (start, end) = match is_locked {
+                    true => (at, (at + 16).min(object.at + object.pages.len())),
+                    false => (object.at, object.at + object.pages.len()),
+                };
+                world.change(start, end, |area| area.is_locked = is_locked);
+            }
+            15 if !self.is_forking => {
+                self.is_forking = true;
+                let todo = &mut self.threads[thread].todo;
+                todo.extend([Action::Ended, Action::LetGo]);
+                todo.push(Action::Hold(false));
+                todo.extend([Action::Fork, Action::Hold(true)]);
+            }
+            _ => self.ring(thread),
+        }
+    }
+
+    fn give_up(&mut self, world: &mut World, thread: usize, number: usize) {
+        let object = self.object(number);
+        let pages = object.pages.len();
+        let from = world.random.below(pages as u64) as usize;
+        let most = [3, 40, 600, 1500][world.random.below(4) as usize];
+        let to = (from + 1 + world.random.below(most) as usize).min(pages);
+        let (start, end) = (object.at + from, object.at + to);
+        let used = self.threads.iter().any(|thread| {
+            thread.todo.iter().any(|action| {
+                matches!(*action, Action::Access { object, page, .. } if object == number && (from..to).contains(&page))
+            })
+        });
+        let is_locked = world.areas.range(..end).rev().any(|(_, area)| area.end > start && area.is_locked);
+        if used || is_locked {
+            return;
+        }
+        let object = self.object(number);
+        object.busy = from..to;
+        object.users += 1;
+        let lazily = world.random.one_in(6);
+        if lazily {
+            for must in &mut object.pages[from..to] {
+                if let Must::Be(word) = *must {
+                    *must = Must::BeOrZero(word);
+                }
+            }
+        }
+        self.threads[thread].todo.extend([
+            Action::Removed { object: number, from, to, lazily },
+            Action::Remove { from: start, to: end, lazily },
+        ]);
+    }
+
+    fn unmap(&mut self, world: &mut World, thread: usize, number: usize) {
+        let object = self.object(number);
+        if object.users > 0 || !object.busy.is_empty() {
+            return;
+        }
+        object.users += 1;
+        object.busy = 0..object.pages.len();
+        let (start, end) = (object.at, object.at + object.pages.len());
+        self.threads[thread].todo.push(Action::Unmapped(number));
+        self.unmap_range(world, thread, start, end);
+    }
+
+    /// The mappings and pages go, and then the event comes.
+    fn unmap_range(&mut self, world: &mut World, thread: usize, start: usize, end: usize) {
+        world.say(start..end, "unmapped");
+        let areas = world.take_areas(start, end);
+        (start..end).for_each(|page| world.go(page));
+        if areas.iter().any(|(_, area)| area.is_registered) {
+            world.changing += 1;
+            let event = Event::Unmap(address(start), address(end));
+            self.threads[thread].todo.extend([Action::Done, Action::Send(event)]);
+        }
+    }
+
+    /// Unmaps a part: what is behind it becomes another object.
+    fn cut(&mut self, world: &mut World, thread: usize, number: usize) {
+        let object = self.object(number);
+        let pages = object.pages.len();
+        if object.users > 0 || pages < 4 * BLOCK_PAGES || object.is_readonly {
+            return;
+        }
+        let from = 1 + world.random.below(pages as u64 - 700) as usize;
+        let to = from + 1 + world.random.below(698) as usize;
+        let at = object.at;
+        let behind = object.pages.split_off(to);
+        object.pages.truncate(from);
+        self.new_object(at + to, behind);
+        self.unmap_range(world, thread, at + from, at + to);
+    }
+
+    fn remap(&mut self, world: &mut World, thread: usize, number: usize) {
+        let may_grow = !self.traits.is_adopted;
+        let object = self.object(number);
+        let pages = object.pages.len();
+        if object.users > 0 || object.is_readonly {
+            return;
+        }
+        // As large, or larger, or a part of it by itself.
+        let (from, to) = match world.random.one_in(4) && pages > 3 * BLOCK_PAGES {
+            true => {
+                let from = world.random.below(pages as u64 / 2) as usize;
+                (from, from + 1 + world.random.below((pages - from) as u64 - 1) as usize)
+            }
+            false => (0, pages),
+        };
+        let grows = if to - from == pages && may_grow { world.random.below(40) as usize } else { 0 };
+        let at = object.at;
+        let Some(place) = self.gap(world, to - from + grows) else { return };
+        let areas = world.take_areas(at + from, at + to);
+        // `mremap` moves one mapping.
+        if areas.len() != 1 || areas[0].1.is_locked {
+            for (start, area) in areas {
+                world.insert(start, area);
+            }
+            return;
+        }
+        let area = areas[0].1;
+        world.say(at + from..at + to, format_args!("moved to {place}"));
+        world.say(place..place + (to - from) + grows, format_args!("moved from {}", at + from));
+        let entries: Vec<(Entry, u64)> =
+            (at + from..at + to).map(|page| (world.entries[page], world.word(page))).collect();
+        (at + from..at + to).for_each(|page| world.go(page));
+        for (page, (entry, word)) in (place..).zip(entries) {
+            world.entries[page] = entry;
+            world.set_word(page, word);
+        }
+        world.insert(place, Area { end: place + (to - from) + grows, ..area });
+        let object = self.object(number);
+        let moved = match to - from == pages {
+            true => {
+                object.at = place;
+                object.pages.resize(pages + grows, Must::Be(0));
+                number
+            }
+            false => {
+                let behind = object.pages.split_off(to);
+                let part = object.pages.split_off(from);
+                if from == 0 {
+                    object.at = place;
+                    object.pages = part;
+                    self.new_object(at + to, behind);
+                    number
+                } else {
+                    self.new_object(at + to, behind);
+                    self.new_object(place, part)
+                }
+            }
+        };
+        let object = self.object(moved);
+        object.users += 1;
+        object.busy = 0..object.pages.len();
+        let todo = &mut self.threads[thread].todo;
+        todo.push(Action::Moved(moved));
+        if area.is_registered {
+            world.changing += 2;
+            let bytes = (to - from) * weir_core::PAGE_SIZE;
+            let old = address(at + from);
+            // The old place is unmapped after that.
+            todo.extend([Action::Done, Action::Send(Event::Unmap(old, old + bytes)), Action::Done]);
+            todo.push(Action::Send(Event::Remap(old, address(place), bytes)));
+        }
+    }
+
+    /// Whether it did something that is not waiting.
+    fn act(&mut self, world: &mut World, thread: usize, action: Action) -> bool {
+        let todo = &mut self.threads[thread].todo;
+        match action {
+            Action::Access { object, page, write } => {
+                let at = self.object(object).at + page;
+                if !self.touch(world, thread, at, write, action) {
+                    return false;
+                }
+                self.accessed(world, object, page, write);
+            }
+            Action::Touch(page) => return self.touch(world, thread, page, false, action),
+            Action::Remove { from, to, lazily } => {
+                if from >= to {
+                    return true;
+                }
+                let Some((_, area)) = world.area(from) else { panic!("page {from} is not mapped") };
+                let end = area.end.min(to);
+                todo.push(Action::Remove { from: end, to, lazily });
+                todo.push(Action::Zap { from, to: end, lazily });
+                if area.is_registered {
+                    world.changing += 1;
+                    let event = Event::Remove(address(from), address(end));
+                    todo.extend([Action::Done, Action::Send(event)]);
+                }
+            }
+            Action::Zap { from, to, lazily } => {
+                world.say(from..to, if lazily { "may be freed" } else { "is freed" });
+                for page in from..to {
+                    match lazily {
+                        true => world.entries[page].is_lazy = world.entries[page].is_there,
+                        false => world.go(page),
+                    }
+                }
+            }
+            Action::Removed { object, from, to, lazily } => {
+                let object = self.object(object);
+                object.busy = 0..0;
+                object.users -= 1;
+                if !lazily {
+                    for must in &mut object.pages[from..to] {
+                        if *must != Must::Nothing {
+                            *must = Must::Be(0);
+                        }
+                    }
+                }
+            }
+            Action::Send(event) => {
+                world.events.push_back((event, thread));
+                self.threads[thread].waits_for_event = true;
+            }
+            Action::Done => world.changing -= 1,
+            Action::Unmapped(object) => self.objects[object] = None,
+            Action::Moved(object) => {
+                let object = self.object(object);
+                object.busy = 0..0;
+                object.users -= 1;
+            }
+            Action::Hold(true) => {
+                self.shared.holds.fetch_add(1, Ordering::SeqCst);
+                self.ring(thread);
+            }
+            Action::Hold(false) => {
+                self.shared.holds.fetch_sub(1, Ordering::SeqCst);
+                self.ring(thread);
+            }
+            Action::Fork => {
+                world.say(0..PAGES, "fork");
+                self.fork(world);
+            }
+            // Some time later.
+            Action::LetGo if !world.random.one_in(300) => {
+                todo.push(action);
+                return false;
+            }
+            Action::LetGo => world.entries.iter_mut().for_each(|entry| entry.is_shared = false),
+            Action::Ended => self.is_forking = false,
+            Action::Adopt(object) => {
+                let (at, pages) = (self.object(object).at, self.object(object).pages.len());
+                self.shared.adopt[0].store(address(at), Ordering::Relaxed);
+                self.shared.adopt[1].store(address(at + pages), Ordering::Relaxed);
+                self.threads[thread].todo.push(Action::Adopted);
+                self.ring(thread);
+            }
+            Action::Adopted => {
+                self.shared.adopt[1].store(0, Ordering::Relaxed);
+                self.is_adopting = false;
+            }
+            Action::Stop => {
+                self.shared.stop.store(true, Ordering::SeqCst);
+                self.shared.holds.fetch_add(1, Ordering::SeqCst);
+                self.ring(thread);
+            }
+        }
+        true
+    }
+
+    /// Whether the page is there, or it was SIGBUS. Else the thread waits for it.
+    fn touch(&mut self, world: &mut World, thread: usize, page: usize, write: bool, again: Action) -> bool {
+        let entry = &mut world.entries[page];
+        if entry.is_poisoned {
+            return true;
+        }
+        if entry.is_there {
+            if write {
+                entry.is_shared = false;
+                entry.is_lazy = false;
+            }
+            return true;
+        }
+        self.threads[thread].todo.push(again);
+        let (start, area) = world.area(page).expect("a program uses what is mapped");
+        if area.is_registered {
+            world.say(page..page + 1, "faults");
+            self.threads[thread].waits_for = Some(page);
+            world.faults.push_back((page, thread));
+            return false;
+        }
+        // A huge page, where there is room for one.
+        let block = page / BLOCK_PAGES * BLOCK_PAGES;
+        let is_huge = start <= block
+            && block + BLOCK_PAGES <= area.end
+            && world.entries[block..block + BLOCK_PAGES].iter().all(|entry| !entry.is_there);
+        let pages = if is_huge { block..block + BLOCK_PAGES } else { page..page + 1 };
+        pages.for_each(|page| world.come(page, 0));
+        false
+    }
+
+    fn accessed(&mut self, world: &mut World, number: usize, page: usize, write: bool) {
+        let object = self.object(number);
+        let at = object.at + page;
+        object.users -= 1;
+        if world.entries[at].is_poisoned {
+            object.pages[page] = Must::Nothing;
+            self.sigbus += 1;
+            let unreadable = self.said.lock().unwrap().unreadable;
+            assert!(unreadable > 0, "page {page} of object {number} is SIGBUS, and every read succeeded");
+            return;
+        }
+        let word = world.word(at);
+        self.is_right(number, page, word);
+        if write {
+            let word = self.next_word;
+            self.next_word += 1;
+            // Zeros now and then, which the store does not get, and words that were there before.
+            let word = if word.is_multiple_of(8) { word / 8 % 3 } else { word };
+            world.say(at..at + 1, format_args!("is written: {word:#x}"));
+            world.set_word(at, word);
+            self.object(number).pages[page] = Must::Be(word);
+        }
+    }
+
+    fn is_right(&mut self, number: usize, page: usize, word: u64) {
+        let object = self.object(number);
+        let at = object.at + page;
+        match object.pages[page] {
+            Must::Be(must) => {
+                assert!(word == must, "page {page} of object {number}, at {at}: {word:#x}, not {must:#x}");
+            }
+            Must::BeOrZero(must) => {
+                assert!(word == must || word == 0, "page {page} of {number}: {word:#x}, not {must:#x} or 0");
+                if word == 0 {
+                    object.pages[page] = Must::Be(0);
+                }
+            }
+            Must::Nothing => {}
+        }
+    }
+
+    /// The child has all that the parent has.
+    fn fork(&mut self, world: &mut World) {
+        for number in 0..self.objects.len() {
+            let Some(object) = &self.objects[number] else { continue };
+            let (at, pages) = (object.at, object.pages.len());
+            for page in 0..pages {
+                let busy = &self.object(number).busy;
+                let (_, area) = match world.area(at + page) {
+                    Some(area) => area,
+                    None if busy.contains(&page) => continue,
+                    None => panic!("page {page} of object {number} is not mapped"),
+                };
+                if busy.contains(&page) || world.entries[at + page].is_poisoned {
+                    continue;
+                }
+                assert!(
+                    !area.is_left_out_of_forks,
+                    "a child lacks page {page} of object {number} at {:#x}: {area:?} {:?}",
+                    address(at),
+                    self.threads
+                );
+                let word = if world.entries[at + page].is_there { world.word(at + page) } else { 0 };
+                self.is_right(number, page, word);
+                if world.entries[at + page].is_there && !world.random.one_in(4) {
+                    world.entries[at + page].is_shared = true;
+                }
+            }
+        }
+    }
+
+    /// Managed memory is no more than its limit, unless something keeps it from that.
+    pub fn check_limit(&self, world: &World) {
+        if !self.traits.keeps_limit {
+            return;
+        }
+        let count = |pages: Range<usize>| world.entries[pages].iter().filter(|entry| entry.is_there).count();
+        let own = count(0..OWN);
+        let managed: usize = world
+            .areas
+            .range(FIRST..)
+            .filter(|(_, area)| area.is_registered)
+            .map(|(&start, area)| count(start..area.end))
+            .sum();
+        // The nursery, the page for single ones, and the ends of each object.
+        let beside = 2 * BLOCK_PAGES * self.objects.len() + BLOCK_PAGES + 1;
+        let limit = self.shared.limit.load(Ordering::Relaxed) * BLOCK_PAGES;
+        assert!(own + managed <= limit + beside, "{own} + {managed} pages with a limit of {limit}");
+    }
+
+    /// All of it is back, and right, when the pager has stopped.
+    pub fn check_end(&mut self, world: &World) {
+        for number in 0..self.objects.len() {
+            let Some(object) = &self.objects[number] else { continue };
+            let at = object.at;
+            for page in 0..object.pages.len() {
+                let entry = world.entries[at + page];
+                if !entry.is_poisoned {
+                    let word = if entry.is_there { world.word(at + page) } else { 0 };
+                    self.is_right(number, page, word);
+                }
+            }
+        }
+        let said = self.said.lock().unwrap();
+        // A block has so many pages, and so many reads could fail.
+        assert!(self.sigbus <= said.unreadable * BLOCK_PAGES as u64);
+        assert!(!self.traits.unmaps_at_the_end || said.rooms == 0, "{} rooms are left", said.rooms);
+    }
+}
+
+const _: () = assert!(BLOCK == BLOCK_PAGES * weir_core::PAGE_SIZE);

@@ -1,0 +1,160 @@
+//! A store that is late, full, or fails.
+
+use super::random::Random;
+use crate::{BLOCK_PAGES, Store};
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::{Arc, Mutex};
+use weir_core::PageBytes;
+
+/// How it misbehaves. One in so many; zero is never.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Faults {
+    pub rooms: u64,
+    /// A write is refused.
+    pub refused: u64,
+    /// A write was taken, and fails later.
+    pub doomed: u64,
+    pub unreadable: u64,
+    /// From so many reads on none succeeds.
+    pub dead_after: Option<u64>,
+}
+
+/// The counts that others ask for.
+#[derive(Debug, Default)]
+pub struct Said {
+    /// Reads that failed.
+    pub unreadable: u64,
+    /// Writes that failed, and claims that found no room.
+    pub refused: u64,
+    pub rooms: usize,
+}
+
+pub struct Simulated {
+    random: Random,
+    faults: Faults,
+    pages: Vec<u64>,
+    /// Writes that were taken: they end in any order.
+    under_way: Vec<(u64, u64, bool)>,
+    failed: bool,
+    rooms: BTreeSet<u64>,
+    reads: u64,
+    pub said: Arc<Mutex<Said>>,
+}
+
+/// The word by which simulated pages differ; the rest of them is zeros.
+pub fn word(page: &PageBytes) -> u64 {
+    u64::from_ne_bytes(page[..8].try_into().expect("eight bytes"))
+}
+
+pub fn set_word(page: &mut PageBytes, word: u64) {
+    page[..8].copy_from_slice(&word.to_ne_bytes());
+}
+
+/// Content that nobody wrote.
+fn rubbish(random: &mut Random) -> u64 {
+    1 << 63 | random.next()
+}
+
+impl Simulated {
+    pub fn new(random: Random, faults: Faults) -> Self {
+        Simulated {
+            random,
+            faults,
+            pages: vec![0; faults.rooms as usize * BLOCK_PAGES],
+            under_way: Vec::new(),
+            failed: false,
+            rooms: BTreeSet::new(),
+            reads: 0,
+            said: Arc::default(),
+        }
+    }
+
+    fn end_one(&mut self) {
+        let at = self.random.below(self.under_way.len() as u64) as usize;
+        let (page, word, is_doomed) = self.under_way.swap_remove(at);
+        if !is_doomed {
+            self.pages[page as usize] = word;
+            return;
+        }
+        self.failed = true;
+        self.said.lock().unwrap().refused += 1;
+        // It has changed the page or not.
+        if self.random.one_in(2) {
+            let rubbish = rubbish(&mut self.random);
+            self.pages[page as usize] = rubbish;
+        }
+    }
+
+    fn has_room(&self, page: u64) {
+        let room = page / BLOCK_PAGES as u64 * BLOCK_PAGES as u64;
+        assert!(self.rooms.contains(&room), "page {page} of the store is not the pager's");
+    }
+}
+
+impl Store for Simulated {
+    fn claim(&mut self) -> Option<u64> {
+        let free = (0..self.faults.rooms).map(|room| room * BLOCK_PAGES as u64);
+        let free: Vec<u64> = free.filter(|room| !self.rooms.contains(room)).collect();
+        if free.is_empty() {
+            self.said.lock().unwrap().refused += 1;
+            return None;
+        }
+        let room = free[self.random.below(free.len() as u64) as usize];
+        for page in room..room + BLOCK_PAGES as u64 {
+            self.pages[page as usize] = rubbish(&mut self.random);
+        }
+        self.rooms.insert(room);
+        self.said.lock().unwrap().rooms = self.rooms.len();
+        Some(room)
+    }
+
+    fn release(&mut self, first: u64) {
+        assert!(self.rooms.remove(&first), "room {first} was not claimed");
+        let room = first..first + BLOCK_PAGES as u64;
+        let late = self.under_way.iter().find(|(page, ..)| room.contains(page));
+        assert_eq!(late, None, "a write is under way to room that is given back");
+        self.said.lock().unwrap().rooms = self.rooms.len();
+    }
+
+    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
+        self.has_room(page);
+        while !self.under_way.is_empty() && self.random.one_in(3) {
+            self.end_one();
+        }
+        if self.random.one_in(self.faults.refused) {
+            self.said.lock().unwrap().refused += 1;
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        let is_doomed = self.random.one_in(self.faults.doomed);
+        self.under_way.push((page, word(bytes), is_doomed));
+        Ok(())
+    }
+
+    fn settle(&mut self) -> io::Result<()> {
+        while !self.under_way.is_empty() {
+            self.end_one();
+        }
+        match std::mem::take(&mut self.failed) {
+            true => Err(io::ErrorKind::Other.into()),
+            false => Ok(()),
+        }
+    }
+
+    fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        while !self.under_way.is_empty() {
+            self.end_one();
+        }
+        self.reads += 1;
+        let is_dead = self.faults.dead_after.is_some_and(|after| self.reads > after);
+        for (page, out) in (first..).zip(out) {
+            self.has_room(page);
+            if is_dead || self.random.one_in(self.faults.unreadable) {
+                self.said.lock().unwrap().unreadable += 1;
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            set_word(out, self.pages[page as usize]);
+        }
+        Ok(())
+    }
+}

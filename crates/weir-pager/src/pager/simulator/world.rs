@@ -1,0 +1,214 @@
+//! The kernel's side: mappings, pages, userfaultfd. The program's threads run whenever the pager
+//! asks for something.
+
+use super::random::{Random, number};
+use super::store::{set_word, word};
+use crate::uffd::Event;
+use crate::{BLOCK, BLOCK_PAGES};
+use rustix::io::Errno;
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt::Display;
+use std::ops::Range;
+use std::time::Duration;
+use weir_core::{PAGE_SIZE, PageBytes};
+
+/// The address of the first page.
+pub const BASE: usize = 1 << 40;
+/// Pages of the address space.
+pub const PAGES: usize = OWN + 200 * BLOCK_PAGES;
+
+/// Pages of the pager's own memory, whose bytes there are.
+pub const OWN: usize = 20 * BLOCK_PAGES;
+
+/// A page table entry. Memory of the pager has its content elsewhere.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Entry {
+    pub is_there: bool,
+    pub is_poisoned: bool,
+    /// A child has it too.
+    pub is_shared: bool,
+    /// A device reads or writes it.
+    pub is_pinned: bool,
+    /// The kernel is moving its frame.
+    pub is_migrating: bool,
+    /// The kernel may free it.
+    pub is_lazy: bool,
+    word: u64,
+}
+
+/// Pages up to `end` with the same attributes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Area {
+    pub end: usize,
+    pub is_registered: bool,
+    pub is_readonly: bool,
+    pub is_locked: bool,
+    pub is_left_out_of_forks: bool,
+}
+
+/// By page numbers; an address is `BASE` and so many pages.
+pub struct World {
+    pub random: Random,
+    pub now: Duration,
+    pub entries: Vec<Entry>,
+    pub own: Vec<PageBytes>,
+    pub own_next: usize,
+    pub areas: BTreeMap<usize, Area>,
+    /// Changes of the address space whose event was not handled yet.
+    pub changing: usize,
+    /// Threads that wait for a page, and whose fault was not read yet.
+    pub faults: VecDeque<(usize, usize)>,
+    /// Events, and the threads that wait for their reading.
+    pub events: VecDeque<(Event, usize)>,
+    /// Neighbours with the same attributes become one.
+    pub merges: bool,
+    /// One in so many pages is migrating when it is moved.
+    pub migrates: u64,
+    /// The page of which everything is said.
+    page: Option<usize>,
+}
+
+pub fn address(page: usize) -> usize {
+    BASE + page * PAGE_SIZE
+}
+
+pub fn page_of(address: usize) -> usize {
+    (address - BASE) / PAGE_SIZE
+}
+
+impl World {
+    pub fn new(random: Random, merges: bool, migrates: u64) -> Self {
+        World {
+            random,
+            now: Duration::ZERO,
+            entries: vec![Entry::default(); PAGES],
+            own: vec![[0; PAGE_SIZE]; OWN],
+            own_next: 0,
+            areas: BTreeMap::new(),
+            changing: 0,
+            faults: VecDeque::new(),
+            events: VecDeque::new(),
+            merges,
+            migrates,
+            page: number("WEIR_SIMULATOR_PAGE").map(|page| page as usize),
+        }
+    }
+
+    /// For people who look for the reason of a failure.
+    pub fn say(&self, pages: Range<usize>, what: impl Display) {
+        if self.page.is_some_and(|page| pages.contains(&page)) {
+            println!("{:?} {}..{} {what}", self.now, pages.start, pages.end);
+        }
+    }
+
+    pub fn word(&self, page: usize) -> u64 {
+        self.own.get(page).map_or(self.entries[page].word, word)
+    }
+
+    pub fn set_word(&mut self, page: usize, word: u64) {
+        match self.own.get_mut(page) {
+            Some(own) => set_word(own, word),
+            None => self.entries[page].word = word,
+        }
+    }
+
+    pub fn come(&mut self, page: usize, word: u64) {
+        self.say(page..page + 1, format_args!("comes: {word:#x}"));
+        self.entries[page] = Entry { is_there: true, ..Entry::default() };
+        self.set_word(page, word);
+    }
+
+    pub fn go(&mut self, page: usize) {
+        self.say(page..page + 1, "goes");
+        self.entries[page] = Entry::default();
+    }
+
+    /// The mapping that has the page: its first page and the rest.
+    pub fn area(&self, page: usize) -> Option<(usize, Area)> {
+        let (&start, &area) = self.areas.range(..=page).next_back()?;
+        (page < area.end).then_some((start, area))
+    }
+
+    fn split(&mut self, at: usize) {
+        if let Some((start, area)) = self.area(at)
+            && start < at
+        {
+            self.areas.insert(start, Area { end: at, ..area });
+            self.areas.insert(at, area);
+        }
+    }
+
+    fn merge(&mut self, at: usize) {
+        if !self.merges {
+            return;
+        }
+        let Some((&start, &before)) = self.areas.range(..at).next_back() else { return };
+        if let Some(&after) = self.areas.get(&at)
+            && before.end == at
+            && before == (Area { end: at, ..after })
+        {
+            self.areas.remove(&at);
+            self.areas.insert(start, after);
+        }
+    }
+
+    pub fn map(&mut self, start: usize, end: usize) {
+        let area = Area {
+            end,
+            is_registered: false,
+            is_readonly: false,
+            is_locked: false,
+            is_left_out_of_forks: false,
+        };
+        self.insert(start, area);
+    }
+
+    pub fn insert(&mut self, start: usize, area: Area) {
+        assert!(self.areas.range(start..area.end).next().is_none() && self.area(start).is_none());
+        self.areas.insert(start, area);
+        self.merge(start);
+        self.merge(area.end);
+    }
+
+    /// Takes mappings out, in parts, without their pages.
+    pub fn take_areas(&mut self, start: usize, end: usize) -> Vec<(usize, Area)> {
+        self.split(start);
+        self.split(end);
+        let taken: Vec<_> = self.areas.range(start..end).map(|(&start, &area)| (start, area)).collect();
+        for (start, _) in &taken {
+            self.areas.remove(start);
+        }
+        taken
+    }
+
+    pub fn change(&mut self, start: usize, end: usize, change: impl Fn(&mut Area)) {
+        self.split(start);
+        self.split(end);
+        let starts: Vec<_> = self.areas.range(start..end).map(|(&start, _)| start).collect();
+        for at in &starts {
+            change(self.areas.get_mut(at).expect("just found"));
+        }
+        starts.into_iter().for_each(|at| self.merge(at));
+        self.merge(end);
+    }
+
+    /// Whether pages of `start..end` may come there by a request.
+    pub fn may_fill(&self, start: usize, end: usize) -> Result<(), Errno> {
+        if self.changing > 0 {
+            return Err(Errno::AGAIN);
+        }
+        match self.area(start) {
+            None if start == end => Err(Errno::INVAL),
+            Some((_, area)) if area.is_registered && end <= area.end => Ok(()),
+            _ => Err(Errno::NOENT),
+        }
+    }
+}
+
+impl World {
+    pub fn is_something(&self, page: usize) -> bool {
+        self.entries[page].is_there || self.entries[page].is_poisoned
+    }
+}
+
+const _: () = assert!(BASE.is_multiple_of(BLOCK));
