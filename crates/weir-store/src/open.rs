@@ -1,7 +1,7 @@
 //! Opens the store that a URL names.
 
 use crate::vram::{Drivers, VramStore};
-use crate::{FileStore, Host, OpenError, OpenErrorKind, Room, Sim, Store, StoreUrl, host};
+use crate::{FileStore, Host, OpenError, OpenErrorKind, RemoteStore, Room, Sim, Store, StoreUrl, host};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use weir_core::{Memory, PAGE_SIZE, Watch, unwatched};
@@ -33,6 +33,7 @@ pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<
         StoreUrl::File(file) => Ok(Arc::new(FileStore::open_watched(file, room, watch)?)),
         StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::open_stripe_watched(stripe, room, watch)?)),
         StoreUrl::Vram(url) => Ok(Arc::new(VramStore::open(url)?)),
+        StoreUrl::Remote(url) => Ok(Arc::new(RemoteStore::open(url)?)),
     }
 }
 
@@ -59,10 +60,10 @@ pub fn reopen(
         StoreUrl::File(file) => Ok(Arc::new(FileStore::reopen(file, room, take)?)),
         StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::reopen_stripe(stripe, room, take)?)),
         StoreUrl::Vram(url) => Ok(Arc::new(VramStore::reopen_with(url, &Drivers::default(), take)?)),
-        StoreUrl::Sim(_) => Err(OpenError::new(
+        StoreUrl::Remote(_) | StoreUrl::Sim(_) => Err(OpenError::new(
             OpenErrorKind::Layout,
             url.to_string(),
-            "its pages end with the daemon; those of all other stores do not",
+            "its pages end with the daemon; those of host memory, cards and files do not",
         )),
     }
 }

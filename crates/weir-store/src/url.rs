@@ -6,6 +6,7 @@
 //! | `vram:` · `vram:0` · `vram:0?size=8GiB` | the memory of every GPU, or of one ([`VramUrl`]) |
 //! | `file:/path?size=64GiB` | a file or a block device, fully allocated and encrypted ([`FileUrl`]) |
 //! | `stripe:/dev/nvme0n1,/dev/nvme1n1` | several of them, in turns ([`StripeUrl`]) |
+//! | `redis://host:port,host:port?size=8GiB` | engines that speak the Redis protocol ([`RemoteUrl`]) |
 //! | `sim:seed=1,read_error=1e-4` | memory that fails as told, for tests ([`SimUrl`]) |
 //!
 //! Each kind of store parses its own part, in its own module. A new kind adds a variant here, its
@@ -23,6 +24,7 @@
 //! ```
 
 use crate::file::{FileUrl, StripeUrl};
+use crate::remote::RemoteUrl;
 use crate::sim::SimUrl;
 use crate::vram::VramUrl;
 use std::fmt;
@@ -44,6 +46,8 @@ pub enum StoreUrl {
     File(FileUrl),
     /// `stripe:PATH,PATH...[?KEY=VALUE&...]`: a store striped over several files or disks.
     Stripe(StripeUrl),
+    /// `redis://HOST:PORT[,HOST:PORT...]?size=SIZE[&KEY=VALUE...]`: a store in a fleet of engines.
+    Remote(RemoteUrl),
     /// `sim:[KEY=VALUE,...]`: a simulated store.
     Sim(SimUrl),
 }
@@ -63,7 +67,7 @@ pub struct UrlError {
 pub enum UrlProblem {
     /// The text names an unknown kind of store.
     #[error(
-        "no kind of store is called {0:?}; accepted: host:8GiB, vram:, file:PATH, stripe:PATH,PATH, sim:"
+        "no kind of store is called {0:?}; accepted: host:8GiB, vram:, file:PATH, stripe:PATH,PATH, redis://HOST:PORT, sim:"
     )]
     Scheme(String),
     /// The text has a key that this kind of store does not know.
@@ -95,7 +99,7 @@ impl StoreUrl {
         match self {
             StoreUrl::File(file) => std::slice::from_ref(&file.path),
             StoreUrl::Stripe(stripe) => &stripe.paths,
-            StoreUrl::Host { .. } | StoreUrl::Vram(_) | StoreUrl::Sim(_) => &[],
+            StoreUrl::Host { .. } | StoreUrl::Vram(_) | StoreUrl::Remote(_) | StoreUrl::Sim(_) => &[],
         }
     }
 
@@ -107,6 +111,7 @@ impl StoreUrl {
         let paths = match &mut self {
             StoreUrl::File(file) => std::slice::from_mut(&mut file.path),
             StoreUrl::Stripe(stripe) => &mut stripe.paths[..],
+            StoreUrl::Remote(remote) => remote.password_file.as_mut_slice(),
             StoreUrl::Host { .. } | StoreUrl::Vram(_) | StoreUrl::Sim(_) => &mut [],
         };
         for path in paths {
@@ -124,6 +129,7 @@ impl StoreUrl {
             StoreUrl::Vram(url) => url.size.as_mut(),
             StoreUrl::File(file) => file.size.as_mut(),
             StoreUrl::Stripe(stripe) => stripe.size.as_mut(),
+            StoreUrl::Remote(remote) => Some(&mut remote.size),
             StoreUrl::Sim(sim) => Some(&mut sim.size),
         };
         if let Some(size) = size {
@@ -148,6 +154,7 @@ fn parse(url: &str) -> Result<StoreUrl, UrlProblem> {
         "vram" => VramUrl::parse(rest).map(StoreUrl::Vram),
         "file" => FileUrl::parse(rest).map(StoreUrl::File),
         "stripe" => StripeUrl::parse(rest).map(StoreUrl::Stripe),
+        "redis" => RemoteUrl::parse(rest).map(StoreUrl::Remote),
         "sim" => SimUrl::parse(rest).map(StoreUrl::Sim),
         other => Err(UrlProblem::Scheme(other.to_owned())),
     }
@@ -237,6 +244,7 @@ impl fmt::Display for StoreUrl {
             StoreUrl::Vram(url) => url.fmt(f),
             StoreUrl::File(url) => url.fmt(f),
             StoreUrl::Stripe(url) => url.fmt(f),
+            StoreUrl::Remote(url) => url.fmt(f),
             StoreUrl::Sim(url) => url.fmt(f),
         }
     }
@@ -349,7 +357,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_panics(text in "(host|vram|file|stripe|sim)?:?[ -~é]{0,40}") {
+        fn no_text_panics(text in "(host|vram|file|stripe|redis|sim)?:?[ -~é]{0,40}") {
             if let Ok(url) = text.parse::<StoreUrl>() {
                 prop_assert_eq!(url.to_string().parse(), Ok(url));
             }

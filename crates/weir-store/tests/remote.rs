@@ -1,0 +1,486 @@
+//! Pages on real engines that the tests start, on the loopback interface.
+
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes, Slot};
+use weir_store::{Fault, Lane, OpenErrorKind, Progress, RemoteStore, State, Store, StoreUrl, conformance};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Of an engine that wants one.
+const PASSWORD: &str = "0123";
+
+/// An engine, killed when it is dropped.
+struct Engine {
+    child: Child,
+    port: u16,
+    directory: PathBuf,
+    login: &'static str,
+}
+
+impl Engine {
+    /// Starts one; `None` where there is no `redis-check-rdb`.
+    fn start(flags: &[&str]) -> Option<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("weir-redis-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        // Below the kernel's own range, and never dealt twice: else another engine could take the
+        // port of one that is killed.
+        let port = (0..100).map(|turn| 10_000 + (std::process::id() * 64 + number + turn * 640) % 20_000);
+        let mut port = port.map(|port| port as u16);
+        let port = port.find(|&port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).unwrap();
+        let login = if flags.contains(&"--requirepass") { ":0123@" } else { "" };
+        let engine = Self { child: spawn(port, &directory, flags)?, port, directory, login };
+        engine.wait();
+        Some(engine)
+    }
+
+    fn wait(&self) {
+        let begun = Instant::now();
+        while self.call(&["PING"]).is_none() {
+            assert!(begun.elapsed() < PATIENCE, "redis-server does not answer");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn restart(&mut self) {
+        self.child = spawn(self.port, &self.directory, &[]).unwrap();
+        self.wait();
+    }
+
+    fn name(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn call(&self, words: &[&str]) -> Option<redis::Value> {
+        let mut command = redis::cmd(words[0]);
+        words[1..].iter().for_each(|word| {
+            command.arg(*word);
+        });
+        let client = redis::Client::open(format!("redis://{}{}/", self.login, self.name())).unwrap();
+        let mut connection = client.get_connection_with_timeout(Duration::from_secs(5)).ok()?;
+        command.query(&mut connection).ok()
+    }
+
+    fn bytes(&self, key: &str) -> Vec<u8> {
+        match self.call(&["GET", key]) {
+            Some(redis::Value::BulkString(bytes)) => bytes,
+            other => panic!("{key}: {other:?}"),
+        }
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) {
+        let client = redis::Client::open(format!("redis://{}{}/", self.login, self.name())).unwrap();
+        let mut connection = client.get_connection().unwrap();
+        let _: () = redis::cmd("SET").arg(key).arg(bytes).query(&mut connection).unwrap();
+    }
+
+    fn keys(&self) -> i64 {
+        match self.call(&["DBSIZE"]) {
+            Some(redis::Value::Int(keys)) => keys,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn spawn(port: u16, directory: &PathBuf, flags: &[&str]) -> Option<Child> {
+    // The name by which the program of `redis-tools` is the server: the package `redis-server` would
+    // start one of its own.
+    let mut command = Command::new("redis-check-rdb");
+    command.arg0("redis-server").args([
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        &port.to_string(),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]);
+    command.arg("--dir").arg(directory).args(flags).stdout(Stdio::null()).stderr(Stdio::null());
+    match command.spawn() {
+        Ok(child) => Some(child),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => panic!("redis-server: {error}"),
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// So many engines; `None`, and a line that says so, where there are none.
+fn engines(count: usize, test: &str) -> Option<Vec<Engine>> {
+    let engines: Option<Vec<Engine>> = (0..count).map(|_| Engine::start(&[])).collect();
+    if engines.is_none() {
+        println!("\nskipped: {test}: redis-tools is not installed");
+    }
+    engines
+}
+
+fn url(engines: &[Engine], options: &str) -> String {
+    let names: Vec<String> = engines.iter().map(Engine::name).collect();
+    format!("redis://{}?{options}", names.join(","))
+}
+
+fn open(url: &str) -> RemoteStore {
+    match url.parse() {
+        Ok(StoreUrl::Remote(url)) => RemoteStore::open(&url).expect("a store"),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn page(of: u32) -> PageBytes {
+    let mut page = [0; PAGE_SIZE];
+    page.chunks_exact_mut(4)
+        .for_each(|word| word.copy_from_slice(&of.wrapping_mul(0x9e37_79b9).to_le_bytes()));
+    page
+}
+
+/// Does operations, and waits for each of them: slot, result, page.
+fn all(lane: &mut dyn Lane, operations: &[(Slot, Option<PageBytes>)]) -> Vec<(Result<(), Fault>, PageBytes)> {
+    let mut results = vec![None; operations.len()];
+    let mut next = 0;
+    while results.iter().any(Option::is_none) {
+        while let Some((slot, write)) = operations.get(next) {
+            let progress = match write {
+                Some(page) => lane.write(next as u32, *slot, page),
+                None => lane.read(next as u32, *slot, &mut [0; PAGE_SIZE]),
+            };
+            match progress {
+                Progress::Full => break,
+                Progress::Queued => {}
+                Progress::Done(result) => results[next] = Some((result, [0; PAGE_SIZE])),
+            }
+            next += 1;
+        }
+        lane.submit();
+        lane.poll(Instant::now(), &mut |done| {
+            let page = done.page.copied().unwrap_or([0; PAGE_SIZE]);
+            assert!(results[done.ticket as usize].replace((done.result, page)).is_none());
+        });
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    results.into_iter().flatten().collect()
+}
+
+fn write(lane: &mut dyn Lane, slot: u32, of: u32) -> Result<(), Fault> {
+    all(lane, &[(Slot(slot), Some(page(of)))])[0].0
+}
+
+fn read(lane: &mut dyn Lane, slot: u32) -> Result<PageBytes, Fault> {
+    let (result, page) = all(lane, &[(Slot(slot), None)])[0];
+    result.map(|()| page)
+}
+
+#[test]
+fn one_node_and_three_with_two_copies_keep_the_contract_of_a_store() {
+    let name = "one_node_and_three_with_two_copies_keep_the_contract_of_a_store";
+    let claims: [fn(&dyn Store); 9] = [
+        conformance::a_lane_has_room_for_its_depth,
+        conformance::a_lane_may_be_dropped_with_operations_in_flight,
+        conformance::a_lane_may_move_to_another_thread,
+        conformance::a_run_is_one_operation_and_comes_back_in_order,
+        conformance::a_slot_outside_the_store_is_a_fault,
+        conformance::pages_written_past_the_caches_are_there_once_settled,
+        conformance::threads_with_lanes_of_their_own_do_not_disturb_one_another,
+        conformance::waiting_on_the_wake_fd_finds_every_completion,
+        |store| conformance::any_interleaving_agrees_with_the_model(store, file!()),
+    ];
+    for (count, options) in [(1, "size=1MiB"), (3, "size=16MiB&copies=2")] {
+        let Some(engines) = engines(count, name) else { return };
+        for claim in claims {
+            let store = open(&url(&engines, options));
+            claim(&store);
+            let kept: i64 = engines.iter().map(Engine::keys).sum();
+            assert!(kept > 0);
+            drop(store);
+            let left: i64 = engines.iter().map(Engine::keys).sum();
+            assert_eq!(left, 0, "keys are left behind");
+        }
+    }
+}
+
+#[test]
+fn what_a_node_changes_replays_swaps_or_loses_is_an_error_and_counted() {
+    let name = "what_a_node_changes_replays_swaps_or_loses_is_an_error_and_counted";
+    let Some(engines) = engines(1, name) else { return };
+    let engine = &engines[0];
+    let store = open(&url(&engines, "size=1MiB"));
+    let mut lane = store.lane(8).unwrap();
+    let key = |slot: u32| format!("{}{slot}", store.key_prefix());
+    for slot in 0..8 {
+        assert_eq!(write(&mut *lane, slot, slot), Ok(()));
+    }
+    // Changed.
+    let mut changed = engine.bytes(&key(0));
+    changed[100] ^= 1;
+    engine.put(&key(0), &changed);
+    assert_eq!(read(&mut *lane, 0), Err(Fault::Corrupt));
+    // Replayed.
+    let old = engine.bytes(&key(1));
+    assert_eq!(write(&mut *lane, 1, 100), Ok(()));
+    let new = engine.bytes(&key(1));
+    engine.put(&key(1), &old);
+    assert_eq!(read(&mut *lane, 1), Err(Fault::Corrupt));
+    engine.put(&key(1), &new);
+    assert_eq!(read(&mut *lane, 1), Ok(page(100)), "it is back");
+    // Swapped.
+    let (two, three) = (engine.bytes(&key(2)), engine.bytes(&key(3)));
+    engine.put(&key(2), &three);
+    engine.put(&key(3), &two);
+    assert_eq!(read(&mut *lane, 2), Err(Fault::Corrupt));
+    assert_eq!(read(&mut *lane, 3), Err(Fault::Corrupt));
+    // Lost, and of another kind.
+    engine.call(&["DEL", &key(4)]);
+    assert_eq!(read(&mut *lane, 4), Err(Fault::Lost));
+    engine.call(&["DEL", &key(5)]);
+    engine.call(&["LPUSH", &key(5), "x"]);
+    assert!(read(&mut *lane, 5).is_err());
+    assert_eq!(read(&mut *lane, 6), Ok(page(6)), "no other page");
+    let counts = store.counts();
+    assert_eq!((counts.forged, counts.lost), (4, 1));
+    // Nothing is in the clear.
+    let sealed = engine.bytes(&key(6));
+    assert!(!sealed.windows(8).any(|window| window == &page(6)[..8]));
+}
+
+#[test]
+fn a_node_that_dies_costs_nothing_with_two_copies_and_its_own_pages_with_one() {
+    let name = "a_node_that_dies_costs_nothing_with_two_copies_and_its_own_pages_with_one";
+    for copies in [2, 1] {
+        let Some(mut engines) = engines(3, name) else { return };
+        let store = open(&url(&engines, &format!("size=64MiB&copies={copies}")));
+        let mut lane = store.lane(32).unwrap();
+        // Every extent of slots, and so every node.
+        let slots: Vec<Slot> = (0..store.slots()).step_by(64).map(Slot).collect();
+        let writes = |by: u32| -> Vec<_> {
+            slots.iter().map(|slot| (*slot, Some(page(slot.0.wrapping_add(by))))).collect()
+        };
+        let reads: Vec<_> = slots.iter().map(|slot| (*slot, None)).collect();
+        assert!(all(&mut *lane, &writes(0)).iter().all(|(result, _)| result.is_ok()));
+        engines[1].kill();
+        for (slot, (result, content)) in slots.iter().zip(all(&mut *lane, &reads)) {
+            if copies == 2 || store.member(*slot) != 1 {
+                assert_eq!((result, content), (Ok(()), page(slot.0)), "{slot:?}");
+            } else {
+                assert_eq!(result, Err(Fault::Timeout), "{slot:?}");
+            }
+        }
+        assert_eq!(store.state(1), State::Unreachable);
+        let report = store.report().unwrap().conditions();
+        assert!(report[1].why.is_some() && report[0].why.is_none(), "{report:?}");
+        if copies == 1 {
+            continue;
+        }
+        // Written meanwhile, on the node that is left; the other comes back empty.
+        assert!(all(&mut *lane, &writes(7)).iter().all(|(result, _)| result.is_ok()));
+        assert!(store.counts().degraded > 0);
+        engines[1].restart();
+        let begun = Instant::now();
+        while store.state(1) != State::Online {
+            assert!(
+                begun.elapsed() < PATIENCE,
+                "nobody looks for a node that is away: {:?}",
+                store.report().unwrap().conditions()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for (slot, (result, content)) in slots.iter().zip(all(&mut *lane, &reads)) {
+            assert_eq!((result, content), (Ok(()), page(slot.0.wrapping_add(7))), "{slot:?}");
+        }
+    }
+}
+
+#[test]
+fn a_node_that_stands_still_has_its_pages_wait_and_loses_none() {
+    let name = "a_node_that_stands_still_has_its_pages_wait_and_loses_none";
+    let Some(engines) = engines(1, name) else { return };
+    let store = open(&url(&engines, "size=1MiB"));
+    let mut lane = store.lane(8).unwrap();
+    for slot in 0..4 {
+        assert_eq!(write(&mut *lane, slot, slot), Ok(()));
+    }
+    engines[0].signal(Signal::STOP);
+    let begun = Instant::now();
+    assert_eq!(read(&mut *lane, 0), Err(Fault::Timeout));
+    assert_eq!(write(&mut *lane, 1, 50), Err(Fault::Timeout));
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    lane.settled(&mut |slot| panic!("{slot:?} may still be written"));
+    engines[0].signal(Signal::CONT);
+    let begun = Instant::now();
+    let mut settled = Vec::new();
+    while settled.is_empty() {
+        lane.poll(Instant::now(), &mut |done| panic!("{done:?} was answered"));
+        lane.settled(&mut |slot| settled.push(slot));
+        assert!(begun.elapsed() < PATIENCE, "the write never settles");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(settled, [Slot(1)]);
+    assert_eq!(read(&mut *lane, 0), Ok(page(0)));
+    assert_eq!(write(&mut *lane, 1, 51), Ok(()));
+    assert_eq!(read(&mut *lane, 1), Ok(page(51)));
+}
+
+/// A proxy in front of an engine. While it `holds`, what clients send on connections that are open
+/// is kept, and passed on when it lets go.
+struct Proxy {
+    port: u16,
+    holds: Arc<AtomicBool>,
+}
+
+impl Proxy {
+    fn start(engine: u16) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let holds = Arc::new(AtomicBool::new(false));
+        let shared = Arc::clone(&holds);
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let (Ok(client), Ok(server)) = (client, TcpStream::connect((Ipv4Addr::LOCALHOST, engine)))
+                else {
+                    return;
+                };
+                // Connections that come while it holds pass.
+                let is_held = !shared.load(Ordering::SeqCst);
+                let holds = Arc::clone(&shared);
+                let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+                std::thread::spawn(move || pump(from, to, is_held.then_some(holds)));
+                std::thread::spawn(move || pump(server, client, None));
+            }
+        });
+        Proxy { port, holds }
+    }
+}
+
+fn pump(mut from: TcpStream, mut to: TcpStream, holds: Option<Arc<AtomicBool>>) {
+    let mut buffer = vec![0; 1 << 16];
+    while let Ok(count @ 1..) = from.read(&mut buffer) {
+        while holds.as_ref().is_some_and(|holds| holds.load(Ordering::SeqCst)) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if to.write_all(&buffer[..count]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+#[test]
+fn a_write_of_a_connection_that_was_given_up_never_lands_on_a_newer_one() {
+    let name = "a_write_of_a_connection_that_was_given_up_never_lands_on_a_newer_one";
+    let Some(engines) = engines(1, name) else { return };
+    let proxy = Proxy::start(engines[0].port);
+    let store = open(&format!("redis://127.0.0.1:{}?size=1MiB", proxy.port));
+    let mut lane = store.lane(8).unwrap();
+    assert_eq!(write(&mut *lane, 3, 1), Ok(()));
+    proxy.holds.store(true, Ordering::SeqCst);
+    assert_eq!(write(&mut *lane, 3, 2), Err(Fault::Timeout));
+    // The connection is given up, and the write is done by the next one.
+    let begun = Instant::now();
+    let mut settled = false;
+    while !settled {
+        lane.poll(Instant::now(), &mut |done| panic!("{done:?} was answered"));
+        lane.settled(&mut |_| settled = true);
+        assert!(begun.elapsed() < PATIENCE, "the write never settles");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(write(&mut *lane, 3, 4), Ok(()));
+    proxy.holds.store(false, Ordering::SeqCst);
+    // As long as an engine takes for a command, many times over.
+    for _ in 0..100 {
+        assert_eq!(read(&mut *lane, 3), Ok(page(4)));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn an_engine_that_throws_pages_away_or_has_no_room_or_is_not_there_is_refused() {
+    let name = "an_engine_that_throws_pages_away_or_has_no_room_or_is_not_there_is_refused";
+    let refused = |url: &str| match url.parse() {
+        Ok(StoreUrl::Remote(url)) => RemoteStore::open(&url).map(drop).unwrap_err(),
+        other => panic!("{other:?}"),
+    };
+    let Some(evicts) = Engine::start(&["--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"]) else {
+        return println!("\nskipped: {name}: redis-tools is not installed");
+    };
+    let error = refused(&url(std::slice::from_ref(&evicts), "size=1MiB"));
+    assert!(error.to_string().contains("allkeys-lru): set it to noeviction"), "{error}");
+    let small = Engine::start(&["--maxmemory", "64mb", "--maxmemory-policy", "noeviction"]).unwrap();
+    let error = refused(&url(std::slice::from_ref(&small), "size=256MiB"));
+    assert!(matches!(error.kind, OpenErrorKind::NoMemory { had: 0x400_0000, .. }), "{error}");
+    open(&url(std::slice::from_ref(&small), "size=16MiB"));
+    let secret = Engine::start(&["--requirepass", PASSWORD]).unwrap();
+    let error = refused(&url(std::slice::from_ref(&secret), "size=1MiB"));
+    assert!(error.to_string().contains("NOAUTH"), "{error}");
+    let file = secret.directory.join("password");
+    std::fs::write(&file, format!("{PASSWORD}\n")).unwrap();
+    open(&url(std::slice::from_ref(&secret), &format!("size=1MiB&password-file={}", file.display())));
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let error = refused(&format!("redis://127.0.0.1:{port}?size=1MiB"));
+    assert_eq!(error.kind, OpenErrorKind::NoDevice);
+    assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
+}
+
+#[test]
+fn a_full_engine_fails_the_writes_that_it_refuses_and_keeps_the_others() {
+    let name = "a_full_engine_fails_the_writes_that_it_refuses_and_keeps_the_others";
+    let flags = ["--maxmemory", "6mb", "--maxmemory-policy", "noeviction"];
+    let Some(engine) = Engine::start(&flags) else {
+        return println!("\nskipped: {name}: redis-tools is not installed");
+    };
+    let store = open(&url(std::slice::from_ref(&engine), "size=16MiB&check=off"));
+    let mut lane = store.lane(16).unwrap();
+    let writes: Vec<_> = (0..store.slots()).map(|slot| (Slot(slot), Some(page(slot)))).collect();
+    let written: Vec<bool> = all(&mut *lane, &writes)
+        .iter()
+        .map(|(result, _)| {
+            assert!([Ok(()), Err(Fault::Io(libc::ENOSPC))].contains(result), "{result:?}");
+            result.is_ok()
+        })
+        .collect();
+    assert!(written.contains(&true) && written.contains(&false));
+    for (slot, _) in written.iter().enumerate().filter(|(_, written)| **written) {
+        assert_eq!(read(&mut *lane, slot as u32), Ok(page(slot as u32)));
+    }
+}
+
+#[test]
+fn changes_of_a_node_are_told_once_each() {
+    let name = "changes_of_a_node_are_told_once_each";
+    let Some(mut engines) = engines(1, name) else { return };
+    let store = open(&url(&engines, "size=1MiB"));
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let list = Arc::clone(&told);
+    store
+        .report()
+        .unwrap()
+        .when_changed(Arc::new(move |condition| list.lock().unwrap().push(condition.state)));
+    let mut lane = store.lane(4).unwrap();
+    assert_eq!(write(&mut *lane, 0, 1), Ok(()));
+    engines[0].kill();
+    for _ in 0..3 {
+        assert_eq!(write(&mut *lane, 1, 1), Err(Fault::Timeout));
+    }
+    assert_eq!(*told.lock().unwrap(), [State::Unreachable]);
+}
