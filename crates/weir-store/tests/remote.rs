@@ -100,8 +100,8 @@ impl Engine {
 }
 
 fn spawn(port: u16, directory: &PathBuf, flags: &[&str]) -> Option<Child> {
-    // The name by which the program of `redis-tools` is the server: the package `redis-server` would
-    // start one of its own.
+    // By this name the program of `redis-tools` is the server. The package `redis-server` would
+    // start a server of its own.
     let mut command = Command::new("redis-check-rdb");
     command.arg0("redis-server").args([
         "--bind",

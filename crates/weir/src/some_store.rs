@@ -45,7 +45,7 @@ fn sized(asked: &StoreChoice, size: Option<ByteSize>, default: ByteSize) -> Stor
             match &mut url {
                 StoreUrl::File(file) => file.size = file.size.or(size),
                 StoreUrl::Stripe(stripe) => stripe.size = stripe.size.or(size),
-                StoreUrl::Host { .. } | StoreUrl::Vram(_) | StoreUrl::Sim(_) => {}
+                StoreUrl::Host { .. } | StoreUrl::Vram(_) | StoreUrl::Remote(_) | StoreUrl::Sim(_) => {}
             }
             url
         }

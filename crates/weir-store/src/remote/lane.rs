@@ -1,10 +1,9 @@
 //! A lane into a remote store: fills operations, sends them to the threads of their nodes, and
 //! collects the answers. It never waits, and allocates nothing.
 
-use super::node::Core;
+use super::node::{Core, Senders};
 use super::operations::{Job, Kind, Operations};
 use super::url::COPIES_MAX;
-use super::{RemoteStore, Senders};
 use crate::{ANSWER_WITHIN, Done, Fault, Lane, POLL_EVERY, Progress, State, Ticket};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -54,7 +53,7 @@ struct Operation {
 }
 
 impl RemoteLane {
-    pub(super) fn open(store: &RemoteStore, depth: usize) -> std::io::Result<Self> {
+    pub(super) fn open(core: Arc<Core>, senders: Senders, depth: usize) -> std::io::Result<Self> {
         let nothing = Operation {
             ticket: 0,
             slot: Slot(0),
@@ -66,8 +65,8 @@ impl RemoteLane {
             is_late: false,
         };
         Ok(RemoteLane {
-            core: Arc::clone(&store.core),
-            senders: store.senders.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone(),
+            core,
+            senders,
             operations: Arc::new(Operations::new(depth)?),
             table: vec![nothing; depth].into(),
             free: (0..depth).collect(),
@@ -107,8 +106,8 @@ impl RemoteLane {
         Progress::Queued
     }
 
-    /// Sends a write to each node that keeps its slot and answers. If none does, the first may still
-    /// come back in time.
+    /// Sends a write to each node that keeps its slot and is online. If none is, the first may
+    /// still come back in time.
     fn send_write(&mut self, operation: usize, stamp: u64) {
         let Operation { slot, .. } = self.table[operation];
         let placement = &self.core.placement;
@@ -264,8 +263,8 @@ impl Lane for RemoteLane {
 }
 
 impl Drop for RemoteLane {
-    /// What was not sent yet never will be. What a node is doing comes before all that later lanes
-    /// send it.
+    /// Jobs that were not sent yet never will be. A node does its earlier jobs before the
+    /// jobs of later lanes.
     fn drop(&mut self) {
         (0..self.table.len()).for_each(|operation| self.operations.void(operation));
     }

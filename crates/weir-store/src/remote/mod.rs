@@ -5,9 +5,9 @@
 //! that is away has its pages wait, and be read from their second copy if they have one. The keys
 //! are deleted when the store is closed.
 //!
-//! A lane does no network I/O. Each node has two threads of the store's, one that reads and one that
-//! writes; see [`node`]. They allocate, and the network may need memory to free memory, so a kernel
-//! must not swap onto it.
+//! A lane does no network I/O. The store has two threads for each node, one that reads and one
+//! that writes; see [`node`]. They allocate, and the network may need memory to free memory. So a
+//! kernel must not swap onto it.
 
 mod lane;
 mod node;
@@ -20,8 +20,7 @@ pub use url::RemoteUrl;
 
 use crate::{Condition, Lane, OpenError, OpenErrorKind, Report, State, Store, Tell, TellChange};
 use lane::RemoteLane;
-use node::{Core, Counts, Node, Worker};
-use operations::Job;
+use node::{Core, Counts, Node, Senders, Worker};
 use placement::Placement;
 use redis::{Connection, RedisResult};
 use rustix::rand::GetRandomFlags;
@@ -31,7 +30,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, Slot};
-use weir_queue::Sender;
 
 /// Operations of a lane at most.
 const DEPTH_MAX: usize = 1024;
@@ -44,21 +42,13 @@ const PER_PAGE: u64 = 5300;
 pub struct RemoteStore {
     name: String,
     core: Arc<Core>,
-    /// What lanes take a copy of; `None` once the store is being closed.
+    /// The ways to the threads, of which each lane takes a copy; empty once the store closes.
     senders: Mutex<Senders>,
     nodes: Box<[Arc<Node>]>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// The ways to the nodes' threads.
-#[derive(Clone, Default)]
-struct Senders {
-    nodes: Box<[Arc<Node>]>,
-    reads: Vec<Sender<Job>>,
-    writes: Vec<Sender<Job>>,
-}
-
-/// What was noticed since a store was opened.
+/// Counts of a store since it was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RemoteCounts {
     /// Values that were not what was written: changed, replayed, or of another slot.
@@ -137,7 +127,7 @@ impl RemoteStore {
         Ok(store)
     }
 
-    /// What was noticed so far.
+    /// The counts so far.
     pub fn counts(&self) -> RemoteCounts {
         let counts = &self.core.counts;
         RemoteCounts {
@@ -179,7 +169,8 @@ impl Store for RemoteStore {
             let what = format!("a lane of {depth} operations; at most {DEPTH_MAX} fit");
             return Err(OpenError::new(OpenErrorKind::Layout, &self.name, what));
         }
-        let opened = RemoteLane::open(self, depth.max(1));
+        let senders = self.senders.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let opened = RemoteLane::open(Arc::clone(&self.core), senders, depth.max(1));
         Ok(Box::new(opened.map_err(|error| OpenError::io(&self.name, "cannot open a lane", error))?))
     }
 

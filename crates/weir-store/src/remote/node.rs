@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
-use weir_queue::{Closed, Receiver};
+use weir_queue::{Closed, Receiver, Sender};
 
 /// Commands that are sent in one go: 256 KiB of pages.
 const BATCH: usize = 64;
@@ -55,7 +55,7 @@ pub(super) struct Core {
     pub(super) counts: Counts,
 }
 
-/// What was noticed.
+/// Counts of all lanes.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
     /// Values that did not open, or were older than acknowledged.
@@ -156,6 +156,14 @@ impl Node {
             tell(&self.condition());
         }
     }
+}
+
+/// The ways to the nodes' threads.
+#[derive(Clone, Default)]
+pub(super) struct Senders {
+    pub(super) nodes: Box<[Arc<Node>]>,
+    pub(super) reads: Vec<Sender<Job>>,
+    pub(super) writes: Vec<Sender<Job>>,
 }
 
 /// One of a node's two threads.

@@ -34,7 +34,7 @@ struct Content {
     result: Option<Result<(), Fault>>,
 }
 
-/// What a node is to do for an operation.
+/// A node's part of an operation.
 pub(super) struct Job {
     pub(super) lane: Arc<Operations>,
     pub(super) operation: usize,
@@ -97,8 +97,8 @@ impl Operations {
         cell.attempt.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Forgets an answer that nobody has taken. Under the operation's lock, as is the setting of its
-    /// bit: so a bit is always of the attempt that holds.
+    /// Forgets an answer that nobody has taken. The caller has the operation's lock, under which
+    /// its bit is set too. So a bit is always of the attempt that holds.
     fn clear(&self, operation: usize) {
         self.answered[operation / 64].fetch_and(!(1 << (operation % 64)), Ordering::AcqRel);
     }

@@ -1,4 +1,5 @@
-//! `redis://HOST:PORT[,HOST:PORT...]?size=SIZE[&copies=N&user=NAME&password-file=PATH&check=on|off]`.
+//! `redis://HOST:PORT[,HOST:PORT...]?size=SIZE[&KEY=VALUE...]`, with the keys `copies`, `user`,
+//! `password-file` and `check`.
 
 use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, switch, value};
 use std::fmt;

@@ -1,0 +1,94 @@
+//! A daemon, and a bounded program, over an engine that speaks the Redis protocol.
+
+mod common;
+
+use common::Daemon;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+
+/// An engine, ended when it is dropped.
+struct Engine {
+    child: Child,
+    port: u16,
+    directory: PathBuf,
+}
+
+impl Engine {
+    /// Starts one; `None`, and a line that says so, where there is none.
+    fn start(test: &str) -> Option<Self> {
+        // Below the kernel's own range.
+        let port = (0..100).map(|turn| (30_000 + (std::process::id() * 8 + turn) % 2000) as u16);
+        let mut port = port.skip(if test.starts_with('a') { 0 } else { 4 });
+        let port = port.find(|&port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).unwrap();
+        let directory = std::env::temp_dir().join(format!("weir-fleet-{}-{port}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        // By this name the program of `redis-tools` is the server.
+        let mut command = Command::new("redis-check-rdb");
+        command.arg0("redis-server").args(["--bind", "127.0.0.1", "--port", &port.to_string(), "--save", ""]);
+        command.arg("--dir").arg(&directory).stdout(Stdio::null()).stderr(Stdio::null());
+        let Ok(child) = command.spawn() else {
+            println!("\nskipped: {test}: redis-tools is not installed");
+            return None;
+        };
+        let engine = Engine { child, port, directory };
+        let begun = Instant::now();
+        while engine.call(&["PING"]) != "PONG" {
+            assert!(begun.elapsed() < Duration::from_secs(60), "redis-server does not answer");
+            thread::sleep(Duration::from_millis(20));
+        }
+        Some(engine)
+    }
+
+    fn call(&self, words: &[&str]) -> String {
+        let port = self.port.to_string();
+        let output = Command::new("redis-cli").args(["-p", &port]).args(words).output().unwrap();
+        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+#[test]
+fn a_daemon_keeps_pages_on_an_engine_and_leaves_none_there() {
+    let name = "a_daemon_keeps_pages_on_an_engine_and_leaves_none_there";
+    let Some(engine) = Engine::start(name) else { return };
+    let store = format!("redis://127.0.0.1:{}?size=16MiB", engine.port);
+    let mut daemon = Daemon::spawn("fleet", &["--store", &store], Daemon::with_nbd);
+    assert!(daemon.comes_up(Daemon::listens), "it does not come up");
+    let mut client = daemon.connect();
+    let pages: Vec<u8> =
+        (0..1024 * 1024_u32).flat_map(|word| word.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
+    client.write(0, &pages).unwrap();
+    assert_eq!(engine.call(&["DBSIZE"]), "1024");
+    let mut read = vec![0; pages.len()];
+    client.read(0, &mut read).unwrap();
+    assert!(read == pages, "it is not what was written");
+    let status = daemon.status();
+    assert!(status.to_string().contains(&format!("127.0.0.1:{}", engine.port)), "{status}");
+    drop(client);
+    assert_eq!(daemon.terminate(), Some(0));
+    assert_eq!(engine.call(&["DBSIZE"]), "0", "keys are left behind");
+}
+
+#[test]
+fn swap_on_an_engine_is_refused() {
+    let name = "swap_on_an_engine_is_refused";
+    let Some(engine) = Engine::start(name) else { return };
+    let store = format!("redis://127.0.0.1:{}?size=16MiB", engine.port);
+    let flags = ["serve", "--swap", "--unsafe-no-flusher", "--store", &store, "--nbd", "unix:/nonexistent/x"];
+    let output = Command::new(WEIR).args(flags).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("the network may need memory"), "{said}");
+}
