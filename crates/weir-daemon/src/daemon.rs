@@ -248,6 +248,7 @@ impl Daemon {
         self.shared.worker.stop();
         // The daemon was told to stop, so the keeper need not hold the stores' memory any longer.
         self.shared.volume.stores().filter_map(|store| store.survive()).for_each(Survive::forget);
+        self.shared.volume.stores().for_each(|store| store.end());
     }
 
     /// The device's size.

@@ -105,6 +105,10 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn report(&self) -> Option<&dyn Report> {
         None
     }
+
+    /// Deletes the pages that the store would leave on other machines. Its owner calls this once,
+    /// when nobody uses a lane any more.
+    fn end(&self) {}
 }
 
 /// A store whose memory other processes can map.

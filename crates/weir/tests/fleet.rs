@@ -72,8 +72,7 @@ fn a_daemon_keeps_pages_on_an_engine_and_leaves_none_there() {
         (0..1024 * 1024_u32).flat_map(|word| word.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
     client.write(0, &pages).unwrap();
     assert_eq!(engine.call(&["DBSIZE"]), "1024");
-    let mut read = vec![0; pages.len()];
-    client.read(0, &mut read).unwrap();
+    let read = client.read(0, pages.len() as u32).unwrap();
     assert!(read == pages, "it is not what was written");
     let status = daemon.status();
     assert!(status.to_string().contains(&format!("127.0.0.1:{}", engine.port)), "{status}");

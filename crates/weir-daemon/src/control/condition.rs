@@ -33,6 +33,9 @@ pub struct Missing {
 /// The processor's own path to a card's memory.
 pub const WINDOW: &str = "mapped";
 
+/// The only path to a node of a fleet.
+const NETWORK: &str = "redis";
+
 impl Condition {
     /// Builds a condition from the store's own.
     pub fn of(condition: &weir_store::Condition) -> Self {
@@ -49,7 +52,7 @@ impl Condition {
 
     /// Whether the part's fastest path is missing.
     pub fn is_slow(&self) -> bool {
-        !self.ways.iter().any(|way| way == WINDOW)
+        !self.ways.iter().any(|way| [WINDOW, NETWORK].contains(&way.as_str()))
     }
 }
 

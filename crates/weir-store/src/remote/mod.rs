@@ -25,7 +25,7 @@ use placement::Placement;
 use redis::{Connection, RedisResult};
 use rustix::rand::GetRandomFlags;
 use seal::{SEALED, Seal};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -46,6 +46,7 @@ pub struct RemoteStore {
     senders: Mutex<Senders>,
     nodes: Box<[Arc<Node>]>,
     threads: Vec<JoinHandle<()>>,
+    has_ended: AtomicBool,
 }
 
 /// Counts of a store since it was opened.
@@ -107,20 +108,26 @@ impl RemoteStore {
             last_stamp: AtomicU64::new(0),
             counts: Counts::default(),
         });
-        let mut store =
-            RemoteStore { core, senders: Mutex::default(), nodes: nodes.clone(), threads: Vec::new(), name };
+        let mut store = RemoteStore {
+            core,
+            senders: Mutex::default(),
+            nodes: nodes.clone(),
+            threads: Vec::new(),
+            has_ended: AtomicBool::new(false),
+            name,
+        };
         let mut senders = Senders { nodes, ..Senders::default() };
         for number in 0..store.nodes.len() {
-            for writes in [false, true] {
+            for ways in [&mut senders.reads, &mut senders.writes] {
                 let (sender, jobs) = weir_queue::channel(DEPTH_MAX);
                 let node = Arc::clone(&store.nodes[number]);
-                let worker = Worker { node, number, core: Arc::clone(&store.core), jobs, writes };
+                let worker = Worker { node, core: Arc::clone(&store.core), jobs };
                 let thread = std::thread::Builder::new().name(format!("node-{number}"));
                 let started = thread.spawn(move || worker.run());
                 let started = started
                     .map_err(|error| OpenError::io(&store.name, "cannot start a thread for a node", error))?;
                 store.threads.push(started);
-                if writes { senders.writes.push(sender) } else { senders.reads.push(sender) }
+                ways.push(sender);
             }
         }
         store.senders = Mutex::new(senders);
@@ -144,14 +151,14 @@ impl RemoteStore {
 }
 
 impl Drop for RemoteStore {
-    /// Waits until the nodes have deleted what was written, within a limit for each. All lanes are
-    /// gone by then, or their operations are void.
+    /// Ends the threads. All lanes are gone by then, or their operations are void.
     fn drop(&mut self) {
         *self.senders.get_mut().unwrap_or_else(PoisonError::into_inner) = Senders::default();
         self.nodes.iter().for_each(|node| node.close());
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+        self.end();
     }
 }
 
@@ -192,6 +199,13 @@ impl Store for RemoteStore {
 
     fn report(&self) -> Option<&dyn Report> {
         Some(self)
+    }
+
+    /// Deletes the keys, within a limit for each node.
+    fn end(&self) {
+        if !self.has_ended.swap(true, Ordering::Relaxed) {
+            self.nodes.iter().enumerate().for_each(|(number, node)| node.clean_up(number, &self.core));
+        }
     }
 }
 

@@ -20,7 +20,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_queue::{Closed, Receiver, Sender};
 
@@ -53,6 +53,17 @@ pub(super) struct Core {
     /// The last stamp dealt.
     pub(super) last_stamp: AtomicU64,
     pub(super) counts: Counts,
+}
+
+impl Core {
+    fn key(&self, slot: Slot) -> String {
+        format!("{}{}", self.prefix, slot.0)
+    }
+
+    /// Whether a write of the slot may have reached a node.
+    fn is_written(&self, slot: Slot) -> bool {
+        self.stamps[slot.0 as usize].load(Ordering::Relaxed) != 0
+    }
 }
 
 /// Counts of all lanes.
@@ -108,6 +119,35 @@ impl Node {
         connection.set_read_timeout(Some(CONNECT_LIMIT))?;
         connection.set_write_timeout(Some(SILENCE_LIMIT))?;
         Ok(connection)
+    }
+
+    /// Deletes the store's keys on this node, which is node `number`. A value that cannot be deleted
+    /// is noise.
+    pub(super) fn clean_up(&self, number: usize, core: &Core) {
+        let copies = core.placement.copies();
+        let is_here = |slot| (0..copies).any(|copy| core.placement.node(slot, copy) == Some(number));
+        let mut slots = (0..core.stamps.len() as u32)
+            .map(Slot)
+            .filter(|&slot| core.is_written(slot) && is_here(slot))
+            .peekable();
+        if slots.peek().is_none() {
+            return;
+        }
+        let begun = Instant::now();
+        let mut connection = self.connect();
+        while let (Ok(connection), Some(_)) = (&mut connection, slots.peek()) {
+            let mut unlink = redis::cmd("UNLINK");
+            slots.by_ref().take(UNLINK_BATCH).for_each(|slot| {
+                unlink.arg(core.key(slot));
+            });
+            let done: RedisResult<i64> = unlink.query(connection);
+            if done.is_err() || begun.elapsed() > CLEAN_UP_LIMIT {
+                break;
+            }
+        }
+        if slots.peek().is_some() {
+            self.say(format!("keys {}* are left there, sealed by a key that is gone", core.prefix));
+        }
     }
 
     pub(super) fn state(&self) -> State {
@@ -169,12 +209,8 @@ pub(super) struct Senders {
 /// One of a node's two threads.
 pub(super) struct Worker {
     pub(super) node: Arc<Node>,
-    /// Which of the nodes it is.
-    pub(super) number: usize,
     pub(super) core: Arc<Core>,
     pub(super) jobs: Receiver<Job>,
-    /// Whether it writes; it deletes what was written at the end, too.
-    pub(super) writes: bool,
 }
 
 /// A connection.
@@ -240,9 +276,6 @@ impl Worker {
                 self.give_up(&mut waiting);
             }
         }
-        if self.writes {
-            self.clean_up(session);
-        }
     }
 
     /// Connects, and has the node close the connection `broken`.
@@ -280,14 +313,14 @@ impl Worker {
         let mut sent = 0;
         for job in &waiting[..count] {
             match job.kind {
-                Kind::Read(_) => commands.cmd("GET").arg(self.key(job.slot)),
+                Kind::Read(_) => commands.cmd("GET").arg(self.core.key(job.slot)),
                 // A write whose lane has gone since has no effect: an empty place keeps the order.
                 Kind::Write(_) if !job.lane.copy_page(job.operation, job.attempt, &mut page) => {
                     commands.cmd("PING")
                 }
                 Kind::Write(stamp) => {
                     self.core.seal.close(job.slot, stamp, &page, &mut sealed);
-                    commands.cmd("SET").arg(self.key(job.slot)).arg(&sealed[..])
+                    commands.cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..])
                 }
             };
             sent += 1;
@@ -337,42 +370,6 @@ impl Worker {
         };
         let read = matches!(job.kind, Kind::Read(_)) && result.is_ok();
         job.lane.answer(job.operation, job.attempt, result, read.then_some(page));
-    }
-
-    fn key(&self, slot: Slot) -> String {
-        format!("{}{}", self.core.prefix, slot.0)
-    }
-
-    /// Deletes what the store has written on this node. What cannot be deleted is noise.
-    fn clean_up(&self, session: Option<Session>) {
-        let core = &self.core;
-        let copies = core.placement.copies();
-        let is_here = |slot| (0..copies).any(|copy| core.placement.node(slot, copy) == Some(self.number));
-        let mut slots = (0..core.stamps.len() as u32)
-            .map(Slot)
-            .filter(|&slot| core.stamps[slot.0 as usize].load(Ordering::Relaxed) != 0 && is_here(slot))
-            .peekable();
-        if slots.peek().is_none() {
-            return;
-        }
-        let Some(mut session) = session.or_else(|| self.open(None).ok()) else {
-            return self.left_behind();
-        };
-        let begun = std::time::Instant::now();
-        while slots.peek().is_some() {
-            let mut unlink = redis::cmd("UNLINK");
-            slots.by_ref().take(UNLINK_BATCH).for_each(|slot| {
-                unlink.arg(self.key(slot));
-            });
-            let done: RedisResult<i64> = unlink.query(&mut session.connection);
-            if done.is_err() || begun.elapsed() > CLEAN_UP_LIMIT {
-                return self.left_behind();
-            }
-        }
-    }
-
-    fn left_behind(&self) {
-        self.node.say(format!("keys {}* are left there, sealed by a key that is gone", self.core.prefix));
     }
 }
 
