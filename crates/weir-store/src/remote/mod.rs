@@ -118,7 +118,7 @@ impl RemoteStore {
         };
         let mut senders = Senders { nodes, ..Senders::default() };
         for number in 0..store.nodes.len() {
-            for ways in [&mut senders.reads, &mut senders.writes] {
+            for paths in [&mut senders.reads, &mut senders.writes] {
                 let (sender, jobs) = weir_queue::channel(DEPTH_MAX);
                 let node = Arc::clone(&store.nodes[number]);
                 let worker = Worker { node, core: Arc::clone(&store.core), jobs };
@@ -127,7 +127,7 @@ impl RemoteStore {
                 let started = started
                     .map_err(|error| OpenError::io(&store.name, "cannot start a thread for a node", error))?;
                 store.threads.push(started);
-                ways.push(sender);
+                paths.push(sender);
             }
         }
         store.senders = Mutex::new(senders);

@@ -121,8 +121,8 @@ impl Node {
         Ok(connection)
     }
 
-    /// Deletes the store's keys on this node, which is node `number`. A value that cannot be deleted
-    /// is noise.
+    /// Deletes the store's keys on this node, which is node `number`. A value that cannot be
+    /// deleted is noise.
     pub(super) fn clean_up(&self, number: usize, core: &Core) {
         let copies = core.placement.copies();
         let is_here = |slot| (0..copies).any(|copy| core.placement.node(slot, copy) == Some(number));
