@@ -365,7 +365,7 @@ impl Proxy {
                 let is_held = !shared.load(Ordering::SeqCst);
                 let holds = Arc::clone(&shared);
                 let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
-                std::thread::spawn(move || pump(from, to, is_held.then_some(holds)));
+                std::thread::spawn(move || pump(from, to, is_held.then_some(&*holds)));
                 std::thread::spawn(move || pump(server, client, None));
             }
         });
@@ -373,10 +373,10 @@ impl Proxy {
     }
 }
 
-fn pump(mut from: TcpStream, mut to: TcpStream, holds: Option<Arc<AtomicBool>>) {
+fn pump(mut from: TcpStream, mut to: TcpStream, holds: Option<&AtomicBool>) {
     let mut buffer = vec![0; 1 << 16];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
-        while holds.as_ref().is_some_and(|holds| holds.load(Ordering::SeqCst)) {
+        while holds.is_some_and(|holds| holds.load(Ordering::SeqCst)) {
             std::thread::sleep(Duration::from_millis(5));
         }
         if to.write_all(&buffer[..count]).is_err() {
