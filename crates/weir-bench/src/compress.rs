@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, OpenError, Progress};
-use weir_volume::{Awaited, Compression, Config, CreateError, Driver, Lane, Mover, Volume};
+use weir_volume::{Compression, Config, CreateError, Lane, Mover, Step, Task, Volume};
 
 /// The plan of the compression benchmark.
 #[derive(Clone, Copy, Debug)]
@@ -167,39 +167,22 @@ fn held(volume: &Volume) -> f64 {
     status.stored as f64 / f64::from(status.stores[0].used)
 }
 
-/// A driver that always goes on, and notes the pages that could not be moved.
-struct Gathering {
-    failed: Option<Fault>,
-}
-
-impl Driver for Gathering {
-    fn now(&mut self) -> Instant {
-        Instant::now()
-    }
-
-    fn goes_on(&mut self, _moved: u32) -> bool {
-        true
-    }
-
-    fn failed(&mut self, fault: Fault) {
-        self.failed = Some(fault);
-    }
-
-    fn rest(&mut self, _awaited: Awaited) {
-        std::hint::spin_loop();
-    }
-}
-
 /// Compacts, as the worker of a daemon does.
 fn gather(volume: &Volume, mover: &mut Mover) -> Result<u32, CompressError> {
-    let (mut moved, mut next, mut driver) = (0, 0, Gathering { failed: None });
+    let (mut moved, mut next) = (0, 0);
     let Some(sparse) = volume.sparse(0) else { return Ok(0) };
     loop {
-        let done = mover.compact(0, &mut next, sparse, &mut driver);
-        let done = done.map_err(|_| CompressError::Gather)?;
-        moved += done.pages;
-        if let Some(fault) = driver.failed {
-            return Err(CompressError::Page(0, fault));
+        mover.begin(Task::Compact { store: 0, next, sparse }).map_err(|_| CompressError::Gather)?;
+        let done = loop {
+            match mover.step(Instant::now()) {
+                Step::More { .. } => {}
+                Step::Waits(..) => std::hint::spin_loop(),
+                Step::Ended(result) => break result.map_err(|_| CompressError::Gather)?,
+            }
+        };
+        (moved, next) = (moved + done.pages, mover.next());
+        if let Some(&(page, fault)) = mover.failed().first() {
+            return Err(CompressError::Page(page.0, fault));
         }
         if !done.more {
             return Ok(moved);

@@ -105,9 +105,9 @@ pub trait PageLane: Send {
     /// that grows with `count`.
     fn discard(&mut self, _first: PageNo, _count: u32) {}
 
-    /// Makes pages `first..first + count` zeros that count as written. It takes time that grows
-    /// with `count`.
-    fn zero(&mut self, _first: PageNo, _count: u32) {}
+    /// Makes pages `first..first + count` zeros that count as written, or with `holes` as
+    /// discarded. It is a write. In time that grows with `count`.
+    fn zero(&mut self, _first: PageNo, _count: u32, _holes: bool) {}
 
     /// Completes once every write that was acknowledged before, by any lane, is as safe as the
     /// device can make it.
@@ -121,7 +121,13 @@ pub trait PageLane: Send {
     /// on, and end with [`Fault::Forsaken`].
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool);
 
-    /// Whether the page is known to read as zeros, without looking into a store.
+    /// Whether the page may hold what was written. One that does not reads as zeros, and takes no
+    /// room.
+    fn mapped(&self, _page: PageNo) -> bool {
+        true
+    }
+
+    /// Whether the page is known to read as zeros without looking for it.
     fn known_zero(&self, page: PageNo) -> bool;
 
     /// Starts the queued operations, and ends the batch if nothing is in flight.

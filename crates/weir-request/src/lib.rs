@@ -19,10 +19,11 @@ pub use errno::errno;
 pub use span::{Piece, Span};
 pub use wake::{sleep, wait};
 
+use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Rest};
 use weir_device::{Coming, Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 
@@ -35,7 +36,11 @@ const PAGE_BITS: u32 = 16;
 /// Most pages that a read or a write may touch.
 pub const PAGES_MAX: u32 = (1 << PAGE_BITS) - 1;
 
-/// Pages that a discard or a zeroing changes in one turn, which takes a fraction of a millisecond.
+/// Operations that one [`Requests::write_piece`] issues, at most, besides a run that is done at
+/// once.
+const PIECE: u32 = 16;
+
+/// Pages that a discard or a zeroing changes in one turn: a fraction of a millisecond.
 pub const STEP: u32 = 4096;
 
 static ZEROS: PageBytes = [0; PAGE_SIZE];
@@ -51,6 +56,8 @@ pub enum Op {
     Discard,
     /// Zeroes the range; the pages count as written.
     Zero,
+    /// It becomes zeros that count as written and take no room: [`Zero`](Op::Zero) with holes.
+    Hole,
     /// Makes all acknowledged writes as safe as the device can. Has no range.
     Flush,
 }
@@ -75,6 +82,8 @@ pub struct Answer {
     pub request: Request,
     /// The outcome of the request.
     pub result: Result<(), Fault>,
+    /// Of a read that failed, the first page that did, counted from its span's first.
+    pub at: u32,
 }
 
 /// The memory of requests, and the places of their pages in the device.
@@ -89,12 +98,19 @@ pub trait RequestMemory {
         Some(PageNo(page as u32))
     }
 
-    /// The bytes of a write: at least as many as its span has.
+    /// Has [`data`](RequestMemory::data) show the bytes of a write that is about to be issued, for
+    /// memory that shows those of one request at a time.
+    fn fetch(&mut self, _id: Id) {}
+
+    /// The bytes that a write brings, at least its span's.
     fn data(&self, id: Id) -> &[u8];
 
     /// Memory for the pages that a read touches, side by side, from index `at` on: at least one
     /// page.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
+
+    /// So many of them have been filled. The next read may be given the same memory.
+    fn filled(&mut self, _id: Id, _at: u32, _count: u32) {}
 }
 
 /// Requests under way in one thread's lane.
@@ -111,8 +127,8 @@ struct Flight {
     waiting: VecDeque<Id>,
     /// The first of these requests found the lane full.
     stuck: bool,
-    /// Answers that the owner has not taken yet.
-    finished: VecDeque<Answer>,
+    /// Requests whose answers nobody has taken yet.
+    finished: VecDeque<Id>,
     unfinished: usize,
 }
 
@@ -126,8 +142,8 @@ struct Work {
     left: u32,
     /// The request's change is done and is being flushed.
     flushing: bool,
-    /// The first fault of the request.
-    fault: Option<Fault>,
+    /// The first fault, and at which of its pages.
+    fault: Option<(Fault, u32)>,
 }
 
 /// The progress of issuing a request.
@@ -173,7 +189,7 @@ impl<L: PageLane> Requests<L> {
                 Op::Read if M::LINEAR => (pages.min(1), pages),
                 Op::Read => (pages, 1),
                 Op::Write => (1, pages),
-                Op::Discard | Op::Zero | Op::Flush => (0, 0),
+                Op::Discard | Op::Zero | Op::Hole | Op::Flush => (0, 0),
             };
             (0..runs).filter_map(move |at| match op {
                 Op::Read => Some(Coming::Reads(memory.place(id, span.first() + u64::from(at))?, length)),
@@ -185,11 +201,8 @@ impl<L: PageLane> Requests<L> {
     /// Begins a request; `id` must be idle. Operations that can be done at once are done when this
     /// returns. [`submit`](Requests::submit) ends the batch.
     pub fn begin(&mut self, id: Id, request: Request, memory: &mut impl RequestMemory) {
-        let work = &mut self.flight.works[usize::from(id)];
-        debug_assert!(work.left == 0, "request {id} is under way");
-        *work = Work { request, next: 0, left: 1, flushing: false, fault: None };
-        self.flight.unfinished += 1;
-        // Requests that wait go first.
+        self.flight.open(id, request);
+        // Requests that wait were here first.
         if self.flight.waiting.is_empty() {
             self.advance(id, memory);
         } else {
@@ -197,7 +210,51 @@ impl<L: PageLane> Requests<L> {
         }
     }
 
-    /// Starts the issued operations.
+    /// Begins a write whose bytes come in pieces; `id` is idle. It is answered once it has been
+    /// [closed](Requests::close).
+    pub fn open(&mut self, id: Id, request: Request) {
+        self.flight.open(id, request);
+    }
+
+    /// Issues bytes of a write that is [open](Requests::open) from where they lie, which are those
+    /// from `offset` of the device on. Returns how many it has issued, a bounded piece; none where
+    /// the lane is full. Of a write that has failed it takes all, and issues none.
+    pub fn write_piece(&mut self, id: Id, offset: u64, bytes: &[u8]) -> usize {
+        let Requests { lane, flight, .. } = self;
+        if flight.has_failed(id) {
+            return bytes.len();
+        }
+        let span = Span { offset, length: bytes.len() as u64 };
+        let place = |page| Some(PageNo(page as u32));
+        let at = flight.write(lane, id, (span, 0), bytes, (true, PIECE), place);
+        if at == span.pages() || flight.has_failed(id) { bytes.len() } else { span.piece(at).from as usize }
+    }
+
+    /// All bytes of a write that was [open](Requests::open) have come, or no more will, and it has
+    /// failed.
+    pub fn close(&mut self, id: Id, came: Result<(), Fault>) {
+        if let Err(fault) = came {
+            self.flight.fail(id, 0, fault);
+        }
+        self.flight.one_less(id);
+    }
+
+    /// Gives up the requests that `whose` says yes to: what of them has not taken effect does not
+    /// from here on, and they are answered with [`Fault::Forsaken`].
+    pub fn forsake(&mut self, whose: impl Fn(Id) -> bool) {
+        self.lane.forsake(|ticket| whose((ticket >> PAGE_BITS) as Id));
+        for _ in 0..self.flight.waiting.len() {
+            let id = self.flight.waiting.pop_front().expect("counted");
+            if whose(id) {
+                self.flight.fail(id, 0, Fault::Forsaken);
+                self.flight.one_less(id);
+            } else {
+                self.flight.waiting.push_back(id);
+            }
+        }
+    }
+
+    /// Starts what has been issued.
     pub fn submit(&mut self) {
         self.lane.submit();
     }
@@ -224,7 +281,10 @@ impl<L: PageLane> Requests<L> {
 
     /// Takes the next answer. Its entry is idle again.
     pub fn finished(&mut self) -> Option<Answer> {
-        self.flight.finished.pop_front()
+        let id = self.flight.finished.pop_front()?;
+        let Work { request, fault, .. } = self.flight.works[usize::from(id)];
+        let (result, at) = fault.map_or((Ok(()), 0), |(fault, at)| (Err(fault), at));
+        Some(Answer { id, request, result, at })
     }
 
     /// Whether answers are outstanding.
@@ -250,12 +310,21 @@ impl<L: PageLane> Requests<L> {
         }
     }
 
-    /// Waits until the next [`turn`](Requests::turn) may have something to do.
-    pub fn wait(&mut self) {
-        if !self.is_ready() {
-            // A wait on open descriptors cannot fail.
-            let _ = wait(&mut self.rest, &self.lane, None);
-        }
+    /// Waits until the next [`turn`](Requests::turn) may have something to do, or `also` is
+    /// readable.
+    ///
+    /// # Errors
+    /// As [`sleep`]: none with descriptors that are open.
+    pub fn wait(&mut self, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+        if self.is_ready() { Ok(()) } else { wait(&mut self.rest, &self.lane, also) }
+    }
+
+    /// Sleeps as [`sleep`] does, where [`must_poll`](Requests::must_poll) lets it.
+    ///
+    /// # Errors
+    /// As [`sleep`].
+    pub fn sleep(&self, also: Option<BorrowedFd<'_>>, most: Option<Duration>) -> Result<(), Errno> {
+        sleep(&self.lane, also, most)
     }
 
     /// Descriptors that become readable when [`turn`](Requests::turn) has something to do.
@@ -304,7 +373,7 @@ impl<L: PageLane> Requests<L> {
             Op::Flush => self.flush(id),
             Op::Read => self.read(id, work, memory),
             Op::Write => self.write(id, work, memory),
-            Op::Discard | Op::Zero => self.clear(id, work, memory),
+            Op::Discard | Op::Zero | Op::Hole => self.clear(id, work, memory),
         };
         self.flight.stuck = step == Step::Full;
         match step {
@@ -326,7 +395,9 @@ impl<L: PageLane> Requests<L> {
         {
             let out = memory.pages(id, at);
             let count = out.len().min((pages - at) as usize);
-            at += lane.read_run(first, &mut out[..count]) as u32;
+            let read = lane.read_run(first, &mut out[..count]) as u32;
+            memory.filled(id, at, read);
+            at += read;
         }
         // A request that has failed already needs no more operations.
         while at < pages && !flight.has_failed(id) {
@@ -340,64 +411,37 @@ impl<L: PageLane> Requests<L> {
                 }
             }
             let out = &mut memory.pages(id, at)[0];
-            match place {
-                None => *out = ZEROS,
-                Some(page) => {
-                    if !flight.note(id, at, lane.read(ticket(id, at), page, out)) {
-                        return Step::Full;
-                    }
+            let progress = match place {
+                None => {
+                    *out = ZEROS;
+                    Progress::Done(Ok(()))
                 }
+                Some(page) => lane.read(ticket(id, at), page, out),
+            };
+            if !flight.note(id, at, progress) {
+                return Step::Full;
+            }
+            if progress == Progress::Done(Ok(())) {
+                memory.filled(id, at, 1);
             }
             at += 1;
         }
         Step::Issued
     }
 
-    fn write<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &M) -> Step {
+    fn write<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &mut M) -> Step {
         let Requests { lane, flight, .. } = self;
-        let (span, mut at) = (work.request.span, work.next);
-        let (pages, data) = (span.pages(), memory.data(id));
-        let mut runs = M::LINEAR;
-        while at < pages && !flight.has_failed(id) {
-            let piece = span.piece(at);
-            let Some(page) = memory.place(id, piece.page) else {
-                flight.fail(id, Fault::Full);
-                break;
-            };
-            let from = piece.from as usize;
-            let whole = span.whole_from(at) as usize;
-            if runs && whole > 1 {
-                // The rest of the run goes page by page; a run is not tried again for each page.
-                runs = false;
-                at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
-                continue;
-            }
-            if M::LINEAR && whole > 1 {
-                let pages = data[from..from + whole * PAGE_SIZE].as_chunks().0;
-                let begun = lane.queue_writes(ticket(id, at), page, pages) as u32;
-                flight.works[usize::from(id)].left += u32::from(begun > 0);
-                at += begun;
-                if begun > 0 {
-                    continue;
-                }
-            }
-            let bytes = &data[from..from + piece.len];
-            let progress = match bytes.try_into() {
-                Ok(bytes) => lane.write(ticket(id, at), page, bytes),
-                Err(_) => lane.write_part(ticket(id, at), page, piece.within, bytes),
-            };
-            if !flight.note(id, at, progress) {
-                return Step::Full;
-            }
-            at += 1;
-        }
-        Step::Issued
+        memory.fetch(id);
+        let (memory, span) = (&*memory, work.request.span);
+        let place = |page| memory.place(id, page);
+        let at = flight.write(lane, id, (span, work.next), memory.data(id), (M::LINEAR, u32::MAX), place);
+        if at == span.pages() || flight.has_failed(id) { Step::Issued } else { Step::Full }
     }
 
     fn clear<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &M) -> Step {
         let Requests { lane, flight, .. } = self;
         if !L::CLEARS {
-            flight.fail(id, Fault::Unsupported);
+            flight.fail(id, 0, Fault::Unsupported);
             return Step::Issued;
         }
         let (Request { op, span, .. }, mut at) = (work.request, work.next);
@@ -416,7 +460,7 @@ impl<L: PageLane> Requests<L> {
             match memory.place(id, piece.page) {
                 None => {}
                 Some(first) if whole > 0 && op == Op::Discard => lane.discard(first, count),
-                Some(first) if whole > 0 => lane.zero(first, count),
+                Some(first) if whole > 0 => lane.zero(first, count, op == Op::Hole),
                 Some(page) => {
                     // Both edges have the same ticket: their completions bring no page, so nothing
                     // must tell them apart.
@@ -439,14 +483,73 @@ impl<L: PageLane> Requests<L> {
 }
 
 impl Flight {
-    /// Notes the outcome of an operation on the page at index `at` of a request. Returns false if
-    /// the lane had no room, so that the operation must be tried again.
+    fn open(&mut self, id: Id, request: Request) {
+        let work = &mut self.works[usize::from(id)];
+        debug_assert!(work.left == 0, "request {id} is under way");
+        *work = Work { request, next: 0, left: 1, flushing: false, fault: None };
+        self.unfinished += 1;
+    }
+
+    /// Issues writes of a span's pages from the `at`th on, with these bytes of the span: until the
+    /// lane is full, the request has failed, or `most` operations besides a run that was done at
+    /// once. Returns the first page that is left. `linear` as [`RequestMemory::LINEAR`].
+    #[inline]
+    fn write(
+        &mut self,
+        lane: &mut impl PageLane,
+        id: Id,
+        (span, mut at): (Span, u32),
+        data: &[u8],
+        (linear, mut most): (bool, u32),
+        place: impl Fn(u64) -> Option<PageNo>,
+    ) -> u32 {
+        let (pages, mut runs) = (span.pages(), linear);
+        while at < pages && most > 0 && !self.has_failed(id) {
+            let piece = span.piece(at);
+            let Some(page) = place(piece.page) else {
+                self.fail(id, at, Fault::Full);
+                break;
+            };
+            let from = piece.from as usize;
+            let whole = span.whole_from(at) as usize;
+            if runs && whole > 1 {
+                // The rest of a run is for the lane's other path; it is not tried again for each
+                // page.
+                runs = false;
+                at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
+                continue;
+            }
+            most -= 1;
+            if linear && whole > 1 {
+                let pages = data[from..from + whole * PAGE_SIZE].as_chunks().0;
+                let begun = lane.queue_writes(ticket(id, at), page, pages) as u32;
+                self.works[usize::from(id)].left += u32::from(begun > 0);
+                at += begun;
+                if begun > 0 {
+                    continue;
+                }
+            }
+            let bytes = &data[from..from + piece.len];
+            let progress = match bytes.try_into() {
+                Ok(bytes) => lane.write(ticket(id, at), page, bytes),
+                Err(_) => lane.write_part(ticket(id, at), page, piece.within, bytes),
+            };
+            if !self.note(id, at, progress) {
+                break;
+            }
+            at += 1;
+        }
+        at
+    }
+
+    /// Notes what became of an operation on a request's `at`th page. False where it found no room
+    /// and is to be tried again.
     #[inline]
     fn note(&mut self, id: Id, at: u32, progress: Progress) -> bool {
         let work = &mut self.works[usize::from(id)];
         match progress {
             Progress::Done(Ok(())) => {}
-            Progress::Done(Err(fault)) => self.fail(id, fault),
+            Progress::Done(Err(fault)) => self.fail(id, at, fault),
             Progress::Queued => work.left += 1,
             Progress::Full => {
                 work.next = at;
@@ -461,17 +564,20 @@ impl Flight {
         self.works[usize::from(id)].fault.is_some()
     }
 
-    fn fail(&mut self, id: Id, fault: Fault) {
-        self.works[usize::from(id)].fault.get_or_insert(fault);
+    fn fail(&mut self, id: Id, at: u32, fault: Fault) {
+        self.works[usize::from(id)].fault.get_or_insert((fault, at));
     }
 
     fn complete(&mut self, done: &Done<'_>, memory: &mut impl RequestMemory) {
         let (id, at) = ((done.ticket >> PAGE_BITS) as Id, done.ticket & PAGES_MAX);
         let reads = self.works[usize::from(id)].request.op == Op::Read;
         match (done.result, done.page) {
-            (Err(fault), _) => self.fail(id, fault),
-            (Ok(()), Some(page)) if reads => memory.pages(id, at)[0] = *page,
-            (Ok(()), None) if reads => self.fail(id, Fault::Lost),
+            (Err(fault), _) => self.fail(id, at, fault),
+            (Ok(()), Some(page)) if reads => {
+                memory.pages(id, at)[0] = *page;
+                memory.filled(id, at, 1);
+            }
+            (Ok(()), None) if reads => self.fail(id, at, Fault::Lost),
             (Ok(()), _) => {}
         }
         self.one_less(id);
@@ -483,14 +589,13 @@ impl Flight {
         if work.left > 0 {
             return;
         }
-        let changed = matches!(work.request.op, Op::Write | Op::Discard | Op::Zero);
+        let changed = !matches!(work.request.op, Op::Read | Op::Flush);
         if work.request.fua && changed && !work.flushing && work.fault.is_none() {
             (work.flushing, work.left) = (true, 1);
             self.waiting.push_back(id);
             return;
         }
-        let result = work.fault.map_or(Ok(()), Err);
-        self.finished.push_back(Answer { id, request: work.request, result });
+        self.finished.push_back(id);
         self.unfinished -= 1;
     }
 }

@@ -20,24 +20,40 @@ const REGION: u64 = 16;
 struct Pages {
     data: Vec<Vec<u8>>,
     read: Vec<Vec<PageBytes>>,
+    /// The memory that it shows, for one request at a time, if it has no more.
+    narrow: Option<(Vec<u8>, PageBytes)>,
 }
 
 impl Pages {
     fn new() -> Self {
         let read = vec![vec![[0xee; PAGE_SIZE]; REGION as usize]; usize::from(IDS)];
-        Pages { data: vec![Vec::new(); usize::from(IDS)], read }
+        Pages { data: vec![Vec::new(); usize::from(IDS)], read, narrow: None }
     }
 }
 
 impl RequestMemory for Pages {
+    fn fetch(&mut self, id: Id) {
+        if let Some((shown, _)) = &mut self.narrow {
+            shown.clone_from(&self.data[usize::from(id)]);
+        }
+    }
     fn data(&self, id: Id) -> &[u8] {
-        &self.data[usize::from(id)]
+        self.narrow.as_ref().map_or(&self.data[usize::from(id)], |(shown, _)| shown)
     }
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes] {
-        // Return it in two halves: a request's memory need not be in one piece.
+        if let Some((_, page)) = &mut self.narrow {
+            return std::slice::from_mut(page);
+        }
+        // In two halves: memory need not be of one piece.
         let (at, half) = (at as usize, REGION as usize / 2);
         let end = if at < half { half } else { 2 * half };
         &mut self.read[usize::from(id)][at..end]
+    }
+    fn filled(&mut self, id: Id, at: u32, count: u32) {
+        if let Some((_, page)) = &mut self.narrow {
+            assert!(count <= 1, "more pages than there were");
+            self.read[usize::from(id)][at as usize..(at + count) as usize].fill(*page);
+        }
     }
 }
 
@@ -86,9 +102,29 @@ fn content(lane: &mut Lane, first: u64, pages: u64) -> Vec<u8> {
     all
 }
 
+/// Writes as who receives the bytes piece by piece, three pages at a time.
+fn write_in_pieces<L: PageLane>(requests: &mut Requests<L>, memory: &mut Pages, id: Id, request: Request) {
+    requests.open(id, request);
+    let (Span { mut offset, length }, bytes) = (request.span, memory.data[usize::from(id)].clone());
+    let end = offset + length;
+    let mut unheard = bytes.as_slice();
+    while offset < end {
+        let until = end.min((offset / PAGE + 3) * PAGE);
+        let issued = requests.write_piece(id, offset, &unheard[..(until - offset) as usize]);
+        (offset, unheard) = (offset + issued as u64, &unheard[issued..]);
+        if issued == 0 {
+            requests.submit();
+            requests.turn(Instant::now(), memory);
+        }
+    }
+    // From here on the memory may be anything else's.
+    requests.close(id, Ok(()));
+}
+
 fn any_request() -> impl Strategy<Value = (Op, u64, u64, bool, u8)> {
     let op = prop_oneof![
-        3 => Just(Op::Read), 4 => Just(Op::Write), 1 => Just(Op::Discard), 1 => Just(Op::Zero), 1 => Just(Op::Flush)
+        3 => Just(Op::Read), 4 => Just(Op::Write), 1 => Just(Op::Discard), 1 => Just(Op::Zero), 1 => Just(Op::Hole),
+        1 => Just(Op::Flush)
     ];
     let at = prop_oneof![(0..REGION).prop_map(|page| page * PAGE), 0..REGION * PAGE];
     let length = prop_oneof![(1..=REGION).prop_map(|pages| pages * PAGE), 1..REGION * PAGE];
@@ -102,6 +138,7 @@ proptest! {
     fn each_request_is_answered_once_and_truly_whatever_the_device_answers(
         batches in proptest::collection::vec(proptest::collection::vec(any_request(), 1..usize::from(IDS)), 1..12),
         (late, full, fails, polls) in (0u64..80, 0u64..60, prop_oneof![Just(0u64), 0u64..10], 1u64..6),
+        (narrow, in_pieces) in any::<(bool, bool)>(),
         seed: u64,
     ) {
         let pages = u64::from(IDS) * REGION;
@@ -110,6 +147,7 @@ proptest! {
         let mood = Mood { late, full: full.min(90 - late.min(80)), fails, polls };
         let mut requests = Requests::new(Moody::new(volume.open().unwrap(), mood, seed), IDS);
         let (mut memory, mut model) = (Pages::new(), vec![0u8; (pages * PAGE) as usize]);
+        memory.narrow = narrow.then(|| (Vec::new(), [0; PAGE_SIZE]));
         for batch in &batches {
             let before = model.clone();
             let mut asked = Vec::new();
@@ -123,7 +161,7 @@ proptest! {
                 memory.data[id] = (0..span.length).map(|n| (n as u8).wrapping_mul(31) ^ seed ^ (n >> 12) as u8).collect();
                 match op {
                     Op::Write => model[range].copy_from_slice(&memory.data[id]),
-                    Op::Discard | Op::Zero => model[range].fill(0),
+                    Op::Discard | Op::Zero | Op::Hole => model[range].fill(0),
                     Op::Read | Op::Flush => {}
                 }
                 asked.push((Request { op, span, fua }, None));
@@ -131,7 +169,11 @@ proptest! {
             let coming: Vec<_> = asked.iter().enumerate().map(|(id, (request, _))| (id as Id, *request)).collect();
             requests.announce(coming.iter().copied(), &memory);
             for (id, request) in coming {
-                requests.begin(id, request, &mut memory);
+                if request.op == Op::Write && in_pieces {
+                    write_in_pieces(&mut requests, &mut memory, id, request);
+                } else {
+                    requests.begin(id, request, &mut memory);
+                }
             }
             requests.submit();
             turns(&mut requests, &mut memory, 5000);
@@ -190,7 +232,7 @@ fn a_change_with_fua_is_flushed_before_it_is_acknowledged_and_one_without_is_not
 #[test]
 fn a_long_discard_takes_a_step_a_turn_and_lets_others_through() {
     let pages = 3 * STEP + 5;
-    for op in [Op::Discard, Op::Zero] {
+    for op in [Op::Discard, Op::Zero, Op::Hole] {
         let volume = volume(pages, None);
         let mut requests = Requests::new(volume.open().unwrap(), IDS);
         let mut memory = Pages::new();
@@ -235,7 +277,7 @@ fn a_thread_that_waits_for_a_slow_store_sleeps_until_it_has_its_answer() {
         );
         requests.submit();
         while requests.is_busy() {
-            requests.wait();
+            requests.wait(None).unwrap();
             requests.turn(Instant::now(), &mut memory);
         }
         assert_eq!(next(&mut requests), Some((0, Ok(()))));
@@ -258,4 +300,59 @@ fn bytes_are_shown_where_they_lie_and_never_those_that_must_be_fetched() {
         let expected = [b"head", &memory.data[0][..3 * PAGE_SIZE]].concat();
         assert_eq!(found, shown.then_some(expected));
     }
+}
+
+#[test]
+fn a_request_that_is_forsaken_takes_no_effect_and_is_answered_so() {
+    // A lane that takes nothing, and one that takes all and finishes it late.
+    for mood in [Mood { late: 0, full: 100, fails: 0, polls: 1 }, Mood { polls: 1000, ..LATE }] {
+        let takes = mood.full == 0;
+        let volume = volume(64, None);
+        let mut requests = Requests::new(Moody::new(volume.open().unwrap(), mood, 1), IDS);
+        let mut memory = Pages::new();
+        memory.data = vec![vec![7; PAGE_SIZE]; usize::from(IDS)];
+        let write = |page| Request { op: Op::Write, span: Span::pages_from(PageNo(page), 1), fua: false };
+        (0..4u16).for_each(|id| requests.begin(id, write(id.into()), &mut memory));
+        requests.submit();
+        assert_eq!(requests.finished(), None);
+        requests.forsake(|id| id % 2 == 1);
+        requests.lane().mood.full = 0;
+        turns(&mut requests, &mut memory, 2000);
+        let mut answers: Vec<_> = std::iter::from_fn(|| next(&mut requests)).collect();
+        answers.sort_by_key(|(id, _)| *id);
+        let expected = |id| if id % 2 == 1 { Err(Fault::Forsaken) } else { Ok(()) };
+        assert_eq!(answers, [0, 1, 2, 3].map(|id| (id, expected(id))), "{takes}");
+        let found = content(&mut volume.lane().unwrap(), 0, 4);
+        let written = found.chunks(PAGE_SIZE).map(|page| page == [7; PAGE_SIZE]).collect::<Vec<_>>();
+        assert_eq!(written, [true, false, true, false], "{takes}");
+    }
+}
+
+#[test]
+fn a_write_of_which_no_more_comes_fails_and_a_read_says_at_which_page_it_did() {
+    let volume = volume(64, None);
+    let mut requests = Requests::new(volume.open().unwrap(), IDS);
+    let mut memory = Pages::new();
+    let span = Span::pages_from(PageNo(3), 2);
+    requests.open(2, Request { op: Op::Write, span, fua: true });
+    assert_eq!(requests.write_piece(2, 3 * PAGE, &[5; PAGE_SIZE]), PAGE_SIZE);
+    assert_eq!((requests.is_busy(), next(&mut requests)), (true, None));
+    requests.close(2, Err(Fault::Io(5)));
+    assert_eq!((next(&mut requests), requests.is_busy()), (Some((2, Err(Fault::Io(5)))), false));
+    // Its lane reads some pages at once, and fails at the next.
+    let mood = Mood { late: 0, full: 0, fails: 100, polls: 1 };
+    let mut places = Vec::new();
+    for seed in 0..20 {
+        let mut requests = Requests::new(Moody::new(volume.open().unwrap(), mood, seed), IDS);
+        let (mut memory, span) = (Pages::new(), Span { offset: 100, length: 3 * PAGE });
+        requests.begin(1, Request { op: Op::Read, span, fua: false }, &mut memory);
+        turns(&mut requests, &mut memory, 10);
+        let answer = requests.finished().expect("an answer");
+        if answer.result.is_err() {
+            let read = memory.read[1].iter().take_while(|page| **page == [0; PAGE_SIZE]).count();
+            assert_eq!(answer.at, read as u32);
+            places.push(read);
+        }
+    }
+    assert!(places.iter().any(|at| *at > 0) && places.contains(&0), "{places:?}");
 }

@@ -10,15 +10,11 @@
 //! pays: at worst, emptying two packs frees one slot. It takes no memory. In a full store it takes
 //! only one additional slot at a time.
 
-use crate::entry::Place;
-use crate::lane::OPENED_MAX;
-use crate::mover::{Awaited, Driver, Mover};
+use crate::Volume;
+use crate::records::Occupant;
 use crate::status::LaneMetrics;
-use crate::{GiveBackError, Lane, Volume};
-use std::sync::Arc;
 use weir_core::Slot;
 use weir_core::metrics::Counter;
-use weir_store::{Fault, Progress};
 
 /// The choice of packs to empty: packs as sparse as this, or sparser.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,15 +29,11 @@ impl Sparse {
     pub fn up_to(sixteenths: u32) -> Self {
         Sparse { fill_most: sixteenths.min(WHOLE) }
     }
-}
 
-/// The outcome of emptying packs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Compacted {
-    /// Number of pages moved.
-    pub pages: u32,
-    /// Whether there are more slots to look at.
-    pub more: bool,
+    /// Whether a slot holds such a pack.
+    pub(crate) fn has(self, occupant: Option<Occupant>) -> bool {
+        fill(occupant).is_some_and(|fill| fill <= self.fill_most)
+    }
 }
 
 /// The fill of a full pack, in parts.
@@ -59,11 +51,9 @@ const ROOM_ONE_IN: u32 = 16;
 /// group of packs. The second number is the size of a group.
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
-/// Most slots that one step looks at.
-const SEARCH: u32 = 1 << 16;
 
-/// The fill of a pack, in parts; `None` for a slot without a pack.
-fn fill(occupant: Option<crate::records::Occupant>) -> Option<u32> {
+/// How full a pack is, in parts; `None` for what is none.
+fn fill(occupant: Option<Occupant>) -> Option<u32> {
     let (pages, room) = occupant?.fill()?;
     (pages > 0).then(|| (pages * WHOLE).div_ceil(room))
 }
@@ -135,94 +125,6 @@ fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
         }
     }
     None
-}
-
-impl Mover {
-    /// Empties `sparse` packs of store `store`: one batch, from slot `*next` on (0 at first). Tells
-    /// `driver` of each page that could not be moved. Asks it once, while pages are on their way,
-    /// whether to go on.
-    ///
-    /// # Errors
-    /// Fails when the driver stopped it, or a store has not answered for long. Every page is in its
-    /// old or its new slot.
-    pub fn compact(
-        &mut self,
-        store: usize,
-        next: &mut u32,
-        sparse: Sparse,
-        driver: &mut dyn Driver,
-    ) -> Result<Compacted, GiveBackError> {
-        self.lane.forget_slot_wait();
-        let volume = Arc::clone(self.volume());
-        let Some(tier) = volume.tiers.get(store) else { return Ok(Compacted { pages: 0, more: false }) };
-        // Slots become free only after a batch. If few are free, a batch makes only a pack or two.
-        let room = volume.tiers[..=store]
-            .iter()
-            .map(|tier| tier.records.open_free(|_| true))
-            .fold(0, u32::saturating_add);
-        let batch = (room / 2).clamp(2, OPENED_MAX as u32);
-        let (mut found, mut looked, mut pages) = (0, 0, 0);
-        while found < batch && looked < SEARCH && *next < tier.records.slots() {
-            let slot = Slot(*next);
-            *next += 1;
-            looked += 1;
-            if fill(tier.records.occupant(slot)).is_none_or(|fill| fill > sparse.fill_most) {
-                continue;
-            }
-            found += 1;
-            if self.lane.in_flight() == 0 {
-                self.lane.plan(batch as usize, batch as usize);
-            }
-            self.try_until_taken(driver, &mut 0, &mut |lane| lane.open_up(slot.0, store, slot));
-        }
-        self.settle_noted(driver, &mut 0)?;
-        // By now, other lanes may have written the opened packs' pages anew.
-        while let Some((page, slot)) = self.lane.opened() {
-            let here = Place::Stored { store, slot };
-            self.try_until_taken(driver, &mut pages, &mut |lane| lane.move_page(page.0, page, here));
-        }
-        if found > 0 && !driver.goes_on(0) {
-            return Err(GiveBackError::Stopped);
-        }
-        let settled = self.settle_noted(driver, &mut pages);
-        self.lane.submit();
-        self.lane.metrics().compacted.add(u64::from(pages));
-        settled?;
-        Ok(Compacted { pages, more: *next < tier.records.slots() })
-    }
-
-    fn try_until_taken(
-        &mut self,
-        driver: &mut dyn Driver,
-        done: &mut u32,
-        attempt: &mut dyn FnMut(&mut Lane) -> Progress,
-    ) {
-        loop {
-            match attempt(&mut self.lane) {
-                Progress::Done(result) => note(result, driver, done),
-                Progress::Queued => {}
-                Progress::Full => {
-                    self.lane.submit();
-                    let now = driver.now();
-                    self.lane.poll(now, &mut |ended| note(ended.result, driver, done));
-                    driver.rest(Awaited::Stores);
-                    continue;
-                }
-            }
-            return;
-        }
-    }
-
-    fn settle_noted(&mut self, driver: &mut dyn Driver, done: &mut u32) -> Result<(), GiveBackError> {
-        self.drain(driver, &mut |driver, ended| note(ended.result, driver, done))
-    }
-}
-
-fn note(result: Result<(), Fault>, driver: &mut dyn Driver, done: &mut u32) {
-    match result {
-        Ok(()) => *done += 1,
-        Err(fault) => driver.failed(fault),
-    }
 }
 
 #[cfg(all(test, not(loom)))]

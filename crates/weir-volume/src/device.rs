@@ -72,8 +72,8 @@ impl PageLane for Lane {
         self.discard(first, count);
     }
 
-    fn zero(&mut self, first: PageNo, count: u32) {
-        self.zero(first, count, false);
+    fn zero(&mut self, first: PageNo, count: u32, holes: bool) {
+        self.zero(first, count, holes);
     }
 
     /// Does nothing: no store holds pages longer than the volume lives, so an acknowledged page is
@@ -89,6 +89,10 @@ impl PageLane for Lane {
 
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.forsake(whose);
+    }
+
+    fn mapped(&self, page: PageNo) -> bool {
+        self.mapped(page)
     }
 
     fn known_zero(&self, page: PageNo) -> bool {

@@ -58,16 +58,18 @@ mod sync;
 
 pub use batch::Batch;
 pub use chunks::{ChunkCounts, ChunkState, ChunkStatus, Note};
-pub use compact::{Compacted, Sparse};
+pub use compact::Sparse;
 pub use compress::Compression;
 pub use entry::STORES_MAX;
-pub use give_back::{GiveBackError, MovedUp};
+pub use give_back::GiveBackError;
 pub use lane::{Guard, Lane};
 pub use lend::{Lender, Loan, Window};
-pub use mover::{Awaited, Driver, Mover};
+pub use mover::{Awaited, Moved, Mover, Step, Task};
 pub use records::PAGES_MAX;
 pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
+#[cfg(all(debug_assertions, not(loom)))]
+pub use sync::run_within_claims;
 pub use weir_device::View;
 
 use epoch::Epochs;
@@ -291,14 +293,6 @@ impl Volume {
     /// Fails when all [`Config::lanes`] are taken, or a store has no memory for the lane.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
         self.lane_for(lane::PARTS, PAGE_SIZE)
-    }
-
-    /// Opens a mover for a worker.
-    ///
-    /// # Errors
-    /// Fails as [`lane`](Volume::lane) does.
-    pub fn mover(self: &Arc<Self>) -> Result<Mover, OpenError> {
-        Ok(Mover { lane: self.lane_for(self.config.depth.max(1), 0)? })
     }
 
     fn lane_for(self: &Arc<Self>, parts: usize, patch: usize) -> Result<Lane, OpenError> {

@@ -1,27 +1,83 @@
-//! A mover, by which a worker moves pages, and the mover's driver.
+//! The tool by which a worker moves pages: one task at a time, a step at a time.
 //!
-//! A mover runs for milliseconds to seconds, and waits for stores and for other lanes. It neither
-//! sleeps nor reads a clock: its [`Driver`] tells the time, and rests between two looks.
+//! A task takes milliseconds to seconds, and waits for stores and for other lanes. So it is a state
+//! machine. Each [`step`](Mover::step) does a bounded piece of work and says what the task needs
+//! next. A mover neither sleeps nor reads a clock: who drives it does, or a simulator.
 
+use crate::chunks::{ChunkState, extents};
+use crate::entry::Place;
 use crate::give_back::LANES_WAIT;
-use crate::{GiveBackError, Lane, Volume};
+use crate::lane::OPENED_MAX;
+use crate::{GiveBackError, Lane, Sparse, Tier, Volume};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-use weir_store::{Done, Fault};
+use weir_core::{PageNo, Slot};
+use weir_store::{Fault, OpenError, Progress};
 
-/// The questions of a [`Mover`] to its user.
-pub trait Driver {
-    /// The time now.
-    fn now(&mut self) -> Instant;
+/// Slots or pages that one task upwards, or of compaction, looks at, at most: a store may be large
+/// and empty.
+const SEARCH: u32 = 1 << 16;
+/// Slots or pages that one step looks at, at most.
+const LOOKS: u32 = 1 << 12;
 
-    /// Takes the pages `moved` by a batch. Returns false to stop the move.
-    fn goes_on(&mut self, moved: u32) -> bool;
+/// The work of a [`Mover`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Task {
+    /// Empties a chunk that [`Volume::begin_give_back`] has closed into the other slots of the
+    /// volume, and releases its memory. Several movers may do so at once, each with chunks of its
+    /// own. Where that fails the chunk is open again, whole, with every page in it or safely
+    /// elsewhere.
+    GiveBack {
+        /// The store's place in the order.
+        store: usize,
+        /// The chunk.
+        chunk: u32,
+    },
+    /// Moves pages out of one of so many equal parts of such a chunk, so that several movers can
+    /// empty it together. Pages that stay are left to [`Task::GiveBack`], which follows all parts.
+    MoveOut {
+        /// The store's place in the order.
+        store: usize,
+        /// The chunk.
+        chunk: u32,
+        /// Which part, and of how many.
+        part: (u32, u32),
+    },
+    /// Moves pages of a store up into faster stores, as long as these have room: a batch's worth.
+    /// The faster stores keep the room that writes under way need.
+    MoveUp {
+        /// The store's place in the order.
+        from: usize,
+        /// Looks at slots from here on (where there are packs, at pages): 0 at first, then
+        /// [`Mover::next`].
+        next: u32,
+    },
+    /// Empties packs that are sparse: a batch's worth. A page that cannot be moved stays where it
+    /// is; [`Mover::failed`] has it.
+    Compact {
+        /// The store's place in the order.
+        store: usize,
+        /// Looks at slots from here on: 0 at first, then [`Mover::next`].
+        next: u32,
+        /// Which packs.
+        sparse: Sparse,
+    },
+}
 
-    /// Reports a page that could not be moved, and stays in its slot.
-    fn failed(&mut self, _fault: Fault) {}
-
-    /// Rests between two looks, when the mover can do nothing until `awaited` happens.
-    fn rest(&mut self, awaited: Awaited);
+/// The needs of a task after a step.
+#[derive(Debug)]
+#[must_use]
+pub enum Step {
+    /// Nothing: it goes on at the next step. So many pages were moved since the last of these.
+    More {
+        /// Pages.
+        moved: u32,
+    },
+    /// The next step finds nothing to do before that event, or this time, at which it gives up.
+    Waits(Awaited, Instant),
+    /// The task has ended. With an error every page is where it was, or where it was to go.
+    Ended(Result<Moved, GiveBackError>),
 }
 
 /// The event that a [`Mover`] waits for.
@@ -36,14 +92,98 @@ pub enum Awaited {
     Loans,
 }
 
-/// A mover: a lane that moves pages, [`Config::depth`](crate::Config::depth) of them at a time. It
-/// gives memory back, takes it again, promotes pages and compacts packs.
+/// The result of a task.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Moved {
+    /// Pages moved.
+    pub pages: u32,
+    /// Whether there is more to do, from [`Mover::next`] on.
+    pub more: bool,
+}
+
+/// A lane that moves pages, as many at a time as [`Config::depth`](crate::Config::depth) says:
+/// gives memory back, takes it again, brings pages up and together.
 pub struct Mover {
-    pub(crate) lane: Lane,
+    lane: Lane,
+    job: Option<Job>,
+    failed: Vec<(PageNo, Fault)>,
+    next: u32,
+}
+
+/// A task under way.
+struct Job {
+    task: Task,
+    phase: Phase,
+    /// The slots that it looks at, or pages.
+    range: Range<u32>,
+    /// Moves of a batch.
+    batch: u32,
+    /// Moves begun in this batch, and in this pass over a chunk.
+    queued: u32,
+    passed: u32,
+    /// Pages moved in this batch, and in all.
+    moved: u32,
+    total: u32,
+    /// Whether this pass has met a slot in use.
+    left: bool,
+    /// A page of an opened pack that found the lane full.
+    held: Option<(PageNo, Slot)>,
+    /// The time of the first step.
+    began: Option<Instant>,
+    /// When it began to wait for what it waits for.
+    since: Option<Instant>,
+    stops: bool,
+}
+
+/// The state of a task. A batch that is full [settles](Phase::Settle) before the next state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// Every lane ends the batch that it is in; the epoch of the beginning, once it has begun.
+    Lanes(Option<u64>),
+    /// The same, once nothing is left in the chunk.
+    LastLanes(Option<u64>),
+    /// Pages in slots from this one on are moved.
+    Slots(u32),
+    /// Pages from this one on are moved that lie in the slots.
+    Pages(u32),
+    /// Packs in slots from this one on are opened, so many until now.
+    Open(u32, u32),
+    /// The pages of opened packs are moved.
+    Gather,
+    /// Everything in flight ends.
+    Settle(Next),
+    /// The chunk's word says that it was given back; its memory goes.
+    Release,
+}
+
+/// The state after a batch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Next {
+    Slots(u32),
+    Pages(u32),
+    EndOfSlots,
+    EndOfPass,
+    Gather,
+    End,
+}
+
+impl Volume {
+    /// Opens a mover for a worker.
+    ///
+    /// # Errors
+    /// Fails as [`lane`](Volume::lane) does.
+    pub fn mover(self: &Arc<Self>) -> Result<Mover, OpenError> {
+        Ok(Mover {
+            lane: self.lane_for(self.config.depth.max(1), 0)?,
+            job: None,
+            failed: Vec::new(),
+            next: 0,
+        })
+    }
 }
 
 impl Mover {
-    /// The volume whose pages the mover moves.
+    /// The volume whose pages it moves.
     pub fn volume(&self) -> &Arc<Volume> {
         self.lane.volume()
     }
@@ -53,24 +193,468 @@ impl Mover {
         self.lane.abandon();
     }
 
-    /// Waits until nothing is in flight, and hands each completion to `each`.
-    pub(crate) fn drain(
-        &mut self,
-        driver: &mut dyn Driver,
-        each: &mut dyn FnMut(&mut dyn Driver, Done<'_>),
-    ) -> Result<(), GiveBackError> {
-        let began = driver.now();
-        while self.lane.in_flight() > 0 {
-            self.lane.submit();
-            let now = driver.now();
-            self.lane.poll(now, &mut |done| each(driver, done));
-            if now > began + LANES_WAIT {
-                return Err(GiveBackError::Busy);
-            }
-            if self.lane.in_flight() > 0 {
-                driver.rest(Awaited::Stores);
+    /// Begins a task; [`step`](Mover::step) does it.
+    ///
+    /// # Errors
+    /// When there is no such store or chunk.
+    ///
+    /// # Panics
+    /// When another task is under way.
+    pub fn begin(&mut self, task: Task) -> Result<(), GiveBackError> {
+        assert!(self.job.is_none(), "a mover has one task at a time");
+        let job = self.job(task)?;
+        self.failed.clear();
+        self.lane.forget_slot_wait();
+        if let Task::MoveUp { from, .. } = task {
+            self.lane.reach = from;
+        }
+        self.job = Some(job);
+        Ok(())
+    }
+
+    /// Has the task under way end once its batch has: with [`GiveBackError::Stopped`], unless it
+    /// was at its end.
+    pub fn stop(&mut self) {
+        if let Some(job) = &mut self.job {
+            job.stops = true;
+        }
+    }
+
+    /// Pages that the last task could not move, and what their stores said. Of a pack that could
+    /// not be read, its slot.
+    pub fn failed(&self) -> &[(PageNo, Fault)] {
+        &self.failed
+    }
+
+    /// The number that the last task upwards, or of compaction, has come to.
+    pub fn next(&self) -> u32 {
+        self.next
+    }
+
+    /// Does a bounded piece of the task. Without a task it has ended.
+    pub fn step(&mut self, now: Instant) -> Step {
+        let Some(mut job) = self.job.take() else { return Step::Ended(Ok(Moved::default())) };
+        match self.advance(&mut job, now) {
+            Ok(Step::Ended(result)) => self.end(&job, result),
+            Err(error) => self.end(&job, Err(error)),
+            Ok(step) => {
+                self.job = Some(job);
+                step
             }
         }
+    }
+
+    /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that
+    /// was not.
+    ///
+    /// # Errors
+    /// Fails when the store cannot get the memory now.
+    pub fn take(&mut self, store: usize, chunk: u32) -> Result<(), GiveBackError> {
+        let volume = Arc::clone(self.volume());
+        let (tier, slots) = volume.find_chunk(store, chunk)?;
+        match tier.chunk_state(chunk) {
+            ChunkState::Held => return Ok(()),
+            ChunkState::Emptying => return Err(GiveBackError::NotHeld { store, chunk }),
+            ChunkState::GivenBack => {}
+        }
+        let taken = tier.store.reclaim().map_or(Err(Fault::Unsupported), |store| store.take(chunk));
+        taken.map_err(GiveBackError::Store)?;
+        if tier.step(chunk, ChunkState::GivenBack, ChunkState::Held) {
+            tier.records.open(extents(&slots));
+        }
         Ok(())
+    }
+
+    fn job(&self, task: Task) -> Result<Job, GiveBackError> {
+        let volume = self.volume();
+        let depth = volume.config.depth.max(1) as u32;
+        let (phase, range, batch) = match task {
+            Task::GiveBack { store, chunk } => {
+                (Phase::Lanes(None), volume.find_chunk(store, chunk)?.1, depth)
+            }
+            Task::MoveOut { store, chunk, part: (part, parts) } => {
+                let slots = volume.find_chunk(store, chunk)?.1;
+                let size = (slots.end - slots.start).div_ceil(parts.max(1));
+                let start = slots.start.saturating_add(size.saturating_mul(part)).min(slots.end);
+                let slots = start..start.saturating_add(size).min(slots.end);
+                (Phase::Slots(slots.start), slots, depth)
+            }
+            Task::MoveUp { from, next } => {
+                let tier = volume.tiers.get(from).ok_or(GiveBackError::NoChunk { store: from, chunk: 0 })?;
+                let room = volume.tiers[..from].iter().map(Tier::free_online).fold(0, u32::saturating_add);
+                let batch = depth.min(room.saturating_sub(volume.config.slack()));
+                let range = next..next.saturating_add(SEARCH).min(end_of(volume, tier));
+                // A pack's record does not say whose it is; the map does.
+                (if tier.records.has_packs() { Phase::Pages(next) } else { Phase::Slots(next) }, range, batch)
+            }
+            Task::Compact { store, next, .. } => {
+                let tier = volume.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk: 0 })?;
+                // Slots are free after a batch, not before: where there are few, a new pack or two
+                // at a time.
+                let room = volume.tiers[..=store].iter().map(|tier| tier.records.open_free(|_| true));
+                let batch = (room.fold(0, u32::saturating_add) / 2).clamp(2, OPENED_MAX as u32);
+                (Phase::Open(next, 0), next..next.saturating_add(SEARCH).min(tier.records.slots()), batch)
+            }
+        };
+        Ok(Job {
+            task,
+            phase,
+            range,
+            batch,
+            queued: 0,
+            passed: 0,
+            moved: 0,
+            total: 0,
+            left: false,
+            held: None,
+            began: None,
+            since: None,
+            stops: false,
+        })
+    }
+
+    fn end(&mut self, job: &Job, result: Result<Moved, GiveBackError>) -> Step {
+        self.lane.submit();
+        self.lane.reach = self.volume().tiers.len();
+        self.next = job.range.start;
+        // Pages of opened packs that were not moved stay where they are.
+        while self.lane.opened().is_some() {}
+        if let (Task::GiveBack { store, chunk }, Err(_)) = (job.task, &result) {
+            self.volume().keep(store, chunk);
+        }
+        Step::Ended(result)
+    }
+
+    fn advance(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
+        job.began.get_or_insert(now);
+        if job.stops && job.phase != Phase::Release {
+            if self.lane.in_flight() == 0 {
+                return Err(GiveBackError::Stopped);
+            }
+            let opening = matches!(job.phase, Phase::Open(..) | Phase::Settle(Next::Gather));
+            job.phase = Phase::Settle(if opening { Next::Gather } else { Next::End });
+        }
+        match job.phase {
+            Phase::Lanes(_) | Phase::LastLanes(_) => self.await_lanes(job, now),
+            Phase::Slots(at) => self.move_slots(job, at, now),
+            Phase::Pages(at) => self.move_pages(job, at, now),
+            Phase::Open(at, found) => self.open_packs(job, (at, found), now),
+            Phase::Gather => self.gather(job, now),
+            Phase::Settle(next) => self.settle(job, next, now),
+            Phase::Release => self.release(job),
+        }
+    }
+
+    /// Goes on once every lane has ended the batch it was in.
+    fn await_lanes(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
+        let (Phase::Lanes(begun) | Phase::LastLanes(begun)) = job.phase else { unreachable!("it waits") };
+        let is_last = matches!(job.phase, Phase::LastLanes(_));
+        // This lane's own batch ends first.
+        self.lane.submit();
+        let volume = Arc::clone(self.volume());
+        let epoch = begun.unwrap_or_else(|| volume.epochs.now());
+        // A dropped lane may hold slots here without a pin.
+        volume.close_lanes(now);
+        if volume.epochs.safe() <= epoch {
+            job.phase = if is_last { Phase::LastLanes(Some(epoch)) } else { Phase::Lanes(Some(epoch)) };
+            return job.waits(Awaited::Lanes, now);
+        }
+        job.since = None;
+        if is_last {
+            // Said before it is done: a daemon that is killed in between leaves a chunk that nobody
+            // uses, not one without memory that takes pages.
+            job.step_chunk(&volume, ChunkState::Emptying, ChunkState::GivenBack);
+            job.phase = Phase::Release;
+        } else {
+            (job.left, job.passed, job.phase) = (false, 0, Phase::Slots(job.range.start));
+        }
+        Ok(Step::More { moved: 0 })
+    }
+
+    /// Moves what lies in slots from `at` on.
+    fn move_slots(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
+        let volume = Arc::clone(self.volume());
+        let store = job.task.store();
+        let (tier, until) = (&volume.tiers[store], at.saturating_add(LOOKS).min(job.range.end));
+        while at < until && job.queued < job.batch {
+            let (slot, here) = (Slot(at), Place::Stored { store, slot: Slot(at) });
+            let occupant = tier.records.occupant(slot);
+            job.left |= occupant.is_some();
+            let page = occupant.map(|it| it.page).filter(|page| page.0 < volume.pages());
+            if let Some(page) = page.filter(|page| volume.map.load(*page).place() == here)
+                && !self.begin_move(job, page, here)
+            {
+                job.phase = Phase::Slots(at);
+                return self.await_room(job, now);
+            }
+            at += 1;
+        }
+        job.phase = match () {
+            () if at >= job.range.end => Phase::Settle(Next::EndOfSlots),
+            () if job.queued >= job.batch => Phase::Settle(Next::Slots(at)),
+            () => Phase::Slots(at),
+        };
+        if job.is_upwards() && !matches!(job.phase, Phase::Slots(_)) {
+            (job.range.start, job.phase) = (at, Phase::Settle(Next::End));
+        }
+        self.go_on(job, now)
+    }
+
+    /// Moves pages from `at` on that lie in the slots of a chunk; of a task upwards, in its store.
+    fn move_pages(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
+        let volume = Arc::clone(self.volume());
+        let store = job.task.store();
+        let (slots, end) = if job.is_upwards() {
+            (0..volume.tiers[store].records.slots(), job.range.end)
+        } else {
+            (job.range.clone(), volume.pages())
+        };
+        let until = at.saturating_add(LOOKS).min(end);
+        while at < until && job.queued < job.batch {
+            let here = volume.map.load(PageNo(at)).place();
+            let lies_there =
+                matches!(here, Place::Stored { store: it, slot } if it == store && slots.contains(&slot.0));
+            if lies_there && !self.begin_move(job, PageNo(at), here) {
+                job.phase = Phase::Pages(at);
+                return self.await_room(job, now);
+            }
+            at += 1;
+        }
+        job.phase = match () {
+            () if at >= end => Phase::Settle(Next::EndOfPass),
+            () if job.queued >= job.batch => Phase::Settle(Next::Pages(at)),
+            () => Phase::Pages(at),
+        };
+        if job.is_upwards() && !matches!(job.phase, Phase::Pages(_)) {
+            (job.range.start, job.phase) = (at, Phase::Settle(Next::End));
+        }
+        self.go_on(job, now)
+    }
+
+    /// Reads packs in slots from `at` on that are sparse; `found` were until now.
+    fn open_packs(
+        &mut self,
+        job: &mut Job,
+        (mut at, mut found): (u32, u32),
+        now: Instant,
+    ) -> Result<Step, GiveBackError> {
+        let Task::Compact { store, sparse, .. } = job.task else { unreachable!("packs are compacted") };
+        let volume = Arc::clone(self.volume());
+        let until = at.saturating_add(LOOKS).min(job.range.end);
+        while at < until && found < job.batch {
+            let slot = Slot(at);
+            if sparse.has(volume.tiers[store].records.occupant(slot)) {
+                if self.lane.in_flight() == 0 {
+                    self.lane.plan(job.batch as usize, job.batch as usize);
+                }
+                match self.lane.open_up(slot.0, store, slot) {
+                    Progress::Done(result) => self.note(job, PageNo(slot.0), result),
+                    Progress::Queued => {}
+                    Progress::Full => {
+                        job.phase = Phase::Open(at, found);
+                        return self.await_room(job, now);
+                    }
+                }
+                (found, job.since) = (found + 1, None);
+            }
+            at += 1;
+        }
+        job.range.start = at;
+        job.phase = if at < until || at >= job.range.end || found >= job.batch {
+            Phase::Settle(Next::Gather)
+        } else {
+            Phase::Open(at, found)
+        };
+        self.go_on(job, now)
+    }
+
+    /// Moves the pages of the packs that were opened.
+    fn gather(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
+        // Of two packs that others have left meanwhile nothing may be left to bring together.
+        while let Some((page, slot)) = job.held.take().or_else(|| self.lane.opened()) {
+            let here = Place::Stored { store: job.task.store(), slot };
+            if !self.begin_move(job, page, here) {
+                job.held = Some((page, slot));
+                return self.await_room(job, now);
+            }
+        }
+        job.phase = Phase::Settle(Next::End);
+        Ok(Step::More { moved: 0 })
+    }
+
+    /// Begins to move a page from where it lies. False where the lane is full.
+    fn begin_move(&mut self, job: &mut Job, page: PageNo, here: Place) -> bool {
+        if self.lane.in_flight() == 0 {
+            self.lane.plan(job.batch as usize, job.batch as usize);
+        }
+        match self.lane.move_page(page.0, page, here) {
+            Progress::Done(result) => self.note(job, page, result),
+            Progress::Queued => {}
+            Progress::Full => return false,
+        }
+        job.queued += 1;
+        job.passed += 1;
+        job.since = None;
+        true
+    }
+
+    fn note(&mut self, job: &mut Job, page: PageNo, result: Result<(), Fault>) {
+        match result {
+            Ok(()) => job.moved += 1,
+            Err(fault) => self.failed.push((page, fault)),
+        }
+    }
+
+    /// The lane is full: it takes more once something has come back.
+    fn await_room(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
+        self.poll(job, now);
+        job.waits(Awaited::Stores, now)
+    }
+
+    fn poll(&mut self, job: &mut Job, now: Instant) {
+        let Mover { lane, failed, .. } = self;
+        lane.submit();
+        lane.poll(now, &mut |done| match done.result {
+            Ok(()) => job.moved += 1,
+            Err(fault) => failed.push((PageNo(done.ticket), fault)),
+        });
+    }
+
+    fn go_on(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
+        match job.phase {
+            Phase::Settle(next) => self.settle(job, next, now),
+            _ => Ok(Step::More { moved: 0 }),
+        }
+    }
+
+    /// Has everything end that is in flight, and counts what came of it.
+    fn settle(&mut self, job: &mut Job, next: Next, now: Instant) -> Result<Step, GiveBackError> {
+        if self.lane.in_flight() > 0 {
+            self.poll(job, now);
+            if self.lane.in_flight() > 0 {
+                return job.waits(Awaited::Stores, now);
+            }
+        }
+        self.lane.submit();
+        let moved = std::mem::take(&mut job.moved);
+        (job.queued, job.since) = (0, None);
+        if next == Next::Gather {
+            // Packs were read, and nothing moved yet.
+            if job.stops {
+                return Err(GiveBackError::Stopped);
+            }
+            job.phase = Phase::Gather;
+            return Ok(Step::More { moved: 0 });
+        }
+        job.total += moved;
+        let metrics = self.lane.metrics();
+        let count = match job.task {
+            Task::GiveBack { .. } | Task::MoveOut { .. } => &metrics.moved_out,
+            Task::MoveUp { .. } => &metrics.moved_up,
+            Task::Compact { .. } => &metrics.compacted,
+        };
+        count.add(u64::from(moved));
+        let stays = matches!(job.task, Task::GiveBack { .. } | Task::MoveOut { .. });
+        if stays && !self.failed.is_empty() {
+            return Err(GiveBackError::Pages(self.failed.clone()));
+        }
+        if job.stops {
+            return Err(GiveBackError::Stopped);
+        }
+        let chunk = matches!(job.task, Task::GiveBack { .. });
+        job.phase = match next {
+            Next::Slots(at) => Phase::Slots(at),
+            Next::Pages(at) => Phase::Pages(at),
+            Next::EndOfSlots
+                if chunk && job.left && self.volume().tiers[job.task.store()].records.has_packs() =>
+            {
+                Phase::Pages(0)
+            }
+            Next::EndOfSlots | Next::EndOfPass if chunk => return job.end_pass(moved, now),
+            _ => return self.result(job).map(|moved| Step::Ended(Ok(moved))),
+        };
+        Ok(Step::More { moved })
+    }
+
+    /// The result of a task that ends with a batch.
+    fn result(&mut self, job: &Job) -> Result<Moved, GiveBackError> {
+        let (volume, next) = (self.lane.volume(), job.range.start);
+        let more = match job.task {
+            Task::GiveBack { .. } | Task::MoveOut { .. } => false,
+            Task::MoveUp { .. } => {
+                let is_full = self.failed.iter().any(|&(_, fault)| fault == Fault::Full);
+                self.failed.retain(|&(_, fault)| fault != Fault::Full);
+                if !self.failed.is_empty() {
+                    return Err(GiveBackError::Pages(self.failed.clone()));
+                }
+                job.batch > 0 && !is_full && next < end_of(volume, &volume.tiers[job.task.store()])
+            }
+            Task::Compact { store, .. } => next < volume.tiers[store].records.slots(),
+        };
+        Ok(Moved { pages: job.total, more })
+    }
+
+    /// Releases the memory of a chunk that nobody uses any more.
+    fn release(&mut self, job: &mut Job) -> Result<Step, GiveBackError> {
+        let Task::GiveBack { store, chunk } = job.task else { unreachable!("a chunk is released") };
+        let volume = Arc::clone(self.volume());
+        let (tier, _) = volume.find_chunk(store, chunk)?;
+        if let Err(fault) = tier.release(chunk) {
+            job.step_chunk(&volume, ChunkState::GivenBack, ChunkState::Emptying);
+            return Err(GiveBackError::Store(fault));
+        }
+        Ok(Step::Ended(Ok(Moved { pages: job.total, ..Moved::default() })))
+    }
+}
+
+/// The end of what a task upwards looks at.
+fn end_of(volume: &Volume, tier: &Tier) -> u32 {
+    if tier.records.has_packs() { volume.pages() } else { tier.records.slots() }
+}
+
+impl Task {
+    fn store(&self) -> usize {
+        match *self {
+            Task::GiveBack { store, .. } | Task::MoveOut { store, .. } | Task::Compact { store, .. } => store,
+            Task::MoveUp { from, .. } => from,
+        }
+    }
+}
+
+impl Job {
+    fn is_upwards(&self) -> bool {
+        matches!(self.task, Task::MoveUp { .. })
+    }
+
+    /// It waits, but not for longer than that takes.
+    fn waits(&mut self, awaited: Awaited, now: Instant) -> Result<Step, GiveBackError> {
+        let until = *self.since.get_or_insert(now) + LANES_WAIT;
+        if now > until { Err(GiveBackError::Busy) } else { Ok(Step::Waits(awaited, until)) }
+    }
+
+    /// A pass over a chunk has ended.
+    fn end_pass(&mut self, moved: u32, now: Instant) -> Result<Step, GiveBackError> {
+        if !self.left {
+            // Others may have freed slots since lanes were awaited, under a lane that had found a
+            // page there.
+            self.phase = Phase::LastLanes(None);
+            return Ok(Step::More { moved });
+        }
+        // Lanes that claimed a slot here before it was closed publish it, or free it, before their
+        // pin ends.
+        self.phase = Phase::Lanes(None);
+        if self.passed > 0 {
+            return Ok(Step::More { moved });
+        }
+        // Pages that are lent out: they are no longer anywhere else, and somebody reads them in
+        // place.
+        let until = self.began.unwrap_or(now) + LANES_WAIT;
+        if now > until { Err(GiveBackError::Busy) } else { Ok(Step::Waits(Awaited::Loans, until)) }
+    }
+
+    fn step_chunk(&self, volume: &Volume, from: ChunkState, to: ChunkState) {
+        let Task::GiveBack { store, chunk } = self.task else { return };
+        let stepped = volume.tiers[store].step(chunk, from, to);
+        debug_assert!(stepped, "only whoever closed a chunk moves it on");
     }
 }

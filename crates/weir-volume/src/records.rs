@@ -22,6 +22,7 @@
 
 use crate::lend::Lent;
 use crate::pack::MEMBERS_MAX;
+use crate::sync::others_may_run;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use weir_core::{Checksum, Memory, PageNo, Slot};
@@ -306,7 +307,9 @@ impl Records {
     /// Claims this slot, if it is free and its epoch has passed.
     #[inline]
     pub fn try_claim(&self, slot: Slot, page: PageNo, safe: u64) -> bool {
-        self.claimable(slot, safe).is_some_and(|free| self.claim_if(slot, free, page))
+        let Some(free) = self.claimable(slot, safe) else { return false };
+        others_may_run();
+        self.claim_if(slot, free, page)
     }
 
     /// The record of a slot that can be claimed now.

@@ -3,7 +3,7 @@
 
 mod driver;
 
-use driver::driver;
+use driver::{Driven as _, driver};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use std::sync::Arc;

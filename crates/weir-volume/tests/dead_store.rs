@@ -2,7 +2,7 @@
 
 mod driver;
 
-use driver::driver;
+use driver::{Driven as _, driver};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageNo};

@@ -2,7 +2,7 @@
 
 mod driver;
 
-use driver::driver;
+use driver::{Driven as _, driver};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};

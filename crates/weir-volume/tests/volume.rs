@@ -2,7 +2,7 @@
 
 mod driver;
 
-use driver::driver;
+use driver::{Driven as _, driver};
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;

@@ -6,7 +6,7 @@ use super::workers::Workers;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use weir_queue::{Item, Work, has_item};
-use weir_volume::{GiveBackError, Sparse, Volume};
+use weir_volume::{GiveBackError, Sparse, Task, Volume};
 
 /// Time that one turn moves pages. With the rests while the volume is in use, that is a tenth of
 /// one processor.
@@ -86,16 +86,15 @@ impl Compaction {
             at.operations = volume.operations();
         }
         let mut mover = workers.mover(0);
-        while let Some(Sweep { store, mut slot, sparse }) = at.sweep {
-            // A page that cannot be read stays in its slot, and its next reader gets the error.
-            let mut driver = drive(|_| !workers.is_stopping());
-            let more = match mover.compact(store, &mut slot, sparse, &mut driver) {
-                Ok(done) => done.more,
+        while let Some(Sweep { store, slot, sparse }) = at.sweep {
+            // A page that cannot be read stays where it is, and says so to whoever reads it.
+            let task = Task::Compact { store, next: slot, sparse };
+            at.sweep = match drive(&mut mover, task, |_| !workers.is_stopping()) {
+                Ok(done) if done.more => Some(Sweep { store, slot: mover.next(), sparse }),
                 Err(GiveBackError::Stopped) => return false,
-                Err(_) => false,
+                Ok(_) | Err(_) => sweep_from(volume, store + 1),
             };
-            at.sweep = if more { Some(Sweep { store, slot, sparse }) } else { sweep_from(volume, store + 1) };
-            if workers.clock().now() - began >= TURN {
+            if began.elapsed() >= TURN {
                 break;
             }
         }

@@ -3,7 +3,7 @@
 use crate::environment::Clock;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Rest};
-use weir_volume::{Awaited, Driver};
+use weir_volume::{Awaited, GiveBackError, Moved, Mover, Step, Task};
 
 /// Bytes a second that all threads together move out.
 pub const RATE: f64 = 12e9;
@@ -23,32 +23,28 @@ pub fn is_in_use(pages: u64, time: Duration) -> bool {
     pages as f64 / time.as_secs_f64().max(1e-3) > IDLE_PAGES_PER_S
 }
 
-/// Drives a mover by the machine's clock. `goes_on` gets the pages of each batch, and says whether
-/// to go on.
-pub fn drive<F: FnMut(u32) -> bool>(goes_on: F) -> Drive<F> {
-    Drive { goes_on, rest: Rest::default() }
-}
-
-/// Drives a mover by the machine's clock; see [`drive`].
-pub struct Drive<F> {
-    goes_on: F,
-    rest: Rest,
-}
-
-impl<F: FnMut(u32) -> bool> Driver for Drive<F> {
-    fn now(&mut self) -> Instant {
-        Instant::now()
-    }
-
-    fn goes_on(&mut self, moved: u32) -> bool {
-        self.rest.end();
-        (self.goes_on)(moved)
-    }
-
-    fn rest(&mut self, awaited: Awaited) {
-        match awaited {
-            Awaited::Stores | Awaited::Lanes => self.rest.until_next(),
-            Awaited::Loans => std::thread::sleep(LOAN_REST),
+/// Has a mover do a task, by the machine's clock. `goes_on` is told how many pages each step moved.
+///
+/// # Errors
+/// Why the task ended before it was done.
+pub fn drive(
+    mover: &mut Mover,
+    task: Task,
+    mut goes_on: impl FnMut(u32) -> bool,
+) -> Result<Moved, GiveBackError> {
+    let mut rest = Rest::default();
+    mover.begin(task)?;
+    loop {
+        match mover.step(Instant::now()) {
+            Step::More { moved } => {
+                rest.end();
+                if !goes_on(moved) {
+                    mover.stop();
+                }
+            }
+            Step::Waits(Awaited::Stores | Awaited::Lanes, _) => rest.until_next(),
+            Step::Waits(Awaited::Loans, _) => std::thread::sleep(LOAN_REST),
+            Step::Ended(result) => return result,
         }
     }
 }

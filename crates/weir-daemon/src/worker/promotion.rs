@@ -6,6 +6,7 @@ use super::workers::Workers;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
+use weir_volume::Task;
 
 /// Time that one turn moves pages.
 const TURN: Duration = Duration::from_millis(5);
@@ -82,8 +83,10 @@ impl Promotion {
         }
         let mut mover = workers.mover(0);
         let Place { store, slot, looked, .. } = &mut *at;
-        while workers.clock().now() - *looked < TURN && !workers.is_stopping() {
-            match mover.move_up(*store, slot, &mut drive(|_| true)) {
+        while looked.elapsed() < TURN && !workers.is_stopping() {
+            let moved = drive(&mut mover, Task::MoveUp { from: *store, next: *slot }, |_| true);
+            *slot = mover.next();
+            match moved {
                 Ok(moved) if moved.more => {}
                 // This store is finished, or no faster store has room any more: the next store's
                 // pages go into the stores before it.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use weir_core::{ByteSize, PAGE_SIZE, Slot, chain};
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
-use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Volume};
+use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Task, Volume};
 
 /// The next step if every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
@@ -398,23 +398,23 @@ impl Workers {
         let mut mover = self.mover(thread);
         let mut pace = Pace::of(list.threads, &*self.clock);
         let Reach { bytes, pages, .. } = &list.job.reach;
-        let mut driver = drive(|moved: u32| {
+        let mut goes_on = |moved: u32| {
             pages.fetch_add(moved.into(), Ordering::Relaxed);
             pace.step(moved);
             !self.is_stopping()
-        });
+        };
         while !self.is_stopping() {
             let next = list.next.fetch_add(1, Ordering::Relaxed);
             let (at, part) = (next / list.threads, (next % list.threads) as u32);
             let Some(chunk) = list.chunks.get(at) else { return };
-            // A page that cannot be moved is met again when the chunk is finished, and reported
-            // then.
-            let _ = mover.move_out(chunk.store, chunk.chunk, (part, list.threads as u32), &mut driver);
+            // A page that cannot be moved is met again, and reported, when the chunk is finished.
+            let (Chunk { store, chunk: number, .. }, parts) = (*chunk, list.threads as u32);
+            let _ =
+                drive(&mut mover, Task::MoveOut { store, chunk: number, part: (part, parts) }, &mut goes_on);
             if list.left[at].fetch_sub(1, Ordering::AcqRel) > 1 || self.is_stopping() {
                 continue;
             }
-            let emptied = mover.finish_give_back(chunk.store, chunk.chunk, &mut driver);
-            match emptied {
+            match drive(&mut mover, Task::GiveBack { store, chunk: number }, &mut goes_on) {
                 Ok(_) => {
                     bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
                 }

@@ -90,7 +90,7 @@ impl Engine {
                 match request.op {
                     Op::Read => counters.reads.add(1),
                     Op::Write => counters.writes.add(1),
-                    Op::Discard | Op::Zero => counters.discards.add(1),
+                    Op::Discard | Op::Zero | Op::Hole => counters.discards.add(1),
                     Op::Flush => {}
                 }
                 self.batch.push(Taken { tag, swap, request });
@@ -124,7 +124,7 @@ impl Engine {
 
     /// Takes the next answer.
     pub fn finished(&mut self, counters: &Counters) -> Option<(u16, i32)> {
-        let answer = |Answer { id, request, result }| match result {
+        let answer = |Answer { id, request, result, .. }| match result {
             Ok(()) => (id, success(&request)),
             Err(fault) => (id, -errno(fault).raw_os_error()),
         };

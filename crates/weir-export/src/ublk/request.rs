@@ -52,7 +52,7 @@ impl Rules {
 pub fn success(request: &Request) -> i32 {
     match request.op {
         Op::Read | Op::Write => request.span.length as i32,
-        Op::Discard | Op::Zero | Op::Flush => 0,
+        Op::Discard | Op::Zero | Op::Hole | Op::Flush => 0,
     }
 }
 

@@ -21,11 +21,12 @@ enum Held {
     Part(usize, Vec<u8>),
     Run(Vec<PageBytes>),
     Flush,
+    Forsaken,
 }
 
 pub struct Moody<L> {
     inner: L,
-    mood: Mood,
+    pub mood: Mood,
     state: u64,
     held: Vec<(Ticket, PageNo, Held, u64)>,
     /// Number of flushes that reached the device below.
@@ -108,8 +109,8 @@ impl<L: PageLane> PageLane for Moody<L> {
     fn discard(&mut self, first: PageNo, count: u32) {
         self.inner.discard(first, count);
     }
-    fn zero(&mut self, first: PageNo, count: u32) {
-        self.inner.zero(first, count);
+    fn zero(&mut self, first: PageNo, count: u32, holes: bool) {
+        self.inner.zero(first, count, holes);
     }
     fn flush(&mut self, ticket: Ticket) -> Progress {
         self.flushes += 1;
@@ -119,6 +120,11 @@ impl<L: PageLane> PageLane for Moody<L> {
         self.inner.pin()
     }
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
+        for (ticket, _, held, _) in &mut self.held {
+            if whose(*ticket) && !matches!(held, Held::Read | Held::Flush) {
+                *held = Held::Forsaken;
+            }
+        }
         self.inner.forsake(whose);
     }
     fn known_zero(&self, page: PageNo) -> bool {
@@ -146,6 +152,7 @@ impl<L: PageLane> PageLane for Moody<L> {
                 }
                 Held::Part(offset, bytes) => self.inner.write_part(ticket, page, *offset, bytes),
                 Held::Flush => self.inner.flush(ticket),
+                Held::Forsaken => Progress::Done(Err(Fault::Forsaken)),
             };
             match progress {
                 Progress::Queued => {}

@@ -40,8 +40,10 @@ pub struct Injected {
     /// Number of reads that succeeded with another content than the last acknowledged write's: a
     /// checksum must notice each.
     pub damaged_reads: u64,
-    /// Number of operations that found the store or their chunk gone.
+    /// Operations that found the store gone.
     pub gone: u64,
+    /// Operations that found their chunk released: its user's mistake.
+    pub released: u64,
 }
 
 /// The damage to a slot's content.
@@ -87,6 +89,7 @@ struct Counts {
     lost_writes: AtomicU64,
     damaged_reads: AtomicU64,
     gone: AtomicU64,
+    released: AtomicU64,
 }
 
 impl Sim {
@@ -140,7 +143,14 @@ impl Sim {
             lost_writes: read(&counts.lost_writes),
             damaged_reads: read(&counts.damaged_reads),
             gone: read(&counts.gone),
+            released: read(&counts.released),
         }
+    }
+
+    /// Whether it has the memory of a chunk.
+    pub fn holds(&self, chunk: u32) -> bool {
+        let released = self.shared.released.get(chunk as usize);
+        released.is_some_and(|released| !released.load(Ordering::SeqCst))
     }
 
     /// The damage to the content of `slot` now.
@@ -287,13 +297,17 @@ impl Shared {
 
     /// The slot's cell, if the store still has it.
     fn cell(&self, slot: Slot) -> Result<&Mutex<Cell>, Fault> {
-        let gone = || {
-            self.counts.gone.fetch_add(1, Ordering::Relaxed);
+        let gone = |count: &AtomicU64| {
+            count.fetch_add(1, Ordering::Relaxed);
             Fault::Lost
         };
-        let cell = self.cells.get(slot.0 as usize).ok_or_else(gone)?;
-        let released = self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::SeqCst);
-        if released || self.is_lost() { Err(gone()) } else { Ok(cell) }
+        if self.is_lost() {
+            return Err(gone(&self.counts.gone));
+        }
+        let chunk = self.released.get((slot.0 / self.chunk_slots) as usize);
+        let released = chunk.is_none_or(|released| released.load(Ordering::SeqCst));
+        let cell = self.cells.get(slot.0 as usize).filter(|_| !released);
+        cell.ok_or_else(|| gone(&self.counts.released))
     }
 
     fn chunk(&self, chunk: u32) -> Result<&[Mutex<Cell>], Fault> {

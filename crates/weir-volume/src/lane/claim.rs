@@ -300,9 +300,8 @@ mod tests {
     use super::SLOT_WAIT;
     use crate::entry::{Entry, Place};
     use crate::records::{EXTENT_SLOTS, Occupant};
-    use crate::{Awaited, Config, Driver, Volume};
+    use crate::{Awaited, Config, Step, Task, Volume};
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicU32, Ordering};
     use std::time::{Duration, Instant};
     use weir_core::{ByteSize, Checksum, PAGE_SIZE, PageBytes, PageNo, Slot};
     use weir_store::{Fault, Host, Progress, Sim, SimUrl, Store};
@@ -318,24 +317,6 @@ mod tests {
         assert!(lane.looking.is_pinned(), "who empties the slot's chunk would not wait for it");
         lane.leave();
         assert!(!lane.looking.is_pinned());
-    }
-
-    /// A driver that always goes on, and counts how often the mover found lanes within a batch.
-    struct Counted<'a>(&'a AtomicU32);
-
-    impl Driver for Counted<'_> {
-        fn now(&mut self) -> Instant {
-            Instant::now()
-        }
-
-        fn goes_on(&mut self, _moved: u32) -> bool {
-            true
-        }
-
-        fn rest(&mut self, awaited: Awaited) {
-            self.0.fetch_add(u32::from(awaited == Awaited::Lanes), Ordering::Relaxed);
-            std::thread::yield_now();
-        }
     }
 
     #[test]
@@ -355,23 +336,29 @@ mod tests {
         late.enter();
         let free = records.claimable(slot, volume.epochs.safe()).expect("a free slot");
         volume.begin_give_back(0, &[0]).expect("room elsewhere");
-        let waits = AtomicU32::new(0);
-        std::thread::scope(|scope| {
-            let giving = scope.spawn(|| worker.finish_give_back(0, 0, &mut Counted(&waits)));
-            while !giving.is_finished() && waits.load(Ordering::Relaxed) < 3 {
-                std::thread::yield_now();
+        worker.begin(Task::GiveBack { store: 0, chunk: 0 }).expect("a chunk");
+        let now = Instant::now();
+        for _ in 0..3 {
+            let step = worker.step(now);
+            assert!(
+                matches!(step, Step::Waits(Awaited::Lanes, _)),
+                "a lane is in the middle of a claim: {step:?}"
+            );
+        }
+        // The second half, and the page is there.
+        assert!(records.claim_if(slot, free, page));
+        let entry = Entry::new(Place::Stored { store: 0, slot }, volume.map.load(page).next_generation());
+        let checksum = Checksum::of(&content, page, entry.generation());
+        records.fill_in(slot, Occupant { page, checksum });
+        assert_eq!(late.stores[0].lane.write(0, slot, &content), Progress::Done(Ok(())));
+        assert!(late.publish(page, entry, None));
+        late.leave();
+        let moved = loop {
+            if let Step::Ended(result) = worker.step(now) {
+                break result.expect("room elsewhere");
             }
-            // Do the second half, after which the page is there.
-            assert!(records.claim_if(slot, free, page));
-            let entry = Entry::new(Place::Stored { store: 0, slot }, volume.map.load(page).next_generation());
-            let checksum = Checksum::of(&content, page, entry.generation());
-            records.fill_in(slot, Occupant { page, checksum });
-            assert_eq!(late.stores[0].lane.write(0, slot, &content), Progress::Done(Ok(())));
-            assert!(late.publish(page, entry, None));
-            late.leave();
-            // A machine that stood still may have made the give-back give up: then the chunk stays.
-            let _ = giving.join().expect("no panic");
-        });
+        };
+        assert_eq!(moved.pages, 1);
         let mut found = [0; PAGE_SIZE];
         assert_eq!(reader.read(0, page, &mut found), Progress::Done(Ok(())));
         assert!(found == content);

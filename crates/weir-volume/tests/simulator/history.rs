@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
 use weir_volume::{
-    Awaited, ChunkState, Compression, Config, Driver, GiveBackError, Kept, Lane, Mover, Sparse, View, Volume,
+    ChunkState, Compression, Config, GiveBackError, Kept, Lane, Moved, Mover, Sparse, Step, Task, View,
+    Volume,
 };
 
 /// Slots of a simulated chunk: an extent of the volume's records, which is the smallest chunk that
@@ -41,39 +42,7 @@ impl Clock {
     }
 }
 
-/// The calls of a mover to its driver.
-enum Told {
-    Batch,
-    Failed(Fault),
-    Rests,
-}
-
-/// A driver that runs a mover by the clock of the history.
-struct Driven<F> {
-    clock: Rc<Clock>,
-    told: F,
-}
-
-impl<F: FnMut(Told) -> bool> Driver for Driven<F> {
-    fn now(&mut self) -> Instant {
-        self.clock.now()
-    }
-
-    fn goes_on(&mut self, _moved: u32) -> bool {
-        (self.told)(Told::Batch)
-    }
-
-    fn failed(&mut self, fault: Fault) {
-        (self.told)(Told::Failed(fault));
-    }
-
-    fn rest(&mut self, _awaited: Awaited) {
-        self.clock.pass(SHORT);
-        (self.told)(Told::Rests);
-    }
-}
-
-/// The counts of events, for the determinism test and for people.
+/// The events, for the determinism test and for the eye.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     reads: u64,
@@ -94,11 +63,13 @@ pub struct Tally {
     given_back: u64,
     kept_back: u64,
     stopped: u64,
+    torn_give_backs: u64,
     moved_up: u64,
     taken: u64,
     compacted: u64,
     torn_compactions: u64,
     destroyed: u64,
+    doubled: u64,
     lost_reads: u64,
     /// Pages that lay in packs at the end, and the slots that they took.
     packed: u64,
@@ -127,19 +98,21 @@ impl Tally {
         self.given_back += other.given_back;
         self.kept_back += other.kept_back;
         self.stopped += other.stopped;
+        self.torn_give_backs += other.torn_give_backs;
         self.moved_up += other.moved_up;
         self.taken += other.taken;
         self.compacted += other.compacted;
         self.torn_compactions += other.torn_compactions;
         self.destroyed += other.destroyed;
+        self.doubled += other.doubled;
         self.lost_reads += other.lost_reads;
         self.packed += other.packed;
         self.packs += other.packs;
         self.trace ^= other.trace;
     }
 
-    /// All events that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 26] {
+    /// Everything that some history must have had.
+    pub fn events(&self) -> [(&'static str, u64); 28] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -159,20 +132,17 @@ impl Tally {
             ("a chunk given back", self.given_back),
             ("a chunk that could not be given back", self.kept_back),
             ("giving back that was stopped midway", self.stopped),
+            ("a crash in the middle of giving back", self.torn_give_backs),
             ("a page brought up", self.moved_up),
             ("a chunk taken again", self.taken),
             ("a page brought together with others", self.compacted),
             ("a crash in the middle of that", self.torn_compactions),
+            ("a map entry that names another page's slot", self.doubled),
             ("a record destroyed", self.destroyed),
             ("a destroyed page read", self.lost_reads),
             ("a page in a pack", self.packed),
             ("a pack of several pages", self.packed.saturating_sub(self.packs)),
         ]
-    }
-
-    /// Counts pages that a mover could not move.
-    fn moves_failed(&mut self, failed: &[(PageNo, Fault)]) {
-        failed.iter().filter(|(_, fault)| *fault != Fault::Full).for_each(|&(_, fault)| self.fault(fault));
     }
 
     fn fault(&mut self, fault: Fault) {
@@ -218,6 +188,8 @@ pub struct History {
     /// Whether each store alone can hold the volume.
     roomy: bool,
     released: Vec<(usize, u32)>,
+    /// Whether the daemon may die in the middle of the task that the worker is at.
+    crashes_now: bool,
     dead: Option<usize>,
     /// Number of writes that ended as lost when a store was dead: it had lost the page, or there
     /// was no slot for it.
@@ -312,6 +284,7 @@ impl History {
             pages: vec![Content::Nothing; config.pages as usize],
             roomy,
             released: Vec::new(),
+            crashes_now: false,
             dead: None,
             lost_writes: 0,
             busy,
@@ -651,6 +624,58 @@ impl History {
         (0..self.players.len()).for_each(|at| self.rest(at));
     }
 
+    /// The worker does a task, and others act between its steps. It is stopped after so many.
+    /// `None`: the daemon has died in the middle.
+    fn work(&mut self, task: Task, mut left: u32) -> Option<Result<Moved, GiveBackError>> {
+        let mut worker = self.worker.take().expect("nobody else has it");
+        worker.begin(task).expect("there is such a store and chunk");
+        loop {
+            match worker.step(self.clock.now()) {
+                Step::More { .. } => {
+                    self.interfere();
+                    left = left.saturating_sub(1);
+                    if left == 0 {
+                        worker.stop();
+                    }
+                }
+                Step::Waits(..) => {
+                    self.clock.pass(SHORT);
+                    // Others are within a batch, for some time.
+                    if self.chance.one_in(8) {
+                        self.rest_all();
+                    }
+                }
+                Step::Ended(result) => {
+                    self.moves_failed(task, worker.failed());
+                    self.worker = Some(worker);
+                    return Some(result);
+                }
+            }
+            if self.crashes_now && self.chance.one_in(16) {
+                self.moves_failed(task, worker.failed());
+                self.worker = Some(worker);
+                self.crash();
+                return None;
+            }
+        }
+    }
+
+    /// Pages that a mover left where they were.
+    fn moves_failed(&mut self, task: Task, failed: &[(PageNo, Fault)]) {
+        for &(_, fault) in failed.iter().filter(|(_, fault)| *fault != Fault::Full) {
+            match task {
+                Task::Compact { .. } => self.write_failed(fault),
+                _ => self.tally.fault(fault),
+            }
+        }
+    }
+
+    /// How many steps a task may take: mostly as many as it needs.
+    fn steps(&mut self) -> u32 {
+        self.crashes_now = self.tally.crashes < 3 && self.chance.one_in(4);
+        if self.chance.one_in(4) { self.chance.within(1, 8) } else { u32::MAX }
+    }
+
     /// The worker gives a chunk back while the others go on; sometimes it is stopped midway,
     /// sometimes the daemon dies.
     fn give_back(&mut self) {
@@ -670,39 +695,16 @@ impl History {
         }
         // Until the give-back is done the chunk takes no pages.
         self.released.push((store, chunk));
-        if self.chance.one_in(8) && self.tally.crashes < 3 {
-            self.released.pop();
-            self.tally.stopped += 1;
-            self.crash();
-            assert_eq!(
-                self.chunk_state(store, chunk),
-                Some(ChunkState::Held),
-                "the next daemon opens it again"
-            );
-            return;
+        let steps = self.steps();
+        let outcome = self.work(Task::GiveBack { store, chunk }, steps);
+        match outcome {
+            Some(Ok(_)) => self.tally.given_back += 1,
+            Some(Err(GiveBackError::Stopped)) => self.tally.stopped += 1,
+            Some(Err(GiveBackError::Pages(_))) => self.tally.kept_back += 1,
+            Some(Err(other)) => panic!("giving back chunk {chunk} of store {store}: {other}"),
+            None => return self.tally.torn_give_backs += 1,
         }
-        let mut left = if self.chance.one_in(4) { self.chance.within(0, 4) } else { u32::MAX };
-        let mut worker = self.worker.take().expect("nobody else has it");
-        let clock = Rc::clone(&self.clock);
-        let told = |told: Told| {
-            match told {
-                Told::Batch => {
-                    self.interfere();
-                    left = left.saturating_sub(1);
-                }
-                Told::Rests => {
-                    // Other lanes are within a batch, for some time.
-                    if self.chance.one_in(8) {
-                        self.rest_all();
-                    }
-                }
-                Told::Failed(_) => {}
-            }
-            left > 0
-        };
-        let outcome = worker.finish_give_back(store, chunk, &mut Driven { clock, told });
-        self.worker = Some(worker);
-        if outcome.is_err() {
+        if !matches!(outcome, Some(Ok(_))) {
             self.released.pop();
             assert_eq!(
                 self.chunk_state(store, chunk),
@@ -710,19 +712,10 @@ impl History {
                 "what is not given back is held"
             );
         }
-        match outcome {
-            Ok(_) => self.tally.given_back += 1,
-            Err(GiveBackError::Stopped) => self.tally.stopped += 1,
-            Err(GiveBackError::Pages(failed)) => {
-                self.tally.kept_back += 1;
-                self.tally.moves_failed(&failed);
-            }
-            Err(other) => panic!("giving back chunk {chunk} of store {store}: {other}"),
-        }
     }
 
-    /// The actions of the other lanes between two batches of the worker. They end their batches,
-    /// since the worker waits for that.
+    /// The acts of the others between two steps of the worker's. Mostly they end their batches, for
+    /// which the worker may wait.
     fn interfere(&mut self) {
         for _ in 0..self.chance.within(0, 4) {
             let at = self.chance.within(0, self.players.len() as u32) as usize;
@@ -734,7 +727,9 @@ impl History {
                 _ => self.read(at, page),
             }
         }
-        self.rest_all();
+        if !self.roomy || !self.chance.one_in(4) {
+            self.rest_all();
+        }
     }
 
     fn chunk_state(&self, store: usize, chunk: u32) -> Option<ChunkState> {
@@ -748,34 +743,31 @@ impl History {
             return;
         }
         self.tally.taken += 1;
-        let mut worker = self.worker.take().expect("nobody else has it");
+        let worker = self.worker.as_mut().expect("nobody else has it");
         worker.take(store, chunk).expect("a simulated store always has memory");
         self.rest_all();
         let from = self.chance.within(0, self.stores.len() as u32) as usize;
         let mut next = 0;
         loop {
-            let clock = Rc::clone(&self.clock);
-            let told = |told: Told| {
-                if let Told::Rests = told {
-                    self.rest_all();
-                }
-                true
-            };
-            match worker.move_up(from, &mut next, &mut Driven { clock, told }) {
-                Ok(moved) => {
+            self.steps();
+            match self.work(Task::MoveUp { from, next }, u32::MAX) {
+                Some(Ok(moved)) => {
                     self.tally.moved_up += u64::from(moved.pages);
                     if !moved.more {
                         break;
                     }
                 }
-                Err(GiveBackError::Pages(failed)) => {
-                    self.tally.moves_failed(&failed);
-                }
-                Err(other) => panic!("bringing pages of store {from} up: {other}"),
+                Some(Err(GiveBackError::Pages(_))) => {}
+                Some(Err(other)) => panic!("bringing pages of store {from} up: {other}"),
+                None => return,
             }
-            self.interfere();
+            next = self.moved_to();
         }
-        self.worker = Some(worker);
+    }
+
+    /// The number that the worker's task has come to.
+    fn moved_to(&self) -> u32 {
+        self.worker.as_ref().expect("nobody else has it").next()
     }
 
     /// The worker empties packs while the others go on; sometimes the daemon dies while pages are
@@ -787,45 +779,21 @@ impl History {
         }
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let sparse = Sparse::up_to(self.chance.pick(&[4, 8, 11, 16]));
-        let mut left = if self.chance.one_in(4) { self.chance.within(0, 3) } else { u32::MAX };
-        let mut worker = self.worker.take().expect("nobody else has it");
         let mut next = 0;
         loop {
-            let clock = Rc::clone(&self.clock);
-            let told = |told: Told| {
-                match told {
-                    // If a store has no free slot, pages stay in their slots.
-                    Told::Failed(Fault::Full) => {}
-                    Told::Failed(fault) => self.write_failed(fault),
-                    Told::Batch => {
-                        self.interfere();
-                        left = left.saturating_sub(1);
-                    }
-                    Told::Rests => {
-                        if self.chance.one_in(8) {
-                            self.rest_all();
-                        }
-                    }
-                }
-                left > 0 || self.tally.crashes >= 3
-            };
-            let done = worker.compact(store, &mut next, sparse, &mut Driven { clock, told });
-            match done {
-                Ok(done) => {
+            let steps = self.steps();
+            match self.work(Task::Compact { store, next, sparse }, steps) {
+                Some(Ok(done)) => {
                     self.tally.compacted += u64::from(done.pages);
                     if !done.more {
-                        self.worker = Some(worker);
                         return;
                     }
                 }
-                Err(GiveBackError::Stopped) => {
-                    self.tally.torn_compactions += 1;
-                    self.worker = Some(worker);
-                    self.crash();
-                    return;
-                }
-                Err(other) => panic!("emptying packs of store {store}: {other}"),
+                Some(Err(GiveBackError::Stopped)) => return,
+                Some(Err(other)) => panic!("emptying packs of store {store}: {other}"),
+                None => return self.tally.torn_compactions += 1,
             }
+            next = self.moved_to();
         }
     }
 
@@ -847,6 +815,11 @@ impl History {
             return;
         }
         self.tally.crashes += 1;
+        // A chunk that was being given back is open again, unless its word says that it is gone.
+        let gone = |volume: &Volume, store: usize, chunk: u32| {
+            volume.chunks(store).nth(chunk as usize).is_some_and(|it| it.state == ChunkState::GivenBack)
+        };
+        self.released.retain(|&(store, chunk)| gone(&self.volume, store, chunk));
         for &(store, chunk) in &self.released {
             // A store that is opened anew may have all its memory; the volume remembers the chunks
             // that were given back.
@@ -866,29 +839,71 @@ impl History {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
         };
         let kept = Kept { map: adopt(&fds.map), records: fds.records.iter().map(adopt).collect() };
-        let destroyed = if self.chance.one_in(2) { self.destroy_a_record(&kept) } else { Vec::new() };
+        let destroyed = match self.chance.within(0, 4) {
+            0 | 1 => self.destroy_a_record(&kept),
+            2 => self.double_a_slot(&kept),
+            _ => Vec::new(),
+        };
         let (volume, lost) =
             Volume::take_over(self.config, as_stores(&self.stores), kept).expect("the same shape");
         assert_eq!(lost, destroyed.len() as u64, "pages lost by the crash");
         for page in destroyed {
-            self.tally.destroyed += 1;
             self.pages[page as usize] = Content::Lost;
         }
         self.volume = volume;
-        // Sometimes the next daemon compresses by another algorithm, or not at all.
+        self.check_chunks();
+        // Sometimes the next one does it otherwise, or no more.
         if self.compression.is_some() && self.chance.one_in(4) {
             let next = [None, Some(Compression::Lz4), Some(Compression::Zstd)];
             self.compression = self.chance.pick(&next);
         }
         self.compress();
-        for &(store, chunk) in &self.released {
-            let state = self.volume.chunks(store).nth(chunk as usize).map(|chunk| chunk.state);
-            assert_eq!(state, Some(ChunkState::GivenBack), "chunk {chunk} of store {store} after a crash");
-        }
         self.seat_players();
     }
 
-    /// Overwrites the record of a slot that holds a page, and returns the pages that it held.
+    /// A chunk that the volume uses has its memory, and one that was given back has none.
+    fn check_chunks(&self) {
+        for (at, store) in self.stores.iter().enumerate().filter(|&(at, _)| Some(at) != self.dead) {
+            for chunk in self.volume.chunks(at) {
+                let given = self.released.contains(&(at, chunk.chunk));
+                let state = if given { ChunkState::GivenBack } else { ChunkState::Held };
+                assert_eq!(chunk.state, state, "chunk {} of store {at} after a crash", chunk.chunk);
+                assert_eq!(store.holds(chunk.chunk), !given, "memory of chunk {} of store {at}", chunk.chunk);
+            }
+        }
+    }
+
+    /// The daemon has scribbled in its map before it died: a page's entry names the slot of
+    /// another, alone there. Says which pages are lost by that.
+    fn double_a_slot(&mut self, kept: &Kept) -> Vec<u32> {
+        // SAFETY: one 64-bit entry for each page, in a mapping that lives as long as `kept`, always
+        // used as atomics.
+        let map = unsafe {
+            std::slice::from_raw_parts(kept.map.as_ptr().cast::<AtomicU64>(), self.config.pages as usize)
+        };
+        let [from, to] = [(); 2].map(|()| self.chance.within(0, self.config.pages));
+        let entry = map[from as usize].load(Ordering::Relaxed);
+        let same = |other: &AtomicU64| {
+            let other = other.load(Ordering::Relaxed);
+            other >> 58 == entry >> 58 && other as u32 == entry as u32
+        };
+        if from == to || entry >> 62 != 2 || map.iter().filter(|it| same(it)).count() != 1 {
+            return Vec::new();
+        }
+        // A pack's record names no page, so it says nothing of who lies in it.
+        let store = (entry >> 58 & 15) as usize;
+        let record = kept.records[store].as_ptr().cast::<AtomicU64>();
+        // SAFETY: one 64-bit record for each slot, likewise.
+        let record = unsafe { &*record.add(entry as u32 as usize) }.load(Ordering::Relaxed);
+        if (record >> 32) as u32 & (u32::MAX >> 1) != from {
+            return Vec::new();
+        }
+        self.tally.doubled += 1;
+        map[to as usize].store(entry, Ordering::Relaxed);
+        vec![to]
+    }
+
+    /// Wipes the record of a slot that some page lies in, and says which pages'.
     fn destroy_a_record(&mut self, kept: &Kept) -> Vec<u32> {
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let records = kept.records[store].as_ptr().cast::<AtomicU64>();
@@ -907,6 +922,7 @@ impl History {
             return Vec::new();
         }
         records[entry as u32 as usize].store(0, Ordering::Relaxed);
+        self.tally.destroyed += 1;
         let same = |&page: &u32| {
             let other = map[page as usize].load(Ordering::Relaxed);
             other >> 58 == entry >> 58 && other as u32 == entry as u32
@@ -930,8 +946,10 @@ impl History {
                     lost_writes: sum.lost_writes + store.lost_writes,
                     damaged_reads: sum.damaged_reads + store.damaged_reads,
                     gone: sum.gone + store.gone,
+                    released: sum.released + store.released,
                 }
             });
+        assert_eq!(injected.released, 0, "operations on slots whose memory was given back");
         let injected_io = injected.read_errors + injected.write_errors;
         let lost = self.tally.lost..=self.tally.lost + self.lost_writes;
         if self.compresses {
