@@ -332,7 +332,6 @@ fn a_request_that_is_forsaken_takes_no_effect_and_is_answered_so() {
 fn a_write_of_which_no_more_comes_fails_and_a_read_says_at_which_page_it_did() {
     let volume = volume(64, None);
     let mut requests = Requests::new(volume.open().unwrap(), IDS);
-    let mut memory = Pages::new();
     let span = Span::pages_from(PageNo(3), 2);
     requests.open(2, Request { op: Op::Write, span, fua: true });
     assert_eq!(requests.write_piece(2, 3 * PAGE, &[5; PAGE_SIZE]), PAGE_SIZE);
