@@ -11,7 +11,7 @@ use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
 use crate::front_ends::{self, FrontEnd, Fuse, Nbd, PreparedUblk, Share};
 use crate::keeper::{Held, Link};
-use crate::pages::{self, Plan};
+use crate::pages::{self, VolumeOptions};
 use crate::stages::{self, Stages};
 use crate::start::Start;
 use crate::worker::{self, Worker};
@@ -95,7 +95,7 @@ impl Daemon {
         let lanes = front_ends::lanes(options)
             + ublk.as_ref().map_or(0, PreparedUblk::lanes)
             + worker::lanes(environment.processors);
-        let plan = Plan {
+        let volume_options = VolumeOptions {
             stores: &options.stores,
             backing: &options.backing,
             size: options.size,
@@ -105,7 +105,7 @@ impl Daemon {
             room: if options.swap { Room::Written } else { Room::Reserved },
         };
         let mut stages = keeper.as_ref().map_or_else(Stages::default, |(_, held)| held.stages());
-        let volume = pages::open(&plan, reborrow(&mut keeper), &mut stages, start, log)?;
+        let volume = pages::open(&volume_options, reborrow(&mut keeper), &mut stages, start, log)?;
         if options.swap {
             fit_for_swap(&volume)?;
         }

@@ -16,7 +16,7 @@ use weir_volume::{Compression, Config, Kept, PAGES_MAX, Volume};
 
 /// The parts of a volume.
 #[derive(Debug)]
-pub struct Plan<'a> {
+pub struct VolumeOptions<'a> {
     /// The stores that keep pages, the fastest first.
     pub stores: &'a [StoreUrl],
     /// The backing, which takes pages when the stores are full or give their memory back.
@@ -37,8 +37,12 @@ pub struct Plan<'a> {
 ///
 /// # Errors
 /// Fails when a store cannot be opened, or no volume can have the requested size.
-pub fn create_volume(plan: &Plan<'_>, start: &mut Start<'_>, log: &Log) -> Result<Arc<Volume>, Error> {
-    open(plan, None, &mut Stages::default(), start, log)
+pub fn create_volume(
+    options: &VolumeOptions<'_>,
+    start: &mut Start<'_>,
+    log: &Log,
+) -> Result<Arc<Volume>, Error> {
+    open(options, None, &mut Stages::default(), start, log)
 }
 
 /// Makes a volume. With a keeper, the volume outlives this process, or is the one that an earlier
@@ -46,39 +50,40 @@ pub fn create_volume(plan: &Plan<'_>, start: &mut Start<'_>, log: &Log) -> Resul
 ///
 /// # Errors
 /// Fails when a store cannot be had, the size asked for is invalid, or the keeper's pages do not
-/// fit the plan.
+/// fit the options.
 pub(crate) fn open(
-    plan: &Plan<'_>,
+    options: &VolumeOptions<'_>,
     keeper: Option<(&Link, &mut Held)>,
     stages: &mut Stages,
     start: &mut Start<'_>,
     log: &Log,
 ) -> Result<Arc<Volume>, Error> {
     let volume = match keeper {
-        None => create(plan, start)?,
+        None => create(options, start)?,
         Some((link, held)) if held.is_empty() => {
-            let volume = create(plan, start)?;
+            let volume = create(options, start)?;
             keep(&volume, link).map_err(unkept)?;
             volume
         }
-        Some((link, held)) => take_over(plan, link, held, stages, log)?,
+        Some((link, held)) => take_over(options, link, held, stages, log)?,
     };
-    if let Some(compression) = plan.compress {
+    if let Some(compression) = options.compress {
         volume.compress(compression);
     }
     volume.time_with(Instant::now);
     Ok(volume)
 }
 
-fn create(plan: &Plan<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Error> {
-    let stores =
-        stores(plan, |_, url, asked| weir_store::open_watched(url, plan.room, &mut start.watch(asked)))?;
-    let config = config(plan, &stores)?;
+fn create(options: &VolumeOptions<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Error> {
+    let stores = stores(options, |_, url, asked| {
+        weir_store::open_watched(url, options.room, &mut start.watch(asked))
+    })?;
+    let config = config(options, &stores)?;
     Volume::create(config, stores).map_err(|error| Error::of(ErrorKind::Volume, error))
 }
 
 fn take_over(
-    plan: &Plan<'_>,
+    options: &VolumeOptions<'_>,
     link: &Link,
     held: &mut Held,
     stages: &mut Stages,
@@ -91,8 +96,8 @@ fn take_over(
     };
     // This open is never interrupted: a client's pages are at stake, and only a serving daemon can
     // say whether they are in use.
-    let stores = stores(plan, |index, url, _| {
-        weir_store::reopen(url, plan.room, &mut |name| held.take(&store_name(index, name)))
+    let stores = stores(options, |index, url, _| {
+        weir_store::reopen(url, options.room, &mut |name| held.take(&store_name(index, name)))
     })?;
     stages.note_all(stores.iter().filter_map(|store| store.report()).flat_map(Report::stages));
     stages.end("stores");
@@ -102,7 +107,7 @@ fn take_over(
         records.push(map(held.take(&name).ok_or_else(|| missing(&name))?)?);
     }
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
-    let config = config(plan, &stores)?;
+    let config = config(options, &stores)?;
     // Do this before the volume is opened, which continues the dead daemon's give-back: the keeper
     // must hear of that.
     keep_stores(&stores, link, true).map_err(unkept)?;
@@ -185,32 +190,32 @@ fn unkept(error: std::io::Error) -> Error {
 /// Opens the stores in order, then the backing. `open` gets each store's index, its URL, and the
 /// text that the user gave.
 fn stores(
-    plan: &Plan<'_>,
+    options: &VolumeOptions<'_>,
     mut open: impl FnMut(usize, &StoreUrl, &dyn Display) -> Result<Arc<dyn Store>, OpenError>,
 ) -> Result<Vec<Arc<dyn Store>>, Error> {
     // An error names the text that the user gave, not the URL made of it.
     let mut open = |at, url: &StoreUrl, asked: &dyn Display| {
         open(at, url, asked).map_err(|error| Error::from(OpenError { store: asked.to_string(), ..error }))
     };
-    let fast = enlarged(plan);
+    let fast = enlarged(options);
     let mut stores = Vec::new();
-    for (at, (url, asked)) in fast.iter().zip(plan.stores).enumerate() {
+    for (at, (url, asked)) in fast.iter().zip(options.stores).enumerate() {
         stores.push(open(at, url, asked)?);
     }
     // Open first the backings that have a size; the others share the rest.
-    let mut backing: Vec<Option<Arc<dyn Store>>> = vec![None; plan.backing.len()];
-    for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| !it.follows()) {
+    let mut backing: Vec<Option<Arc<dyn Store>>> = vec![None; options.backing.len()];
+    for (at, it) in options.backing.iter().enumerate().filter(|(_, it)| !it.follows()) {
         backing[at] = Some(open(fast.len() + at, &it.url(None), it)?);
     }
-    let following = plan.backing.iter().filter(|it| it.follows()).count() as u32;
+    let following = options.backing.iter().filter(|it| it.follows()).count() as u32;
     if following > 0 {
         let there = slots(backing.iter().flatten());
-        let device = match plan.size {
+        let device = match options.size {
             Some(size) => pages(size)?,
-            None => slots(&stores).max(there.saturating_sub(slack(plan))),
+            None => slots(&stores).max(there.saturating_sub(slack(options))),
         };
-        let each = device.saturating_add(slack(plan)).saturating_sub(there).div_ceil(following).max(1);
-        for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| it.follows()) {
+        let each = device.saturating_add(slack(options)).saturating_sub(there).div_ceil(following).max(1);
+        for (at, it) in options.backing.iter().enumerate().filter(|(_, it)| it.follows()) {
             backing[at] = Some(open(fast.len() + at, &it.url(Some(each)), it)?);
         }
     }
@@ -220,28 +225,28 @@ fn stores(
 
 /// The URLs of the stores above the backing. Without a backing, the last store gets additional room
 /// for writes under way. So the device has the stores' total size.
-fn enlarged(plan: &Plan<'_>) -> Vec<StoreUrl> {
-    let mut urls = plan.stores.to_vec();
-    if let Some(last) = urls.last_mut().filter(|_| plan.backing.is_empty()) {
-        *last = last.enlarged(slack(plan));
+fn enlarged(options: &VolumeOptions<'_>) -> Vec<StoreUrl> {
+    let mut urls = options.stores.to_vec();
+    if let Some(last) = urls.last_mut().filter(|_| options.backing.is_empty()) {
+        *last = last.enlarged(slack(options));
     }
     urls
 }
 
-fn slack(plan: &Plan<'_>) -> u32 {
-    Config { pages: 1, lanes: plan.lanes, depth: plan.depth }.slack()
+fn slack(options: &VolumeOptions<'_>) -> u32 {
+    Config { pages: 1, lanes: options.lanes, depth: options.depth }.slack()
 }
 
 fn slots<'a>(stores: impl IntoIterator<Item = &'a Arc<dyn Store>>) -> u32 {
     stores.into_iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()))
 }
 
-fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Error> {
-    let mut config = Config { pages: 1, lanes: plan.lanes, depth: plan.depth };
+fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Error> {
+    let mut config = Config { pages: 1, lanes: options.lanes, depth: options.depth };
     let all = slots(stores);
     let most = all.checked_sub(config.slack()).filter(|pages| *pages > 0);
-    let (fast, backing) = stores.split_at(plan.stores.len());
-    config.pages = match (plan.size, most) {
+    let (fast, backing) = stores.split_at(options.stores.len());
+    config.pages = match (options.size, most) {
         (Some(size), _) => pages(size)?,
         (None, None) => return Err(too_small(all, &config)),
         (None, Some(most)) if backing.is_empty() => most,

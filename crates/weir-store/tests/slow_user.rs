@@ -5,7 +5,7 @@
 #[allow(dead_code, reason = "the other tests use the rest")]
 mod fake_cuda;
 
-use fake_cuda::{Batch, FakeCuda};
+use fake_cuda::{BatchCopy, FakeCuda};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Slot};
 use weir_store::vram::{Drivers, VramStore};
@@ -20,7 +20,7 @@ fn condition(store: &VramStore) -> Condition {
 
 #[test]
 fn a_slow_user_of_what_came_back_is_not_taken_for_a_driver_that_hangs() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let drivers = Drivers {
         cuda: cuda.path().into(),
         nvml: "/no/libnvidia-ml.so.1".into(),

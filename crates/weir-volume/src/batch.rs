@@ -8,7 +8,7 @@ use weir_core::PageNo;
 
 /// The reads and writes of a batch, while they are counted. The counts are a hint: pages may move
 /// before they are read. An uncounted page may be read or written, and a counted one may not.
-pub struct Batch<'a> {
+pub struct BatchCounts<'a> {
     volume: &'a Volume,
     stores: &'a mut [StoreLane],
     reads: [usize; STORES_MAX],
@@ -18,9 +18,9 @@ pub struct Batch<'a> {
     taker: usize,
 }
 
-impl<'a> Batch<'a> {
+impl<'a> BatchCounts<'a> {
     pub(crate) fn new(volume: &'a Volume, stores: &'a mut [StoreLane], taker: usize) -> Self {
-        Batch { volume, stores, reads: [0; STORES_MAX], writes: 0, taker }
+        BatchCounts { volume, stores, reads: [0; STORES_MAX], writes: 0, taker }
     }
 
     /// Counts pages that will be read. Pages that lie in no store cost nothing.

@@ -56,7 +56,7 @@ mod recover;
 mod status;
 mod sync;
 
-pub use batch::Batch;
+pub use batch::BatchCounts;
 pub use chunks::{ChunkCounts, ChunkState, ChunkStatus, Note};
 pub use compact::Sparse;
 pub use compress::Compression;

@@ -15,7 +15,7 @@ use std::time::Duration;
 use weir_cli::failure::{Failure, chain};
 use weir_core::ByteSize;
 use weir_core::log::{self, Level, Log};
-use weir_daemon::pages::{self, Plan};
+use weir_daemon::pages::{self, VolumeOptions};
 use weir_daemon::{Start, bug, core_dump, warn_of_unlocked_memory};
 use weir_export::fuse::mount::is_served;
 use weir_export::fuse::{Config, Server};
@@ -183,7 +183,7 @@ fn volume(
 ) -> Result<Arc<Volume>, Failure> {
     let lanes = usize::from(options.threads);
     pages::create_volume(
-        &Plan {
+        &VolumeOptions {
             stores: std::slice::from_ref(store),
             size: options.size,
             backing: &[],

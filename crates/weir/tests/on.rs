@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 /// Settings of the kernel affect all tests, so one runs at a time.
 static MACHINE: Mutex<()> = Mutex::new(());
 
-struct Place {
+struct Host {
     directory: PathBuf,
     _machine: MutexGuard<'static, ()>,
 }
 
-impl Place {
+impl Host {
     /// A run-time directory; `None` if this machine lacks what the tests need.
     fn new(name: &str) -> Option<Self> {
         let machine = MACHINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -30,7 +30,7 @@ impl Place {
             return None;
         }
         let directory = PathBuf::from(format!("/run/weir-on-test-{}-{name}", std::process::id()));
-        Some(Place { directory, _machine: machine })
+        Some(Host { directory, _machine: machine })
     }
 
     fn weir(&self, command: &str, arguments: &[&str]) -> Command {
@@ -99,7 +99,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Host {
     fn drop(&mut self) {
         if self.directory.exists() {
             self.off();
@@ -119,29 +119,29 @@ fn text(output: &Output) -> String {
 
 #[test]
 fn on_and_off_leave_the_machine_as_it_was() {
-    let Some(place) = Place::new("whole") else { return };
-    let before = (place.swaps(), settings());
-    let on = place.on().output().expect("weir runs");
+    let Some(host) = Host::new("whole") else { return };
+    let before = (host.swaps(), settings());
+    let on = host.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
-    assert_eq!(place.swaps().len(), 1, "{}", text(&on));
+    assert_eq!(host.swaps().len(), 1, "{}", text(&on));
     assert_eq!(settings(), before.1, "by FUSE none has to be another");
-    let again = place.on().output().expect("weir runs");
+    let again = host.on().output().expect("weir runs");
     assert!(again.status.success() && text(&again).starts_with("already on: /dev/loop"), "{}", text(&again));
 
-    let restart = place.weir("restart", &[]).output().expect("weir runs");
+    let restart = host.weir("restart", &[]).output().expect("weir runs");
     assert!(restart.status.success(), "{}", text(&restart));
 
-    let off = place.off();
+    let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
-    assert_eq!((place.swaps(), settings()), before);
-    assert_eq!(place.left(), Vec::<String>::new());
-    let again = place.off();
+    assert_eq!((host.swaps(), settings()), before);
+    assert_eq!(host.left(), Vec::<String>::new());
+    let again = host.off();
     assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
 }
 
 /// The keepers that `weir on` has started, by its journal.
-fn keepers(place: &Place) -> Vec<u32> {
-    let text = fs::read(place.directory.join("state.json")).expect("a journal");
+fn keepers(host: &Host) -> Vec<u32> {
+    let text = fs::read(host.directory.join("state.json")).expect("a journal");
     let state: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
     let steps = state["steps"].as_array().expect("steps").iter();
     steps.filter_map(|step| step["process"]["pid"].as_u64()).map(|pid| pid as u32).collect()
@@ -154,11 +154,11 @@ fn signal(pid: u32, signal: rustix::process::Signal) {
 
 #[test]
 fn a_daemon_whose_file_carries_swap_stays_when_it_is_told_to_end() {
-    let Some(place) = Place::new("told") else { return };
-    let on = place.on().output().expect("weir runs");
+    let Some(host) = Host::new("told") else { return };
+    let on = host.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
-    let keeper = keepers(&place)[0];
-    let log = || fs::read_to_string(place.directory.join("weir.log")).expect("a log");
+    let keeper = keepers(&host)[0];
+    let log = || fs::read_to_string(host.directory.join("weir.log")).expect("a log");
     signal(keeper, rustix::process::Signal::TERM);
     let begun = Instant::now();
     while !log().contains("not stopping") {
@@ -167,88 +167,87 @@ fn a_daemon_whose_file_carries_swap_stays_when_it_is_told_to_end() {
         thread::sleep(Duration::from_millis(20));
     }
     assert!(log().contains("is in use as swap: run swapoff /dev/loop"), "{}", log());
-    assert_eq!(place.swaps().len(), 1);
-    assert!(place.off().status.success());
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.swaps().len(), 1);
+    assert!(host.off().status.success());
+    assert_eq!(host.left(), Vec::<String>::new());
 }
 
 #[test]
 fn after_daemon_and_keeper_were_killed_off_takes_away_the_mount_and_the_device() {
-    let Some(place) = Place::new("both") else { return };
-    let on = place.on().output().expect("weir runs");
+    let Some(host) = Host::new("both") else { return };
+    let on = host.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
-    let keeper = keepers(&place)[0];
+    let keeper = keepers(&host)[0];
     let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).expect("a keeper");
     let daemon = children.trim().parse().expect("its daemon");
     signal(keeper, rustix::process::Signal::KILL);
     signal(daemon, rustix::process::Signal::KILL);
-    let off = place.off();
+    let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
 
     // If only the keeper is gone, the daemon goes on serving until it is turned off.
-    let on = place.on().output().expect("weir runs");
+    let on = host.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
-    signal(keepers(&place)[0], rustix::process::Signal::KILL);
-    assert_eq!(place.swaps().len(), 1);
-    let off = place.off();
+    signal(keepers(&host)[0], rustix::process::Signal::KILL);
+    assert_eq!(host.swaps().len(), 1);
+    let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
 
     // The same, with the file out of the device's sight.
-    let on = place.on().output().expect("weir runs");
+    let on = host.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
-    let device =
-        place.swaps()[0].split_whitespace().next().expect("a device").replace("/dev/", "/sys/block/");
-    let unmount = Command::new("umount").arg("-l").arg(place.directory.join("disk")).status();
+    let device = host.swaps()[0].split_whitespace().next().expect("a device").replace("/dev/", "/sys/block/");
+    let unmount = Command::new("umount").arg("-l").arg(host.directory.join("disk")).status();
     assert!(unmount.expect("umount").success());
-    let off = place.off();
+    let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
     let file = fs::read_to_string(Path::new(&device).join("loop/backing_file")).unwrap_or_default();
     assert_ne!(file, "/\n", "{device} is still there");
 }
 
 #[test]
 fn a_daemon_of_somebody_else_in_its_directory_is_neither_taken_for_its_own_nor_disturbed() {
-    let Some(place) = Place::new("other") else { return };
-    let at = |name: &str| place.directory.join(name);
+    let Some(host) = Host::new("other") else { return };
+    let at = |name: &str| host.directory.join(name);
     let mut other = Command::new(env!("CARGO_BIN_EXE_weir"));
     other.args(["serve", "--store", "host:8MiB", "--fuse"]).arg(at("disk"));
-    fs::create_dir(&place.directory).expect("made");
+    fs::create_dir(&host.directory).expect("made");
     let mut other = other.arg("--control").arg(at("control.sock")).spawn().expect("weir runs");
     let begun = Instant::now();
     while !at("control.sock").exists() {
         assert!(begun.elapsed() < Duration::from_secs(30) && other.try_wait().expect("told").is_none());
         thread::sleep(Duration::from_millis(10));
     }
-    let before = place.swaps();
-    let on = place.on().output().expect("weir runs");
-    let (socket, swaps) = (at("control.sock").exists(), place.swaps());
-    place.off();
+    let before = host.swaps();
+    let on = host.on().output().expect("weir runs");
+    let (socket, swaps) = (at("control.sock").exists(), host.swaps());
+    host.off();
     other.kill().expect("killed");
     other.wait().expect("gone");
     // The next `weir on` works as usual.
-    assert!(place.on().status().expect("weir runs").success());
-    assert!(place.off().status.success());
+    assert!(host.on().status().expect("weir runs").success());
+    assert!(host.off().status.success());
     assert_eq!(on.status.code(), Some(1), "{}", text(&on));
     assert!(text(&on).contains("did not start answers at"), "{}", text(&on));
     assert!(socket, "its socket was removed");
     assert_eq!(swaps, before);
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
 }
 
 #[test]
 fn names_are_those_of_where_it_was_said_and_a_file_that_it_made_goes_with_it() {
-    let Some(place) = Place::new("names") else { return };
+    let Some(host) = Host::new("names") else { return };
     // The directory must not be on a tmpfs: that cannot carry swap.
     let here =
         PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("weir-on-test-{}", std::process::id()));
     fs::create_dir_all(&here).expect("a directory");
-    fs::create_dir(&place.directory).expect("a directory");
-    std::os::unix::fs::symlink(&place.directory, here.join("link")).expect("a link");
+    fs::create_dir(&host.directory).expect("a directory");
+    std::os::unix::fs::symlink(&host.directory, here.join("link")).expect("a link");
     let on = || {
-        let mut on = place.on();
+        let mut on = host.on();
         on.current_dir(&here).args(["--backing", "pages"]);
         on
     };
@@ -259,68 +258,65 @@ fn names_are_those_of_where_it_was_said_and_a_file_that_it_made_goes_with_it() {
     let off = off.args(["off", "--runtime", "link"]).current_dir(&here).output().expect("weir runs");
     assert!(off.status.success(), "{}", text(&off));
     assert!(!here.join("pages").exists(), "it was made by weir on");
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
 
     // A file that was there belongs to its owner.
     fs::write(here.join("pages"), b"").expect("a file");
-    fs::create_dir(&place.directory).expect("a directory");
+    fs::create_dir(&host.directory).expect("a directory");
     let mut by_link = Command::new(env!("CARGO_BIN_EXE_weir"));
     by_link.args(["on", "--runtime", "link", "--front", "fuse", "--store", "host", "--size", "64MiB"]);
     by_link.args(["--unsafe-no-flusher", "--allow-hibernation", "--backing", "pages"]).current_dir(&here);
     let output = by_link.output().expect("weir runs");
     assert!(output.status.success(), "{}", text(&output));
-    let off = place.off();
+    let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
     assert!(here.join("pages").exists());
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
     fs::remove_dir_all(&here).expect("removed");
 }
 
 #[test]
 fn it_goes_off_and_leaves_nothing_where_its_directory_is_full() {
-    let Some(place) = Place::new("full") else { return };
-    let umount = || Command::new("umount").arg(&place.directory).output().expect("umount").status.success();
-    fs::create_dir(&place.directory).expect("a directory");
+    let Some(host) = Host::new("full") else { return };
+    let umount = || Command::new("umount").arg(&host.directory).output().expect("umount").status.success();
+    fs::create_dir(&host.directory).expect("a directory");
     let mut mount = Command::new("mount");
-    mount.args(["-t", "tmpfs", "-o", "size=256k,mode=700", "weir-on-test"]).arg(&place.directory);
+    mount.args(["-t", "tmpfs", "-o", "size=256k,mode=700", "weir-on-test"]).arg(&host.directory);
     if !mount.status().expect("mount").success() {
         return println!("skipped: no tmpfs can be mounted here");
     }
     let fill = |but: usize| {
-        let mut file = fs::File::create(place.directory.join("fill")).expect("a file");
+        let mut file = fs::File::create(host.directory.join("fill")).expect("a file");
         while std::io::Write::write(&mut file, &[1; 4096]).is_ok_and(|written| written == 4096) {}
         let bytes = file.metadata().expect("a file").len() as usize;
         file.set_len((bytes - 4096 * but) as u64).expect("shorter");
     };
-    let before = (place.swaps(), settings());
+    let before = (host.swaps(), settings());
     let is_as_before = |when: &str| {
-        let after = (place.swaps(), settings());
+        let after = (host.swaps(), settings());
         assert_eq!(after, before, "{when}");
-        let directory = place.directory.to_str().expect("text");
+        let directory = host.directory.to_str().expect("text");
         let left = || {
-            place
-                .left_now()
-                .into_iter()
-                .filter(|left| left != directory && !left.starts_with("weir-on-test "))
+            host.left_now().into_iter().filter(|left| left != directory && !left.starts_with("weir-on-test "))
         };
         let begun = Instant::now();
         while left().next().is_some() {
             assert!(begun.elapsed() < Duration::from_secs(30), "{when}: {:?}", left().collect::<Vec<_>>());
             thread::sleep(Duration::from_millis(20));
         }
-        fs::remove_file(place.directory.join("fill")).expect("removed");
+        fs::remove_file(host.directory.join("fill")).expect("removed");
     };
-    let on = place.on().output().expect("weir runs");
+    let on = host.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     fill(0);
-    let off = place.off();
+    let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
     is_as_before("off");
     for pages in 0..4 {
         fill(pages);
-        let on = place.on().output().expect("weir runs");
+        let on = host.on().output().expect("weir runs");
         if on.status.success() {
-            let off = place.off();
+            let off = host.off();
             assert!(off.status.success(), "{}", text(&off));
         } else {
             assert!(
@@ -332,34 +328,34 @@ fn it_goes_off_and_leaves_nothing_where_its_directory_is_full() {
         is_as_before(&format!("on, with {pages} pages left"));
     }
     assert!(umount());
-    fs::remove_dir(&place.directory).expect("removed");
+    fs::remove_dir(&host.directory).expect("removed");
 }
 
 #[test]
 fn off_removes_no_directory_that_it_did_not_make() {
-    let Some(place) = Place::new("empty") else { return };
-    fs::create_dir(&place.directory).expect("made");
+    let Some(host) = Host::new("empty") else { return };
+    fs::create_dir(&host.directory).expect("made");
     let mode = |mode| {
         use std::os::unix::fs::PermissionsExt as _;
-        fs::set_permissions(&place.directory, fs::Permissions::from_mode(mode)).expect("its mode");
+        fs::set_permissions(&host.directory, fs::Permissions::from_mode(mode)).expect("its mode");
     };
     mode(0o755);
-    assert!(place.off().status.success() && place.directory.exists(), "somebody's empty directory");
+    assert!(host.off().status.success() && host.directory.exists(), "somebody's empty directory");
     mode(0o700);
-    assert!(place.off().status.success() && !place.directory.exists(), "what a killed weir on leaves");
+    assert!(host.off().status.success() && !host.directory.exists(), "what a killed weir on leaves");
 }
 
 #[test]
 fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
-    let Some(place) = Place::new("parts") else { return };
-    let before = (place.swaps(), settings());
-    let on = place.on().args(["--parts", "3"]).output().expect("weir runs");
+    let Some(host) = Host::new("parts") else { return };
+    let before = (host.swaps(), settings());
+    let on = host.on().args(["--parts", "3"]).output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
-    let ours = || place.swaps().len();
+    let ours = || host.swaps().len();
     assert_eq!(ours(), 3);
     let ask = |command: &str, amount: &str| {
         let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
-        weir.args([command, amount, "--control"]).arg(place.directory.join("control.sock"));
+        weir.args([command, amount, "--control"]).arg(host.directory.join("control.sock"));
         let output = weir.output().expect("weir runs");
         (output.status.code(), text(&output))
     };
@@ -385,57 +381,56 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
         assert!(asked.0 == Some(0), "{command} {amount}: {}", asked.1);
         assert_eq!(ours(), left, "{command} {amount}: {}", asked.1);
     }
-    let off = place.off();
+    let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
-    assert_eq!((place.swaps(), settings()), before);
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!((host.swaps(), settings()), before);
+    assert_eq!(host.left(), Vec::<String>::new());
 }
 
 #[test]
 fn an_off_that_fails_leaves_every_part_as_it_was_and_forgets_none() {
-    let Some(place) = Place::new("forgets") else { return };
-    let before = place.swaps();
-    let on = place.on().args(["--parts", "3"]).output().expect("weir runs");
+    let Some(host) = Host::new("forgets") else { return };
+    let before = host.swaps();
+    let on = host.on().args(["--parts", "3"]).output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     let ask = |command: &str, amount: &str| {
         let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
-        weir.args([command, amount, "--control"]).arg(place.directory.join("control.sock"));
+        weir.args([command, amount, "--control"]).arg(host.directory.join("control.sock"));
         let output = weir.output().expect("weir runs");
         assert!(output.status.success(), "{command} {amount}: {}", text(&output));
-        place.swaps().len()
+        host.swaps().len()
     };
     assert_eq!(ask("give-back", "21MiB"), 2);
     // A user without administrator rights cannot turn swap off.
     let mut off = Command::new("setpriv");
     off.args(["--bounding-set", "-sys_admin", env!("CARGO_BIN_EXE_weir"), "off", "--runtime"]);
-    let off = off.arg(&place.directory).output().expect("setpriv");
+    let off = off.arg(&host.directory).output().expect("setpriv");
     assert!(!off.status.success() && text(&off).contains("stays on"), "{}", text(&off));
-    assert_eq!(place.swaps().len(), 2);
+    assert_eq!(host.swaps().len(), 2);
     assert_eq!(ask("take", "all"), 3, "the part that was away is still known");
     // A `weir off` that cannot write the note does nothing, even if all of swap was off by then.
-    let nowhere = place.directory.join("nowhere/note");
-    let off =
-        place.weir("off", &["--remember", nowhere.to_str().expect("text")]).output().expect("weir runs");
+    let nowhere = host.directory.join("nowhere/note");
+    let off = host.weir("off", &["--remember", nowhere.to_str().expect("text")]).output().expect("weir runs");
     assert!(!off.status.success() && text(&off).contains("cannot write"), "{}", text(&off));
-    assert_eq!(place.swaps().len(), 3, "{}", text(&off));
+    assert_eq!(host.swaps().len(), 3, "{}", text(&off));
     assert_eq!(ask("give-back", "all"), 0);
     assert_eq!(ask("take", "all"), 3);
-    assert!(place.off().status.success());
-    assert_eq!(place.swaps(), before);
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert!(host.off().status.success());
+    assert_eq!(host.swaps(), before);
+    assert_eq!(host.left(), Vec::<String>::new());
 }
 
 #[test]
 fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
-    let Some(place) = Place::new("battery") else { return };
-    let before = place.swaps();
+    let Some(host) = Host::new("battery") else { return };
+    let before = host.swaps();
     let supplies = std::env::temp_dir().join(format!("weir-supplies-{}", std::process::id()));
     let supply = |name: &str, key: &str, value: &str| {
         fs::create_dir_all(supplies.join(name)).expect("a supply");
         fs::write(supplies.join(name).join(key), value).expect("a supply");
     };
     let look = || {
-        let output = place.weir("battery", &["--supplies", supplies.to_str().expect("text")]).output();
+        let output = host.weir("battery", &["--supplies", supplies.to_str().expect("text")]).output();
         let output = output.expect("weir runs");
         assert!(output.status.success(), "{}", text(&output));
         text(&output)
@@ -445,20 +440,20 @@ fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
     supply("BAT0", "type", "Battery\n");
     supply("BAT0", "capacity", "29\n");
     assert_eq!(look(), "", "what is off stays off");
-    let on = place.on().args(["--priority", "77"]).output().expect("weir runs");
+    let on = host.on().args(["--priority", "77"]).output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     let said = look();
     assert!(said.contains("below 30 %"), "{said}");
-    assert_eq!(place.swaps(), before);
+    assert_eq!(host.swaps(), before);
     assert_eq!(look(), "", "not before mains is back");
     supply("AC", "online", "1\n");
     let said = look();
     assert!(said.contains("mains is back"), "{said}");
-    assert!(place.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", place.swaps());
+    assert!(host.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", host.swaps());
 
     // A charger that is connected while Weir turns off starts no second run.
     supply("AC", "online", "0\n");
-    let mut battery = place.weir("battery", &["--supplies", supplies.to_str().expect("text")]);
+    let mut battery = host.weir("battery", &["--supplies", supplies.to_str().expect("text")]);
     let mut battery = battery.stdout(std::process::Stdio::piped()).spawn().expect("weir runs");
     let mut said = String::new();
     let mut lines = BufReader::new(battery.stdout.take().expect("a pipe"));
@@ -467,16 +462,16 @@ fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
     supply("AC", "online", "1\n");
     lines.read_to_string(&mut said).expect("text");
     assert!(battery.wait().expect("ended").success() && said.contains("mains is back"), "{said}");
-    assert!(place.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", place.swaps());
+    assert!(host.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", host.swaps());
 
-    assert!(place.off().status.success());
+    assert!(host.off().status.success());
     assert_eq!(look(), "", "what the user turned off stays off");
     fs::remove_dir_all(&supplies).expect("removed");
 }
 
 #[test]
 fn a_swapoff_says_where_another_is_at_work_and_every_page_comes_back() {
-    let Some(place) = Place::new("elsewhere") else { return };
+    let Some(host) = Host::new("elsewhere") else { return };
     let numbers =
         |seed: u64| (0..32 << 20).map(move |at: u64| (at ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let memory: Vec<u64> = numbers(7).collect();
@@ -491,7 +486,7 @@ fn a_swapoff_says_where_another_is_at_work_and_every_page_comes_back() {
             "--unsafe-no-flusher",
             "--allow-hibernation",
         ];
-        let on = place.weir("on", &options).output().expect("weir runs");
+        let on = host.weir("on", &options).output().expect("weir runs");
         assert!(on.status.success(), "{}", text(&on));
         // SAFETY: the range belongs to this vector; paging it out does not change its content.
         unsafe {
@@ -500,7 +495,7 @@ fn a_swapoff_says_where_another_is_at_work_and_every_page_comes_back() {
             let bytes = (size_of_val(&*memory) - from) & !4095;
             rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxPageOut).expect("paged out");
         }
-        let swap = place.swaps()[0].clone();
+        let swap = host.swaps()[0].clone();
         let mut columns = swap.split_whitespace();
         let device = columns.next().expect("a device");
         let used: u64 = columns.nth(2).expect("a number").parse().expect("KiB");
@@ -517,53 +512,53 @@ fn a_swapoff_says_where_another_is_at_work_and_every_page_comes_back() {
         let at_once: Vec<_> = (0..4).map(swapoff).collect();
         let codes: Vec<_> = at_once.into_iter().map(|mut child| child.wait().expect("gone").code()).collect();
         assert!(codes.contains(&Some(0)) && codes.contains(&Some(4)), "{codes:?}");
-        let off = place.off();
+        let off = host.off();
         assert!(off.status.success(), "{}", text(&off));
         assert!(numbers(7).eq(memory.iter().copied()), "a page came back wrong");
-        assert_eq!(place.left(), Vec::<String>::new());
+        assert_eq!(host.left(), Vec::<String>::new());
     }
 }
 
 #[test]
 fn what_was_turned_off_for_a_sleep_comes_back_as_it_was_unless_the_user_decides_otherwise() {
-    let Some(place) = Place::new("sleep") else { return };
-    let note = place.directory.with_extension("sleep");
+    let Some(host) = Host::new("sleep") else { return };
+    let note = host.directory.with_extension("sleep");
     let note_text = note.to_str().expect("text");
-    let sleep = || place.weir("off", &["--remember", note_text]).output().expect("weir runs");
+    let sleep = || host.weir("off", &["--remember", note_text]).output().expect("weir runs");
     let wake = || {
         let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
         let output = weir.args(["on", "--again", note_text]).output().expect("weir runs");
         assert!(output.status.success(), "{}", text(&output));
     };
-    let on = place.on().args(["--priority", "78"]).output().expect("weir runs");
+    let on = host.on().args(["--priority", "78"]).output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     let slept = sleep();
     assert!(slept.status.success() && note.exists(), "{}", text(&slept));
-    assert_eq!(place.swaps(), Vec::<String>::new());
+    assert_eq!(host.swaps(), Vec::<String>::new());
     wake();
-    assert!(place.swaps().iter().any(|line| line.ends_with("\t78")), "{:?}", place.swaps());
+    assert!(host.swaps().iter().any(|line| line.ends_with("\t78")), "{:?}", host.swaps());
     assert!(!note.exists());
     assert!(sleep().status.success());
-    assert!(place.off().status.success(), "the user's last word");
+    assert!(host.off().status.success(), "the user's last word");
     wake();
     assert!(sleep().status.success() && !note.exists(), "what was off is not turned on");
-    assert_eq!(place.swaps(), Vec::<String>::new());
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.swaps(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
 }
 
 #[test]
 fn what_was_turned_off_for_a_sleep_comes_back_also_where_the_rest_could_not_be_undone() {
-    let Some(place) = Place::new("half") else { return };
-    let note = place.directory.with_extension("sleep");
+    let Some(host) = Host::new("half") else { return };
+    let note = host.directory.with_extension("sleep");
     let note_text = note.to_str().expect("text");
-    let sleep = || place.weir("off", &["--remember", note_text]).output().expect("weir runs");
+    let sleep = || host.weir("off", &["--remember", note_text]).output().expect("weir runs");
     // The file cannot be removed, since it is a directory.
-    let obstacle = place.directory.join("obstacle");
+    let obstacle = host.directory.join("obstacle");
     let on_with_obstacle = || {
-        let on = place.on().args(["--priority", "79"]).output().expect("weir runs");
+        let on = host.on().args(["--priority", "79"]).output().expect("weir runs");
         assert!(on.status.success(), "{}", text(&on));
         fs::create_dir(&obstacle).expect("a directory");
-        let journal = place.directory.join("state.json");
+        let journal = host.directory.join("state.json");
         let mut state: serde_json::Value =
             serde_json::from_slice(&fs::read(&journal).expect("a journal")).expect("JSON");
         let step = serde_json::json!({ "step": "file", "path": obstacle });
@@ -574,65 +569,65 @@ fn what_was_turned_off_for_a_sleep_comes_back_also_where_the_rest_could_not_be_u
     for _ in 0..2 {
         let slept = sleep();
         assert!(!slept.status.success() && text(&slept).contains("cannot remove"), "{}", text(&slept));
-        assert_eq!(place.swaps(), Vec::<String>::new());
+        assert_eq!(host.swaps(), Vec::<String>::new());
         assert!(note.exists(), "nobody knows that it is to come back");
     }
     fs::remove_dir(&obstacle).expect("removed");
     let mut wake = Command::new(env!("CARGO_BIN_EXE_weir"));
     let woken = wake.args(["on", "--again", note_text]).output().expect("weir runs");
     assert!(woken.status.success() && !note.exists(), "{}", text(&woken));
-    assert!(place.swaps().iter().any(|line| line.ends_with("\t79")), "{:?}", place.swaps());
-    assert!(place.off().status.success());
+    assert!(host.swaps().iter().any(|line| line.ends_with("\t79")), "{:?}", host.swaps());
+    assert!(host.off().status.success());
 
     // A device that the user has turned off does not come back because a sleep did the rest.
     on_with_obstacle();
-    assert!(!place.off().status.success() && !sleep().status.success());
+    assert!(!host.off().status.success() && !sleep().status.success());
     fs::remove_dir(&obstacle).expect("removed");
     assert!(sleep().status.success() && !note.exists());
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
 }
 
 #[test]
 fn what_a_killed_weir_on_has_done_by_then_is_undone_by_weir_off() {
-    let Some(place) = Place::new("killed") else { return };
-    let before = (place.swaps(), settings());
+    let Some(host) = Host::new("killed") else { return };
+    let before = (host.swaps(), settings());
     for milliseconds in [0, 5, 10, 20, 40, 60, 80, 120, 160, 240] {
-        let mut on = place.on().stdout(std::process::Stdio::null()).spawn().expect("weir runs");
+        let mut on = host.on().stdout(std::process::Stdio::null()).spawn().expect("weir runs");
         thread::sleep(Duration::from_millis(milliseconds));
         on.kill().expect("killed");
         on.wait().expect("gone");
-        let off = place.off();
+        let off = host.off();
         assert!(off.status.success(), "killed after {milliseconds} ms: {}", text(&off));
-        assert_eq!(place.left(), Vec::<String>::new(), "killed after {milliseconds} ms");
-        let after = (place.swaps(), settings());
+        assert_eq!(host.left(), Vec::<String>::new(), "killed after {milliseconds} ms");
+        let after = (host.swaps(), settings());
         assert_eq!(after, before, "killed after {milliseconds} ms");
     }
 }
 
 #[test]
 fn a_step_that_fails_takes_back_those_before_it() {
-    let Some(place) = Place::new("fails") else { return };
-    let before = place.swaps();
+    let Some(host) = Host::new("fails") else { return };
+    let before = host.swaps();
     // The kernel needs a second page: a device of one page is no swap area.
-    let mut on = place.weir("on", &["--front", "fuse", "--store", "host:4KiB", "--unsafe-no-flusher"]);
+    let mut on = host.weir("on", &["--front", "fuse", "--store", "host:4KiB", "--unsafe-no-flusher"]);
     let on = on.arg("--allow-hibernation").output().expect("weir runs");
     assert_eq!(on.status.code(), Some(1), "{}", text(&on));
     assert!(text(&on).contains("swap area"), "{}", text(&on));
-    assert_eq!(place.left(), Vec::<String>::new());
-    assert_eq!(place.swaps(), before);
+    assert_eq!(host.left(), Vec::<String>::new());
+    assert_eq!(host.swaps(), before);
 }
 
 #[test]
 fn without_the_flusher_it_is_refused_and_nothing_is_changed() {
-    let Some(place) = Place::new("refused") else { return };
+    let Some(host) = Host::new("refused") else { return };
     let status = fs::read_to_string("/proc/self/status").expect("status");
     let mask = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("capabilities");
     if u64::from_str_radix(mask.trim(), 16).expect("a number") >> 24 & 1 == 1 {
         println!("skipped: this system grants CAP_SYS_RESOURCE");
         return;
     }
-    let on = place.weir("on", &["--store", "host", "--size", "64MiB"]).output().expect("weir runs");
+    let on = host.weir("on", &["--store", "host", "--size", "64MiB"]).output().expect("weir runs");
     assert_eq!(on.status.code(), Some(1));
     assert!(text(&on).contains("--unsafe-no-flusher"), "{}", text(&on));
-    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(host.left(), Vec::<String>::new());
 }

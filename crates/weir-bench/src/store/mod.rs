@@ -20,7 +20,7 @@ use crate::report::{Report, Row};
 use std::time::Instant;
 use weir_store::vram::VramStore;
 use weir_store::vram::engine::CallError;
-use weir_store::vram::table::{Batch, Direction, Path, Table};
+use weir_store::vram::table::{BatchShape, Direction, Path, Table};
 use weir_store::{Fault, OpenError, StoreUrl};
 
 /// The plan of the store benchmark.
@@ -141,7 +141,7 @@ fn choices(table: &Table) -> Vec<Row> {
         for (neighbours, kind) in [(false, "random"), (true, "runs")] {
             for (pages, busy) in [(1, 1), (16, 1), (64, 1), (1, 16), (64, 4), (64, 16), (256, 8)] {
                 for (ring, there) in [(true, ""), (false, "_no_ring")] {
-                    let batch = Batch { pages, neighbours, busy, ring };
+                    let batch = BatchShape { pages, neighbours, busy, ring };
                     let Some(path) = table.choose(direction, batch) else { continue };
                     let cost = table.get(path, direction).map_or(f64::NAN, |cost| cost.of(batch));
                     let id = format!("{name}_{kind}_{pages}x{busy}{there}");

@@ -17,12 +17,12 @@ const TURN: Duration = Duration::from_millis(2);
 pub struct Compaction {
     item: Item<Compaction>,
     workers: Weak<Workers>,
-    at: Mutex<Place>,
+    at: Mutex<Progress>,
 }
 
 /// The progress of the compaction.
 #[derive(Debug, Default)]
-struct Place {
+struct Progress {
     sweep: Option<Sweep>,
     /// Whether a sweep took place since the last look.
     swept: bool,

@@ -16,12 +16,12 @@ const TURN: Duration = Duration::from_millis(5);
 pub struct Promotion {
     item: Item<Promotion>,
     workers: Weak<Workers>,
-    at: Mutex<Place>,
+    at: Mutex<Progress>,
 }
 
 /// The progress of the promotion.
 #[derive(Debug)]
-struct Place {
+struct Progress {
     /// The store whose pages are promoted now; 0: there is nothing to do.
     store: usize,
     slot: u32,
@@ -44,14 +44,14 @@ impl Work for Promotion {
 
 impl Promotion {
     pub fn new(workers: Weak<Workers>, now: Instant) -> Arc<Self> {
-        let at = Place { store: 0, slot: 0, operations: 0, looked: now };
+        let at = Progress { store: 0, slot: 0, operations: 0, looked: now };
         Arc::new(Promotion { item: Item::new(), workers, at: Mutex::new(at) })
     }
 
     /// Starts with the fastest stores, which have room again.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        *at = Place {
+        *at = Progress {
             store: 1,
             slot: 0,
             operations: workers.volume().operations(),
@@ -82,7 +82,7 @@ impl Promotion {
             return true;
         }
         let mut mover = workers.mover(0);
-        let Place { store, slot, looked, .. } = &mut *at;
+        let Progress { store, slot, looked, .. } = &mut *at;
         while looked.elapsed() < TURN && !workers.is_stopping() {
             let moved = drive(&mut mover, Task::MoveUp { from: *store, next: *slot }, |_| true);
             *slot = mover.next();

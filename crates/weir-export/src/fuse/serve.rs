@@ -5,7 +5,7 @@ use super::pool::Pool;
 use super::range::{IO_MAX, Ranges};
 use super::reply::Reply;
 use super::request::{self, Malformed, Message};
-use super::ring::{self, Ring};
+use super::ring::{self, Uring};
 use super::stats::Counters;
 use super::wire::{InHeader, WriteIn};
 use crate::buffer::Buffer;
@@ -61,7 +61,7 @@ pub(super) struct Worker<S, L> {
     pub counters: Arc<[Counters]>,
     pub log: Log,
     /// The thread's ring, which [`run`](Worker::run) takes.
-    pub ring: Option<Ring>,
+    pub ring: Option<Uring>,
     input: Buffer,
     ranges: Ranges<L>,
     service: S,
@@ -89,7 +89,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
 
     /// Whether the thread's memory is locked in RAM.
     pub fn is_locked(&self) -> bool {
-        let ring = self.ring.as_ref().is_none_or(Ring::is_locked);
+        let ring = self.ring.as_ref().is_none_or(Uring::is_locked);
         ring && self.input.is_locked() && self.ranges.is_locked()
     }
 
@@ -159,7 +159,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
     }
 
     /// Serves requests that come by the ring; returns `None` if the kernel accepts no ring.
-    fn serve_ring(&mut self, ring: &mut Ring) -> Option<Ending> {
+    fn serve_ring(&mut self, ring: &mut Uring) -> Option<Ending> {
         let pool = Arc::clone(&self.pool);
         if let Err(error) = ring.open(&self.device, pool.bell(), self.number == 0) {
             // Print the number only: the error's name comes from libc, which allocates.

@@ -65,8 +65,8 @@ struct Pending<'e> {
     then: Option<Step>,
 }
 
-/// A place for a connection that negotiates, with the memory it may use.
-struct Place<'e> {
+/// The room for a connection that negotiates: its state, and the memory it may use.
+struct Negotiation<'e> {
     pending: Option<Pending<'e>>,
     input: Box<[u8]>,
     output: Vec<u8>,
@@ -78,7 +78,7 @@ pub(super) struct Control<'e> {
     export: &'e Export,
     seats: &'e Seats,
     send_patience: Duration,
-    places: Vec<Place<'e>>,
+    negotiations: Vec<Negotiation<'e>>,
     /// The time until which no new connections are accepted.
     paused: Option<Instant>,
     log: Throttle,
@@ -104,15 +104,25 @@ impl<'e> Control<'e> {
         for (at, listener) in listeners.iter().enumerate() {
             epoll::add(&epoll, listener, EventData::new_u64(LISTENER + at as u64), EventFlags::IN)?;
         }
-        let place = || Place {
+        let idle = || Negotiation {
             pending: None,
             input: vec![0; INPUT_MAX].into_boxed_slice(),
             output: Vec::with_capacity(OUTPUT_MAX),
         };
-        let places = std::iter::repeat_with(place).take(PENDING_MAX).collect();
+        let negotiations = std::iter::repeat_with(idle).take(PENDING_MAX).collect();
         let shortage = Throttle::condition(Arc::clone(&log), "nbd");
         let log = Throttle::new(log, "nbd");
-        Ok(Control { epoll, listeners, export, seats, send_patience, places, paused: None, log, shortage })
+        Ok(Control {
+            epoll,
+            listeners,
+            export,
+            seats,
+            send_patience,
+            negotiations,
+            paused: None,
+            log,
+            shortage,
+        })
     }
 
     /// Runs until the bell rings.
@@ -144,14 +154,14 @@ impl<'e> Control<'e> {
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        let pending = self.places.iter().filter_map(|place| place.pending.as_ref());
+        let pending = self.negotiations.iter().filter_map(|negotiation| negotiation.pending.as_ref());
         pending.map(|pending| pending.since + PATIENCE).chain(self.paused).min()
     }
 
     fn expire(&mut self) {
         let now = Instant::now();
-        for at in 0..self.places.len() {
-            if self.places[at].pending.as_ref().is_some_and(|pending| now >= pending.since + PATIENCE) {
+        for at in 0..self.negotiations.len() {
+            if self.negotiations[at].pending.as_ref().is_some_and(|pending| now >= pending.since + PATIENCE) {
                 self.drop_pending(at, format_args!("no agreement within {} s", PATIENCE.as_secs()));
             }
         }
@@ -201,13 +211,14 @@ impl<'e> Control<'e> {
 
     /// Begins to negotiate with a client.
     fn place(&mut self, socket: OwnedFd, listener: usize, tls: Tls) {
-        let at = match self.places.iter().position(|place| place.pending.is_none()) {
+        let at = match self.negotiations.iter().position(|negotiation| negotiation.pending.is_none()) {
             Some(at) => at,
             None => {
-                let since = |place: &Place<'_>| place.pending.as_ref().map(|pending| pending.since);
-                let oldest = (0..self.places.len())
-                    .min_by_key(|at| since(&self.places[*at]))
-                    .expect("there are places");
+                let since =
+                    |negotiation: &Negotiation<'_>| negotiation.pending.as_ref().map(|pending| pending.since);
+                let oldest = (0..self.negotiations.len())
+                    .min_by_key(|at| since(&self.negotiations[*at]))
+                    .expect("there is room for some");
                 self.drop_pending(oldest, format_args!("{PENDING_MAX} others negotiate"));
                 oldest
             }
@@ -216,14 +227,15 @@ impl<'e> Control<'e> {
             self.log.line(Level::Warning, format_args!("connection refused: epoll: {errno}"));
             return;
         }
-        let place = &mut self.places[at];
-        place.output.clear();
+        let negotiation = &mut self.negotiations[at];
+        negotiation.output.clear();
         if tls != Tls::Active {
-            place.output.extend_from_slice(&Handshake::greeting());
+            negotiation.output.extend_from_slice(&Handshake::greeting());
         }
         let handshake = Handshake::new(self.export, tls);
         let since = Instant::now();
-        place.pending = Some(Pending { socket, handshake, listener, since, input: 0, sent: 0, then: None });
+        negotiation.pending =
+            Some(Pending { socket, handshake, listener, since, input: 0, sent: 0, then: None });
         self.go_on(at);
     }
 
@@ -246,7 +258,7 @@ impl<'e> Control<'e> {
 
     fn drop_pending(&mut self, at: usize, why: fmt::Arguments<'_>) {
         // Closing the socket also removes it from the epoll set.
-        self.places[at].pending = None;
+        self.negotiations[at].pending = None;
         self.log.line(Level::Warning, format_args!("connection dropped while negotiating: {why}"));
     }
 
@@ -263,7 +275,9 @@ impl<'e> Control<'e> {
 
     /// One step of a negotiation. Returns whether another may follow.
     fn advance(&mut self, at: usize) -> io::Result<bool> {
-        let Place { pending: Some(pending), input, output } = &mut self.places[at] else { return Ok(false) };
+        let Negotiation { pending: Some(pending), input, output } = &mut self.negotiations[at] else {
+            return Ok(false);
+        };
         // Send earlier output first: a client that does not read gets no further answers.
         if pending.sent < output.len() {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
@@ -283,7 +297,7 @@ impl<'e> Control<'e> {
         match pending.then.take() {
             None | Some(Step::Again | Step::NeedMore) => {}
             Some(Step::Close(ending)) => {
-                self.places[at].pending = None;
+                self.negotiations[at].pending = None;
                 let level =
                     if ending == super::handshake::Ending::Abort { Level::Info } else { Level::Warning };
                 self.log.line(level, format_args!("negotiation ended: {ending}"));
@@ -291,14 +305,14 @@ impl<'e> Control<'e> {
             }
             Some(Step::StartTls) => {
                 let Pending { socket, input: early, listener, .. } =
-                    self.places[at].pending.take().expect("matched above");
+                    self.negotiations[at].pending.take().expect("matched above");
                 epoll::delete(&self.epoll, &socket)?;
                 self.start_tls(socket, early, listener);
                 return Ok(false);
             }
             Some(Step::Transmission(negotiated)) => {
                 let Pending { socket, input: early, .. } =
-                    self.places[at].pending.take().expect("matched above");
+                    self.negotiations[at].pending.take().expect("matched above");
                 epoll::delete(&self.epoll, &socket)?;
                 rustix::io::ioctl_fionbio(&socket, false)?;
                 // If the system does not grant this, long reads are slower, but correct.
@@ -308,7 +322,7 @@ impl<'e> Control<'e> {
                     rustix::net::sockopt::Timeout::Send,
                     Some(self.send_patience),
                 )?;
-                let early = &self.places[at].input[..early];
+                let early = &self.negotiations[at].input[..early];
                 match self.seats.give(socket, negotiated, early) {
                     Ok(seat) => {
                         self.log.line(Level::Info, format_args!("connection {seat}: begins"));
@@ -331,7 +345,7 @@ impl<'e> Control<'e> {
         match rustix::net::recv(&pending.socket, &mut input[pending.input..], RecvFlags::DONTWAIT) {
             Ok((0, _)) => {
                 // Port scanners and health checks do this, so it is not worth a warning.
-                self.places[at].pending = None;
+                self.negotiations[at].pending = None;
                 self.log.line(Level::Info, format_args!("a client left while negotiating"));
                 Ok(false)
             }

@@ -133,8 +133,8 @@ impl Identity {
 /// # Errors
 /// Fails when too many relays run, or the system has no threads or descriptors left.
 pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd> {
-    struct Place;
-    impl Drop for Place {
+    struct Permit;
+    impl Drop for Permit {
         fn drop(&mut self) {
             RELAYS.fetch_sub(1, Ordering::Relaxed);
         }
@@ -143,7 +143,7 @@ pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd>
         RELAYS.fetch_sub(1, Ordering::Relaxed);
         return Err(ErrorKind::ResourceBusy.into());
     }
-    let place = Place;
+    let permit = Permit;
     let (ours, theirs) = UnixStream::pair()?;
     ours.set_nonblocking(true)?;
     theirs.set_nonblocking(true)?;
@@ -151,7 +151,7 @@ pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd>
     session.set_buffer_limit(Some(BUFFER_BYTES));
     let socket = TcpStream::from(socket);
     std::thread::Builder::new().name("weir-nbd-tls".to_owned()).spawn(move || {
-        let _place = place;
+        let _permit = permit;
         // The outcome shows at the other end: the server logs the end of the plaintext connection.
         let _ = Relay { session, socket, plain: ours, received: Vec::new(), sent: 0 }.run();
     })?;

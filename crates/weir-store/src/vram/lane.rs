@@ -10,7 +10,7 @@ use super::mapped::copy::{Copies, prefetch_lines};
 use super::mapped::queue::{BufferAddress, QueueLane};
 use super::options::PathMode;
 use super::ring::{Admission, RingLane};
-use super::table::{Batch, Direction, Path};
+use super::table::{BatchShape, Direction, Path};
 use crate::{Done, Fault, Lane, Progress, Ticket};
 use std::slice;
 use std::sync::Arc;
@@ -232,7 +232,7 @@ impl GpuLane {
             PathMode::Ring => Some(Path::Mapped),
         };
         let fixed = fixed.filter(|&path| self.gpu.has(path));
-        let batch = Batch {
+        let batch = BatchShape {
             pages: pages + self.near.flying as usize,
             neighbours: self.near.neighbours >= NEIGHBOURS,
             busy: self.gpu.busy_lanes(),

@@ -10,7 +10,7 @@ type Handle = *mut c_void;
 
 /// The management library, with one card.
 pub struct Nvml {
-    memory: unsafe extern "C" fn(Handle, *mut Memory) -> c_int,
+    memory: unsafe extern "C" fn(Handle, *mut MemoryInfo) -> c_int,
     power: unsafe extern "C" fn(Handle, *mut c_uint) -> c_int,
     display: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
     compute: Processes,
@@ -32,7 +32,7 @@ unsafe impl Sync for Nvml {}
 /// `nvmlMemory_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub struct Memory {
+pub struct MemoryInfo {
     /// Bytes of the card's memory in total.
     pub total: u64,
     /// Bytes that are free.
@@ -107,8 +107,8 @@ impl Nvml {
     }
 
     /// Bytes of the card's memory: free, in use, and in total.
-    pub fn memory(&self) -> Option<Memory> {
-        let mut memory = Memory::default();
+    pub fn memory(&self) -> Option<MemoryInfo> {
+        let mut memory = MemoryInfo::default();
         // SAFETY: the handle is the card's, the output outlives the call.
         (unsafe { (self.memory)(self.handle, &mut memory) } == 0).then_some(memory)
     }
@@ -154,7 +154,7 @@ pub struct Told {
     /// Its PCI address as the kernel writes it.
     pub address: String,
     /// Its memory.
-    pub memory: Memory,
+    pub memory: MemoryInfo,
     /// Whether a display hangs on it.
     pub display: bool,
 }
@@ -181,7 +181,7 @@ fn unordered(library: &Path) -> Option<Vec<Told>> {
             .get::<unsafe extern "C" fn(Handle, *mut PciInfo) -> c_int>(b"nvmlDeviceGetPciInfo_v3\0")
             .ok()?;
         let memory = *library
-            .get::<unsafe extern "C" fn(Handle, *mut Memory) -> c_int>(b"nvmlDeviceGetMemoryInfo\0")
+            .get::<unsafe extern "C" fn(Handle, *mut MemoryInfo) -> c_int>(b"nvmlDeviceGetMemoryInfo\0")
             .ok()?;
         let display = *library
             .get::<unsafe extern "C" fn(Handle, *mut c_int) -> c_int>(b"nvmlDeviceGetDisplayActive\0")
@@ -191,7 +191,7 @@ fn unordered(library: &Path) -> Option<Vec<Told>> {
         }
         let card = |index| {
             let (mut handle, mut at) = (std::ptr::null_mut(), PciInfo::default());
-            let (mut bytes, mut active) = (Memory::default(), 0);
+            let (mut bytes, mut active) = (MemoryInfo::default(), 0);
             // A card that has fallen off the bus has a number, and answers nothing.
             let answers = by_index(index, &mut handle) == 0
                 && pci(handle, &mut at) == 0

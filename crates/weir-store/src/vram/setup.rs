@@ -1,6 +1,6 @@
 //! Opens a card: finds it, takes its memory or takes it over, and measures its paths.
 
-use super::chunks::{Chunks, Hot, Memory, Source};
+use super::chunks::{ChunkMemory, Chunks, Hot, Source};
 use super::condition::Turn;
 use super::engine::{Context, Which};
 use super::gpu::{Gpu, ONLINE, Owner};
@@ -404,7 +404,7 @@ pub(super) fn ring(
     if no_ring(options, cuda, display).is_some() {
         return Ok(None);
     }
-    let memory: Memory =
+    let memory: ChunkMemory =
         Source::new(Some(Arc::clone(gpu)), Some(Arc::clone(cuda))).take(ring::DEVICE_BYTES)?;
     let (Some(device), Some(mapped)) = memory.into_parts() else { return Ok(None) };
     let mut tuning = Tuning::default();

@@ -57,7 +57,7 @@ pub struct Cost {
 
 /// The batch that is about to be done.
 #[derive(Clone, Copy, Debug)]
-pub struct Batch {
+pub struct BatchShape {
     /// Number of pages, with those in flight.
     pub pages: usize,
     /// Whether most pages are neighbours.
@@ -70,7 +70,7 @@ pub struct Batch {
 
 impl Cost {
     /// The time of a batch for a thread, while the others do the same.
-    pub fn of(self, batch: Batch) -> f64 {
+    pub fn of(self, batch: BatchShape) -> f64 {
         let (pages, busy) = (batch.pages.max(1), batch.busy.max(1) as f64);
         let (each, shared) = match batch.neighbours {
             true => (self.neighbour, self.neighbour_shared),
@@ -115,7 +115,7 @@ impl Table {
     /// The paths that are worth trying for a batch, the cheapest first. They may cost up to four
     /// times as much as the cheapest, since the costs under many threads are hard to measure in
     /// advance.
-    pub fn contenders(&self, direction: Direction, batch: Batch) -> Vec<Path> {
+    pub fn contenders(&self, direction: Direction, batch: BatchShape) -> Vec<Path> {
         const HOPELESS: f64 = 4.0;
         let mut ways: Vec<(Path, f64)> = self.costs_of(direction, batch).collect();
         ways.sort_by(|a, b| a.1.total_cmp(&b.1));
@@ -124,11 +124,11 @@ impl Table {
     }
 
     /// The cheapest path for a batch.
-    pub fn choose(&self, direction: Direction, batch: Batch) -> Option<Path> {
+    pub fn choose(&self, direction: Direction, batch: BatchShape) -> Option<Path> {
         self.costs_of(direction, batch).min_by(|a, b| a.1.total_cmp(&b.1)).map(|(path, _)| path)
     }
 
-    fn costs_of(&self, direction: Direction, batch: Batch) -> impl Iterator<Item = (Path, f64)> + '_ {
+    fn costs_of(&self, direction: Direction, batch: BatchShape) -> impl Iterator<Item = (Path, f64)> + '_ {
         Path::ALL
             .into_iter()
             .filter(move |&path| batch.ring || path != Path::Ring)
@@ -157,8 +157,8 @@ mod tests {
         table
     }
 
-    fn random(pages: usize, busy: usize, ring: bool) -> Batch {
-        Batch { pages, neighbours: false, busy, ring }
+    fn random(pages: usize, busy: usize, ring: bool) -> BatchShape {
+        BatchShape { pages, neighbours: false, busy, ring }
     }
 
     #[test]
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn neighbours_go_by_the_copy_engine() {
         for busy in [1, 16] {
-            let large = Batch { neighbours: true, ..random(256, busy, true) };
+            let large = BatchShape { neighbours: true, ..random(256, busy, true) };
             assert_eq!(h200().choose(Write, large), Some(Path::Engine), "{busy} threads");
             assert_eq!(h200().choose(Read, large), Some(Path::Engine), "{busy} threads");
         }
@@ -196,8 +196,8 @@ mod tests {
         let deep = random(64, 16, true);
         assert_eq!(h200().contenders(Write, deep), [Path::Ring, Path::Mapped]);
         assert_eq!(h200().contenders(Read, deep), [Path::Ring, Path::Mapped]);
-        assert_eq!(h200().contenders(Write, Batch { ring: false, ..deep }), [Path::Mapped]);
-        assert_eq!(h200().contenders(Write, Batch { neighbours: true, ..deep })[0], Path::Engine);
+        assert_eq!(h200().contenders(Write, BatchShape { ring: false, ..deep }), [Path::Mapped]);
+        assert_eq!(h200().contenders(Write, BatchShape { neighbours: true, ..deep })[0], Path::Engine);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use super::condition::Death;
 use super::contest::Contest;
 use super::gpu::{CROWD, Gpu};
 use super::ring::{Policy, Seen, Step};
-use super::table::{Batch, Direction, Path};
+use super::table::{BatchShape, Direction, Path};
 use crate::State;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -57,7 +57,7 @@ fn mind_calls(gpu: &Gpu, since: &mut [(u32, Instant)]) {
 /// Has the writes of many threads take the path that has moved the most pages.
 fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
     let ring = gpu.ring_is_resident();
-    let batch = Batch { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
+    let batch = BatchShape { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
     let mut contenders = gpu.table().contenders(Direction::Write, batch);
     // Runs of neighbours fill the link by either DMA path; the window never does.
     if runs && contenders.iter().any(|&path| path != Path::Mapped) {

@@ -15,23 +15,23 @@ pub struct FakeCuda {
 
 /// The batch-copy symbol that the fake driver has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Batch {
+pub enum BatchCopy {
     None,
     Cuda12,
     Cuda13,
 }
 
 impl FakeCuda {
-    pub fn build(batch: Batch) -> Self {
+    pub fn build(batch: BatchCopy) -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let path = Path::new(env!("CARGO_TARGET_TMPDIR"))
             .join(format!("libcuda-fake-{}-{number}.so", std::process::id()));
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake_cuda/fake_cuda.c");
         let define = match batch {
-            Batch::None => "-DBATCH_NONE",
-            Batch::Cuda12 => "-DBATCH_12",
-            Batch::Cuda13 => "-DBATCH_13",
+            BatchCopy::None => "-DBATCH_NONE",
+            BatchCopy::Cuda12 => "-DBATCH_12",
+            BatchCopy::Cuda13 => "-DBATCH_13",
         };
         let built = Command::new("cc")
             .args(["-shared", "-fPIC", "-O1", "-pthread", "-w", define, "-o"])

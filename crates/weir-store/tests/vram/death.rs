@@ -1,6 +1,6 @@
 //! A store whose CUDA context dies: with an error after which nothing works, or without an answer.
 
-use super::fake_cuda::{Batch, FakeCuda};
+use super::fake_cuda::{BatchCopy, FakeCuda};
 use super::{Faked, PATIENCE, drivers, faked, lane, memory, page, read, report, soon, url, write};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,7 +30,7 @@ impl Told {
 
 /// A store that uses CUDA alone.
 fn alone(options: &str) -> Faked {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mut url = url(options);
     url.target = Target::Index(0);
     let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("a store by CUDA alone");
@@ -62,7 +62,7 @@ fn with_the_window_what_was_under_way_is_done_by_it_and_nothing_is_lost() {
     // The codes are illegal address, uncorrectable ECC error, launch failure, unknown. After each
     // the context is gone for good.
     for code in [700, 214, 719, 999] {
-        let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+        let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
         let told = Told::of(&faked.store);
         let (mut ours, mut others) = (lane(&faked), lane(&faked));
         write(others.as_mut(), 900, &page(900)).expect("written");
@@ -95,7 +95,7 @@ fn with_the_window_what_was_under_way_is_done_by_it_and_nothing_is_lost() {
 #[test]
 fn each_page_of_a_run_that_was_under_way_is_written_and_read_by_the_window() {
     for is_write in [true, false] {
-        let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+        let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
         let mut lane = lane(&faked);
         let [old, new] = [0, 100].map(|seed| (0..16).map(|at| *page(seed + at)).collect::<Vec<_>>());
         for (slot, page) in (0..).zip(&old) {
@@ -122,7 +122,7 @@ fn each_page_of_a_run_that_was_under_way_is_written_and_read_by_the_window() {
 
 #[test]
 fn reads_that_were_under_way_come_back_by_the_window() {
-    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
     let mut lane = lane(&faked);
     for number in 0..16 {
         write(lane.as_mut(), number * 3, &page(number)).expect("written");
@@ -146,7 +146,7 @@ fn reads_that_were_under_way_come_back_by_the_window() {
 #[test]
 fn under_load_no_page_is_lost_when_the_context_dies() {
     for options in ["&path=engine&ring=off", "&path=ring&ring=on", ""] {
-        let faked = faked(options, Batch::Cuda13);
+        let faked = faked(options, BatchCopy::Cuda13);
         let (dead, rounds) = (AtomicBool::new(false), AtomicU32::new(0));
         std::thread::scope(|scope| {
             for worker in 0..3u32 {
@@ -201,7 +201,7 @@ fn under_load_no_page_is_lost_when_the_context_dies() {
 
 #[test]
 fn a_kernel_that_stops_serving_leaves_the_window() {
-    let faked = faked("&path=ring&ring=on", Batch::Cuda13);
+    let faked = faked("&path=ring&ring=on", BatchCopy::Cuda13);
     let told = Told::of(&faked.store);
     let mut lane = lane(&faked);
     write(lane.as_mut(), 1, &page(1)).expect("written");
@@ -216,7 +216,7 @@ fn a_kernel_that_stops_serving_leaves_the_window() {
 
 #[test]
 fn a_copy_that_never_ends_is_done_by_the_window() {
-    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
     let mut lane = lane(&faked);
     faked.cuda.fail("cuEventQuery", 0, -1, 600);
     assert_eq!(write(lane.as_mut(), 2, &page(2)), Ok(()));
@@ -254,7 +254,7 @@ fn by_cuda_alone_a_copy_that_never_ends_times_out_and_loses_the_store() {
 
 #[test]
 fn of_two_cards_the_one_that_dies_is_lost_and_the_other_goes_on() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mut url = url("");
     url.target = Target::All;
     let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("two fake GPUs");

@@ -1,7 +1,7 @@
 //! A store that is reopened from what a keeper holds: with every page, at once through the window,
 //! and with CUDA as soon as that is open.
 
-use super::fake_cuda::{Batch, FakeCuda};
+use super::fake_cuda::{BatchCopy, FakeCuda};
 use super::fake_nvml::FakeNvml;
 use super::{CARD, drivers, memory, page, read, report, soon, url, write};
 use std::path::Path;
@@ -20,7 +20,7 @@ fn reopen(shelf: &Shelf, url: &VramUrl, drivers: &Drivers) -> Result<VramStore, 
 
 #[test]
 fn a_store_is_found_again_by_the_chunks_that_were_kept() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let no_cuda = Path::new("/no/libcuda.so.1");
     for (url, library) in [
         (url(""), cuda.path()),
@@ -81,7 +81,7 @@ fn a_store_is_found_again_by_the_chunks_that_were_kept() {
 
 #[test]
 fn chunks_of_cuda_alone_on_two_cards_are_found_again() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let drivers = drivers(cuda.path());
     let mut url = url("");
     url.target = Target::All;
@@ -149,7 +149,7 @@ fn pages_are_served_while_cuda_is_still_being_opened_and_by_it_once_it_is() {
         ("cuModuleLoadData", "&path=ring&ring=on"),
         ("cuMemHostAlloc", "&path=engine&ring=off"),
     ] {
-        let cuda = FakeCuda::build(Batch::Cuda13);
+        let cuda = FakeCuda::build(BatchCopy::Cuda13);
         let drivers = drivers(cuda.path());
         let url = url(options);
         let shelf = left_behind(&url, &drivers);
@@ -201,7 +201,7 @@ fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
         // The errors are refused, out of memory, and one after which the context is gone: none of
         // them affects the window.
         for code in [1, 2, 999] {
-            let cuda = FakeCuda::build(Batch::Cuda13);
+            let cuda = FakeCuda::build(BatchCopy::Cuda13);
             let drivers = drivers(cuda.path());
             let url = url("&path=engine&ring=off");
             let shelf = left_behind(&url, &drivers);
@@ -230,7 +230,7 @@ fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
 #[test]
 fn a_store_can_be_closed_while_cuda_is_being_opened() {
     for call in ["cuInit", "cuImportExternalMemory", "cuMemHostAlloc"] {
-        let cuda = FakeCuda::build(Batch::Cuda13);
+        let cuda = FakeCuda::build(BatchCopy::Cuda13);
         let drivers = drivers(cuda.path());
         let url = url("&path=engine&ring=off");
         let shelf = left_behind(&url, &drivers);
@@ -269,7 +269,7 @@ fn whoever_asks_for_the_head_room_is_told_when_the_library_is_open() {
 
 #[test]
 fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let drivers = drivers(cuda.path());
     let mut url = url("");
     url.target = Target::Index(0);
@@ -297,7 +297,7 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     // Act as a process that ends: nothing of it is dropped. Releasing the context is what its end
     // does to the driver.
     Box::leak(Box::new((lane, store)));
-    let next = FakeCuda::build(Batch::Cuda13);
+    let next = FakeCuda::build(BatchCopy::Cuda13);
     let drivers = super::drivers(next.path());
     let again = reopen(&shelf, &url, &drivers).expect("the store again");
     assert!(holds_every_page(again.lane(4).expect("a lane").as_mut()));
@@ -305,7 +305,7 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
 
 #[test]
 fn a_card_that_has_left_the_bus_is_lost_at_once_and_costs_no_process() {
-    let (cuda, nvml) = (FakeCuda::build(Batch::Cuda13), FakeNvml::build(CARD));
+    let (cuda, nvml) = (FakeCuda::build(BatchCopy::Cuda13), FakeNvml::build(CARD));
     let mut url = url("");
     url.target = Target::Index(0);
     let shelf = left_behind(&url, &drivers(cuda.path()));
@@ -334,7 +334,7 @@ fn a_card_that_has_left_the_bus_is_lost_at_once_and_costs_no_process() {
 
 #[test]
 fn a_failed_take_over_leaves_the_pages_for_the_next() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     // The store uses CUDA alone, since otherwise the window would be left.
     let (alone, mut there) = (drivers(cuda.path()), url(""));
     there.target = Target::Index(0);

@@ -9,7 +9,7 @@ mod fake_cuda;
 mod fake_nvml;
 mod kept;
 
-use fake_cuda::{Batch, FakeCuda};
+use fake_cuda::{BatchCopy, FakeCuda};
 use fake_nvml::{Card, FakeNvml};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -55,24 +55,24 @@ struct Faked {
     cuda: FakeCuda,
 }
 
-fn faked(options: &str, batch: Batch) -> Faked {
+fn faked(options: &str, batch: BatchCopy) -> Faked {
     let cuda = FakeCuda::build(batch);
     let store = VramStore::open_with(&url(options), &drivers(cuda.path()))
         .expect("lavapipe, from mesa-vulkan-drivers");
     Faked { store, cuda }
 }
 
-fn shared(options: &str, batch: Batch) -> Arc<dyn Store> {
+fn shared(options: &str, batch: BatchCopy) -> Arc<dyn Store> {
     Arc::new(faked(options, batch).store)
 }
 
 conformance!(mapped: Arc::new(VramStore::open_with(&url(""), &drivers(Path::new("/no/libcuda.so.1"))).unwrap()) as Arc<dyn Store>);
 conformance!(transfer_queue: Arc::new(blind()) as Arc<dyn Store>);
-conformance!(engine_of_cuda_13: shared("&path=engine", Batch::Cuda13));
-conformance!(engine_of_cuda_12: shared("&path=engine", Batch::Cuda12));
-conformance!(engine_without_batches: shared("&path=engine", Batch::None));
-conformance!(ring: shared("&path=ring&ring=on", Batch::Cuda13));
-conformance!(by_measurement: shared("", Batch::Cuda13));
+conformance!(engine_of_cuda_13: shared("&path=engine", BatchCopy::Cuda13));
+conformance!(engine_of_cuda_12: shared("&path=engine", BatchCopy::Cuda12));
+conformance!(engine_without_batches: shared("&path=engine", BatchCopy::None));
+conformance!(ring: shared("&path=ring&ring=on", BatchCopy::Cuda13));
+conformance!(by_measurement: shared("", BatchCopy::Cuda13));
 
 conformance!(striped_over_two_gpus: Arc::new(striped()) as Arc<dyn Store>);
 
@@ -86,7 +86,7 @@ fn blind() -> VramStore {
 
 /// A store on two GPUs by CUDA alone, with two chunks each.
 fn striped() -> VramStore {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mut url = url("");
     url.target = weir_store::vram::Target::All;
     let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("two fake GPUs");
@@ -150,7 +150,7 @@ fn lane(faked: &Faked) -> Box<dyn Lane> {
 
 #[test]
 fn a_page_written_through_the_window_is_read_by_the_engine_and_the_other_way_round() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mapped = VramStore::open_with(&url("&path=mapped"), &drivers(cuda.path())).expect("a store");
     let gpu = &mapped.gpus()[0];
     let fd = gpu.export(0).expect("an export").expect("a chunk");
@@ -167,7 +167,7 @@ fn a_page_written_through_the_window_is_read_by_the_engine_and_the_other_way_rou
 
 #[test]
 fn nothing_readable_is_left_in_a_released_chunk_or_after_the_end() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let store = VramStore::open_with(&url(""), &drivers(cuda.path())).expect("a store");
     // A duplicate descriptor keeps the memory after its owner dropped it, and shows what was left
     // in it.
@@ -193,7 +193,7 @@ fn nothing_readable_is_left_in_a_released_chunk_or_after_the_end() {
 
 #[test]
 fn neighbours_in_a_batch_become_one_copy() {
-    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
     let mut lane = lane(&faked);
     let before = faked.cuda.copies();
     for slot in 0..32 {
@@ -214,7 +214,7 @@ fn neighbours_in_a_batch_become_one_copy() {
 
 #[test]
 fn a_run_is_one_operation_that_ends_with_its_chunk_and_with_the_staging_memory() {
-    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
     let mut lane = faked.store.lane(64).expect("a lane");
     let (chunk, pages) = (
         faked.store.reclaim().expect("by chunks").chunk_slots(),
@@ -255,7 +255,7 @@ fn scattered(lane: &mut dyn Lane, pages: u32, stride: u32) {
 #[test]
 fn a_call_names_no_more_copies_than_the_url_allows() {
     for (options, most) in [("&engine_batch=200", 200), ("&engine_batch=16", 16)] {
-        for batch in [Batch::Cuda13, Batch::Cuda12] {
+        for batch in [BatchCopy::Cuda13, BatchCopy::Cuda12] {
             let faked = faked(&format!("&path=engine&ring=off{options}"), batch);
             // With one copy more the channel dies, as the real driver's does after some hundred.
             faked.cuda.limit_batches(most);
@@ -269,7 +269,7 @@ fn a_call_names_no_more_copies_than_the_url_allows() {
 
 #[test]
 fn writes_are_plain_copies_and_reads_batches_of_at_most_64_unless_the_url_says_otherwise() {
-    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
     let mut lane = faked.store.lane(256).expect("a lane");
     let before = faked.cuda.copies();
     for number in 0..200 {
@@ -318,7 +318,7 @@ fn drain(lane: &mut dyn Lane, operations: u32) -> u32 {
 
 #[test]
 fn with_batches_of_one_every_copy_is_a_call_of_its_own() {
-    let faked = faked("&path=engine&ring=off&engine_batch=1", Batch::Cuda13);
+    let faked = faked("&path=engine&ring=off&engine_batch=1", BatchCopy::Cuda13);
     let mut lane = faked.store.lane(64).expect("a lane");
     let before = faked.cuda.copies();
     scattered(lane.as_mut(), 64, 3);
@@ -328,7 +328,7 @@ fn with_batches_of_one_every_copy_is_a_call_of_its_own() {
 
 #[test]
 fn no_copy_reaches_across_two_chunks() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mut url = url("&ring=off&engine_batch=8");
     url.target = weir_store::vram::Target::Index(0);
     // Chunks are as large as the driver's granularity, so that their addresses are neighbours.
@@ -349,7 +349,9 @@ fn no_copy_reaches_across_two_chunks() {
 
 #[test]
 fn a_batch_that_the_driver_refuses_fails_alone_and_whole() {
-    for (batch, call) in [(Batch::Cuda13, "cuMemcpyBatchAsync_v2"), (Batch::Cuda12, "cuMemcpyBatchAsync")] {
+    for (batch, call) in
+        [(BatchCopy::Cuda13, "cuMemcpyBatchAsync_v2"), (BatchCopy::Cuda12, "cuMemcpyBatchAsync")]
+    {
         let faked = faked("&path=engine&ring=off&engine_batch=8", batch);
         let mut lane = lane(&faked);
         for round in 0..3 {
@@ -373,7 +375,7 @@ fn a_batch_that_the_driver_refuses_fails_alone_and_whole() {
 
 #[test]
 fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
-    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
     let mut lane = lane(&faked);
     write(lane.as_mut(), 1, &page(1)).expect("written");
     faked.cuda.fail("cuEventQuery", 0, 1, 1);
@@ -384,7 +386,7 @@ fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
 
 #[test]
 fn a_card_with_less_memory_than_was_asked_for_says_how_much_it_had() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     // The first of these calls is a trial of the path, before any chunk.
     cuda.fail("cuExternalMemoryGetMappedBuffer", 3, -1, 2);
     let error = VramStore::open_with(&url("&ring=off"), &drivers(cuda.path())).expect_err("there is less");
@@ -393,7 +395,7 @@ fn a_card_with_less_memory_than_was_asked_for_says_how_much_it_had() {
 
 #[test]
 fn out_of_device_memory_is_a_full_store_and_passes() {
-    let faked = faked("&ring=off", Batch::Cuda13);
+    let faked = faked("&ring=off", BatchCopy::Cuda13);
     memory(&faked.store).release(2).expect("released");
     faked.cuda.fail("cuExternalMemoryGetMappedBuffer", 0, 1, 2);
     assert_eq!(memory(&faked.store).take(2), Err(Fault::Full));
@@ -415,7 +417,7 @@ fn every_call_that_fails_at_the_start_is_a_sentence_and_no_crash() {
         "cuEventCreate",
     ] {
         for code in [1, 2, 999] {
-            let cuda = FakeCuda::build(Batch::Cuda13);
+            let cuda = FakeCuda::build(BatchCopy::Cuda13);
             cuda.fail(call, 0, -1, code);
             match VramStore::open_with(&url("&ring=on"), &drivers(cuda.path())) {
                 // Without its context there is still the window.
@@ -447,7 +449,7 @@ fn without_any_driver_there_is_a_reason_instead_of_a_store() {
 
 #[test]
 fn cuda_alone_works_without_the_window() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mut url = url("");
     url.target = weir_store::vram::Target::Index(0);
     let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("a store by CUDA alone");
@@ -464,7 +466,7 @@ fn cuda_alone_works_without_the_window() {
 
 #[test]
 fn cuda_s_cards_are_counted_by_pci_address_and_not_the_fastest_first() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mut url = url("");
     for (index, card) in [(0, "Slow Fake GPU"), (1, "Fast Fake GPU")] {
         url.target = weir_store::vram::Target::Index(index);
@@ -476,7 +478,7 @@ fn cuda_s_cards_are_counted_by_pci_address_and_not_the_fastest_first() {
 
 #[test]
 fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
-    let faked = faked("&path=ring&ring=on", Batch::Cuda13);
+    let faked = faked("&path=ring&ring=on", BatchCopy::Cuda13);
     let store = &faked.store;
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -572,7 +574,7 @@ fn the_floor_of_free_memory_makes_a_store_drain_and_recover() {
 #[test]
 fn a_display_takes_its_share_and_keeps_the_kernel_off_the_card() {
     let nvml = FakeNvml::build(Card { display: true, ..CARD });
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let drivers = Drivers { nvml: nvml.path().into(), ..drivers(cuda.path()) };
     let store = VramStore::open_with(&url(""), &drivers).expect("a store");
     let room = memory(&store).headroom(0).expect("it says");
@@ -586,7 +588,7 @@ fn a_display_takes_its_share_and_keeps_the_kernel_off_the_card() {
 #[test]
 fn another_process_on_the_card_sends_the_kernel_away() {
     let nvml = FakeNvml::build(CARD);
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let drivers = Drivers { nvml: nvml.path().into(), ..drivers(cuda.path()) };
     let store = VramStore::open_with(&url("&ring=on"), &drivers).expect("a store");
     let _lane = store.lane(1).expect("a lane");
@@ -611,7 +613,7 @@ fn a_management_library_that_fails_says_nothing_and_breaks_nothing() {
 
 #[test]
 fn without_a_window_cuda_goes_before_the_transfer_queue() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let store = VramStore::open_with(&url("&window=off"), &drivers(cuda.path())).expect("a store");
     assert!(store.gpus()[0].describe().contains("Fake GPU"), "{}", store.gpus()[0].describe());
     let mut lane = store.lane(4).expect("a lane");

@@ -18,7 +18,7 @@ pub(crate) use packing::OPENED_MAX;
 pub(crate) use queued_run::Run;
 pub use view::Guard;
 
-use crate::batch::Batch;
+use crate::batch::BatchCounts;
 use crate::closing::Closing;
 use crate::entry::{Entry, Place};
 use crate::looking::Looking;
@@ -231,9 +231,9 @@ impl Lane {
     }
 
     /// A batch to announce; `None` if no store would act differently for it.
-    pub fn batch(&mut self) -> Option<Batch<'_>> {
+    pub fn batch(&mut self) -> Option<BatchCounts<'_>> {
         let heeded = self.stores.iter().any(|store| store.lane.heeds_plan());
-        heeded.then(|| Batch::new(&self.volume, &mut self.stores, self.taker))
+        heeded.then(|| BatchCounts::new(&self.volume, &mut self.stores, self.taker))
     }
 
     /// Reads a page. With [`Progress::Done`] `out` holds the page; with [`Progress::Queued`] it

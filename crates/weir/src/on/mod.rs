@@ -31,7 +31,7 @@ pub use restart::run as restart;
 pub use top::run as top;
 
 use clap::ValueEnum as _;
-use preflight::Plan;
+use preflight::OnPlan;
 use service::Service;
 use state::{Again, Journal, Phase, State, Step};
 use std::fs;
@@ -100,7 +100,7 @@ fn invocation() -> Again {
     Again { arguments, directory: directory.unwrap_or_else(|| "/".into()) }
 }
 
-fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
+fn turn_on(options: &OnOptions, plan: &OnPlan, journal: &mut Journal) -> Result<(), Failure> {
     journal.begin(invocation(), options.parts)?;
     for module in &plan.front.modules {
         front::load(module, journal)?;
@@ -148,7 +148,7 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
     Ok(())
 }
 
-fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize, cards: &[Condition]) {
+fn report(options: &OnOptions, plan: &OnPlan, devices: &[PathBuf], size: ByteSize, cards: &[Condition]) {
     let names: Vec<String> = devices.iter().map(|device| device.display().to_string()).collect();
     let smaller = if size < plan.size && matches!(plan.store, StoreChoice::Vram(_)) {
         format!("; {} was not to be had", plan.size)
@@ -191,7 +191,7 @@ fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize,
 /// memory.
 fn start(
     options: &OnOptions,
-    plan: &Plan,
+    plan: &OnPlan,
     directory: &Path,
     journal: &mut Journal,
 ) -> Result<Status, Failure> {
@@ -220,7 +220,7 @@ fn start(
 }
 
 /// The options of `weir serve` for this part's daemon.
-fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) -> Table {
+fn config(options: &OnOptions, plan: &OnPlan, directory: &Path, size: ByteSize) -> Table {
     let text = |path: PathBuf| path.display().to_string();
     let store = match &plan.store {
         StoreChoice::Vram(url) => StoreUrl::Vram(VramUrl { size: Some(size), ..url.clone() }).to_string(),

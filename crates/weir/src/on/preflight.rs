@@ -20,7 +20,7 @@ use weir_system::swaps::{self, Swap};
 
 /// The plan of `weir on`.
 #[derive(Debug)]
-pub struct Plan {
+pub struct OnPlan {
     /// The store for the pages.
     pub store: StoreChoice,
     /// The reason for a path to the card's memory that the store would not choose by itself.
@@ -62,7 +62,7 @@ const HOST_SPARE: ByteSize = ByteSize(256 << 20);
 ///
 /// # Errors
 /// Fails with the first thing that stands in the way.
-pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
+pub fn check(options: &OnOptions, machine: &Machine) -> Result<OnPlan, Failure> {
     sizes(options)?;
     if let Some(address) = options.metrics.as_ref().filter(|_| options.parts > 1) {
         let parts = options.parts;
@@ -99,7 +99,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     let wishes = settings::wishes(machine, front.front);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let (store, path_why) = path(&options.store, machine);
-    Ok(Plan {
+    Ok(OnPlan {
         store,
         path_why,
         front,

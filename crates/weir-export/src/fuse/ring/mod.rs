@@ -73,7 +73,7 @@ impl fmt::Display for Unavailable {
 /// The rings of a connection's threads, before the kernel knows of them.
 #[derive(Debug)]
 pub(super) struct Prepared {
-    pub rings: Vec<Ring>,
+    pub rings: Vec<Uring>,
     /// Bytes of the largest read or write that fits an entry.
     pub io_max: u32,
 }
@@ -98,7 +98,7 @@ pub(super) fn prepare(threads: usize) -> Result<Prepared, Unavailable> {
     let processors = possible.as_deref().and_then(count).ok_or(Unavailable::Processors)?;
     let payload = payload(processors).ok_or(Unavailable::Processors)?;
     let threads = threads.min(processors);
-    let rings = (0..threads).map(|thread| Ring::new(share(processors, threads, thread), payload));
+    let rings = (0..threads).map(|thread| Uring::new(share(processors, threads, thread), payload));
     let rings = rings.collect::<io::Result<_>>().map_err(Unavailable::Refused)?;
     Ok(Prepared { rings, io_max: payload as u32 })
 }
@@ -124,7 +124,7 @@ fn share(processors: usize, threads: usize, thread: usize) -> Range<usize> {
 }
 
 /// A thread's ring, with an entry for each queue that it serves.
-pub(super) struct Ring {
+pub(super) struct Uring {
     // Field order: the ring closes before the memory that it names is freed.
     io: IoUring<squeue::Entry128, cqueue::Entry>,
     memory: Buffer,
@@ -134,9 +134,9 @@ pub(super) struct Ring {
     scratch: Box<[u8; SMALL_MAX]>,
 }
 
-impl fmt::Debug for Ring {
+impl fmt::Debug for Uring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ring").field("queues", &self.queues).finish_non_exhaustive()
+        f.debug_struct("Uring").field("queues", &self.queues).finish_non_exhaustive()
     }
 }
 
@@ -153,8 +153,8 @@ pub(super) enum Event {
     Gone(Errno),
 }
 
-impl Ring {
-    fn new(queues: Range<usize>, payload: usize) -> io::Result<Ring> {
+impl Uring {
+    fn new(queues: Range<usize>, payload: usize) -> io::Result<Uring> {
         let room = queues.len() as u32 + 2;
         // The kernel adds completions only when the thread asks. Only the thread that enables the
         // ring may submit.
@@ -165,7 +165,7 @@ impl Ring {
             .setup_cqsize(2 * room)
             .build(room)?;
         let memory = Buffer::new(queues.len() * (PAYLOAD_AT + payload))?;
-        Ok(Ring { io, memory, payload, queues, scratch: Box::new([0; SMALL_MAX]) })
+        Ok(Uring { io, memory, payload, queues, scratch: Box::new([0; SMALL_MAX]) })
     }
 
     /// Whether the ring's memory is locked in RAM.

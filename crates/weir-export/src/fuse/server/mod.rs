@@ -13,7 +13,7 @@ use super::mount::{self, Mount, owner};
 use super::pool::{Pool, THREADS_MAX};
 use super::ram_disk::{self, RamDisk};
 use super::range::{IO_MAX, Ranges};
-use super::ring::Ring;
+use super::ring::Uring;
 use super::serve::{Ending, Service, Worker};
 use super::stats::{Counters, Stats};
 use config::check;
@@ -286,7 +286,7 @@ impl Server {
         device: &Arc<D>,
         config: &Config,
         log: &Log,
-        rings: Vec<Ring>,
+        rings: Vec<Uring>,
         service: impl Fn() -> S,
     ) -> Result<(), ServeError>
     where

@@ -4,7 +4,7 @@
 use super::super::device::Device;
 use super::super::mount::{Mount, Options};
 use super::super::range::IO_MAX;
-use super::super::ring::{self, Prepared, Ring};
+use super::super::ring::{self, Prepared, Uring};
 use super::super::wire::init;
 use super::hello::{Wish, greet};
 use super::{Config, ServeError};
@@ -24,7 +24,7 @@ pub(super) struct Opened {
     pub can_resend: bool,
     pub made: bool,
     /// Rings for the first threads; without rings, all requests come by `/dev/fuse`.
-    pub rings: Vec<Ring>,
+    pub rings: Vec<Uring>,
 }
 
 /// A start that may fail; dropping it removes what it made.

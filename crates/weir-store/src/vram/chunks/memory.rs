@@ -20,7 +20,7 @@ pub struct Source {
 
 /// One chunk's memory. The engine's view of it is dropped before the memory.
 #[derive(Debug)]
-pub struct Memory {
+pub struct ChunkMemory {
     device: Option<DeviceMemory>,
     mapped: Option<Allocation>,
     /// A descriptor by which CUDA will import the memory that is mapped already.
@@ -56,7 +56,7 @@ impl Source {
     }
 
     /// Adds CUDA's engines, for memory that is [taken](Self::take) later; memory that exists must
-    /// be [imported](Memory::import). Called once.
+    /// be [imported](ChunkMemory::import). Called once.
     pub fn add_cuda(&self, cuda: &Arc<Context>) {
         let _ = self.cuda.set(Arc::clone(cuda));
     }
@@ -70,12 +70,12 @@ impl Source {
     ///
     /// # Errors
     /// Fails with the driver's error.
-    pub fn take(&self, bytes: u64) -> Result<Memory, Trouble> {
+    pub fn take(&self, bytes: u64) -> Result<ChunkMemory, Trouble> {
         let Some(gpu) = &self.gpu else {
             let cuda = self.cuda().ok_or(Trouble::NoDriver)?;
-            return Ok(Memory { device: Some(cuda.allocate(bytes)?), mapped: None, unopened: None });
+            return Ok(ChunkMemory { device: Some(cuda.allocate(bytes)?), mapped: None, unopened: None });
         };
-        let mut memory = Memory { device: None, mapped: Some(gpu.allocate(bytes)?), unopened: None };
+        let mut memory = ChunkMemory { device: None, mapped: Some(gpu.allocate(bytes)?), unopened: None };
         if let Some(cuda) = self.cuda() {
             memory.import(cuda)?;
         }
@@ -88,15 +88,15 @@ impl Source {
     ///
     /// # Errors
     /// Fails with the driver's error.
-    pub fn adopt(&self, fd: OwnedFd, bytes: u64, later: bool) -> Result<Memory, Trouble> {
+    pub fn adopt(&self, fd: OwnedFd, bytes: u64, later: bool) -> Result<ChunkMemory, Trouble> {
         let Some(gpu) = &self.gpu else {
             let cuda = self.cuda().ok_or(Trouble::NoDriver)?;
-            return Ok(Memory { device: Some(cuda.adopt(&fd, bytes)?), mapped: None, unopened: None });
+            return Ok(ChunkMemory { device: Some(cuda.adopt(&fd, bytes)?), mapped: None, unopened: None });
         };
         // An import owns its descriptor, so each import gets one.
         let second = (later || self.cuda().is_some()).then(|| fd.try_clone()).transpose();
         let unopened = second.map_err(|_| Trouble::NoDescriptor)?;
-        let mut memory = Memory { device: None, mapped: Some(gpu.adopt(fd, bytes)?), unopened };
+        let mut memory = ChunkMemory { device: None, mapped: Some(gpu.adopt(fd, bytes)?), unopened };
         if let Some(cuda) = self.cuda() {
             memory.import(cuda)?;
         }
@@ -104,7 +104,7 @@ impl Source {
     }
 }
 
-impl Memory {
+impl ChunkMemory {
     /// Has CUDA import the memory, if it has not yet.
     ///
     /// # Errors

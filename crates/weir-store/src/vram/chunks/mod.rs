@@ -11,7 +11,7 @@ mod hot;
 mod memory;
 
 pub use hot::{Hot, LANES_MAX, Pin, Site, Way};
-pub use memory::{Memory, Source};
+pub use memory::{ChunkMemory, Source};
 
 use super::engine::Context;
 use super::{Trouble, membarrier};
@@ -30,7 +30,7 @@ const QUIESCE_LIMIT: Duration = Duration::from_secs(2);
 pub struct Chunks {
     hot: Arc<Hot>,
     /// The memory of each chunk.
-    memory: Box<[Mutex<Option<Memory>>]>,
+    memory: Box<[Mutex<Option<ChunkMemory>>]>,
 }
 
 impl Chunks {
@@ -53,7 +53,7 @@ impl Chunks {
         self.memory.len()
     }
 
-    fn held_memory(&self, chunk: usize) -> MutexGuard<'_, Option<Memory>> {
+    fn held_memory(&self, chunk: usize) -> MutexGuard<'_, Option<ChunkMemory>> {
         self.memory[chunk].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -140,7 +140,7 @@ impl Chunks {
     }
 
     /// Gives a chunk memory, which may be used as soon as this returns.
-    pub fn install(&self, chunk: usize, memory: Memory) {
+    pub fn install(&self, chunk: usize, memory: ChunkMemory) {
         let mut held = self.held_memory(chunk);
         self.show(chunk, memory.host(), memory.device());
         *held = Some(memory);
@@ -192,7 +192,7 @@ impl Chunks {
     ///
     /// # Errors
     /// Fails when a lane did not finish its operations in flight. The chunk is unchanged then.
-    pub fn withdraw(&self, chunk: usize) -> Result<Option<Memory>, Trouble> {
+    pub fn withdraw(&self, chunk: usize) -> Result<Option<ChunkMemory>, Trouble> {
         let mut held = self.held_memory(chunk);
         let Some(memory) = held.as_ref() else { return Ok(None) };
         self.show(chunk, ptr::null_mut(), 0);
@@ -219,6 +219,6 @@ impl Chunks {
     /// # Errors
     /// Fails with the driver's error.
     pub fn export(&self, chunk: usize) -> Result<Option<OwnedFd>, Trouble> {
-        self.held_memory(chunk).as_ref().map(Memory::export).transpose()
+        self.held_memory(chunk).as_ref().map(ChunkMemory::export).transpose()
     }
 }

@@ -88,7 +88,7 @@ impl Default for Tuning {
 pub struct Ring {
     state: AtomicU32,
     cells: [Cell; LANES],
-    seat: Mutex<Seat>,
+    controller: Mutex<Controller>,
     context: Arc<Context>,
     tuning: Tuning,
     hot: Arc<Hot>,
@@ -113,7 +113,7 @@ struct Cell {
 }
 
 /// State that only the entering or leaving thread accesses. The fields are dropped in this order.
-struct Seat {
+struct Controller {
     kernel: Kernel,
     stream: OwnStream,
     device: DeviceMemory,
@@ -123,7 +123,7 @@ struct Seat {
 }
 
 // SAFETY: the address is plain memory, which `_memory` keeps.
-unsafe impl Send for Seat {}
+unsafe impl Send for Controller {}
 
 impl Ring {
     /// Prepares rings in `memory`, whose address in CUDA is `device`. The kernel is loaded and not
@@ -146,7 +146,7 @@ impl Ring {
         Ok(Ring {
             state: AtomicU32::new(ABSENT),
             cells: std::array::from_fn(|_| Cell::default()),
-            seat: Mutex::new(Seat { kernel, stream, device, host, _memory: memory }),
+            controller: Mutex::new(Controller { kernel, stream, device, host, _memory: memory }),
             context: Arc::clone(context),
             tuning,
             hot: Arc::clone(hot),
@@ -173,9 +173,9 @@ impl Ring {
     /// nothing.
     pub fn ask(&self) {
         if self.is_resident()
-            && let Ok(seat) = self.seat.try_lock()
+            && let Ok(controller) = self.controller.try_lock()
         {
-            let _ = seat.stream.is_idle();
+            let _ = controller.stream.is_idle();
         }
     }
 
@@ -193,7 +193,7 @@ impl Ring {
     /// # Errors
     /// Fails with the driver's error.
     pub fn enter(&self) -> Result<(), CallError> {
-        let Ok(seat) = self.seat.try_lock() else { return Ok(()) };
+        let Ok(controller) = self.controller.try_lock() else { return Ok(()) };
         if self.state.load(Ordering::Relaxed) != ABSENT {
             return Ok(());
         }
@@ -208,7 +208,7 @@ impl Ring {
             let depth = cell.depth.load(Ordering::Relaxed);
             depth_min = depth_min.min(depth);
             block.lanes[lanes as usize] = LaneBlock {
-                ring: seat.device.address + ring_offset(index) as u64,
+                ring: controller.device.address + ring_offset(index) as u64,
                 done: done as u64,
                 // Lanes add nothing while the kernel is absent, so this is the number at which it
                 // stopped.
@@ -224,9 +224,14 @@ impl Ring {
         block.blocks = share(self.tuning, lanes).min(depth_min);
         // SAFETY: while the kernel is absent, only this thread accesses the control block in the
         // mapped memory.
-        unsafe { ptr::write_volatile(seat.host.as_ptr().cast::<ControlBlock>(), block) };
+        unsafe { ptr::write_volatile(controller.host.as_ptr().cast::<ControlBlock>(), block) };
         fence_stores();
-        seat.kernel.launch(&seat.stream, lanes * block.blocks, THREADS, seat.device.address)?;
+        controller.kernel.launch(
+            &controller.stream,
+            lanes * block.blocks,
+            THREADS,
+            controller.device.address,
+        )?;
         for cell in &self.cells {
             cell.covered.store(!cell.done.load(Ordering::Relaxed).is_null(), Ordering::Relaxed);
         }
@@ -239,7 +244,7 @@ impl Ring {
     /// # Errors
     /// Fails when the kernel failed, which loses the card.
     pub fn leave(&self) -> Result<bool, CallError> {
-        self.leave_from(&self.seat.lock().unwrap_or_else(PoisonError::into_inner))
+        self.leave_from(&self.controller.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Takes the kernel off the card, and holds it off until the guard is dropped. The driver waits
@@ -249,15 +254,15 @@ impl Ring {
     /// # Errors
     /// Fails when the kernel did not leave.
     pub fn pause(&self) -> Result<Paused<'_>, Fault> {
-        let seat = self.seat.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.leave_from(&seat) {
-            Ok(true) => Ok(Paused { _seat: seat }),
+        let controller = self.controller.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.leave_from(&controller) {
+            Ok(true) => Ok(Paused { _controller: controller }),
             Ok(false) => Err(Fault::Timeout),
             Err(_) => Err(Fault::Lost),
         }
     }
 
-    fn leave_from(&self, seat: &Seat) -> Result<bool, CallError> {
+    fn leave_from(&self, controller: &Controller) -> Result<bool, CallError> {
         if self.state.load(Ordering::Relaxed) == ABSENT {
             return Ok(true);
         }
@@ -282,10 +287,10 @@ impl Ring {
         }
         // SAFETY: the address is the control block's first word, mapped and aligned; the kernel
         // reads it.
-        unsafe { ptr::write_volatile(seat.host.as_ptr().cast::<u32>(), 1) };
+        unsafe { ptr::write_volatile(controller.host.as_ptr().cast::<u32>(), 1) };
         fence_stores();
         loop {
-            if seat.stream.is_idle()? {
+            if controller.stream.is_idle()? {
                 self.set(ABSENT);
                 return Ok(true);
             }
@@ -312,7 +317,7 @@ impl Ring {
         let staging = self.context.pinned(depth * PAGE_SIZE).map_err(taken)?;
         let done = self.context.pinned(PAGE_SIZE).map_err(taken)?;
         // SAFETY: the part of the mapped memory for rings is as long as all rings together.
-        let ring = unsafe { paused._seat.host.as_ptr().add(ring_offset(index)) };
+        let ring = unsafe { paused._controller.host.as_ptr().add(ring_offset(index)) };
         let cell = &self.cells[index];
         // Numbers only grow, so descriptors that an earlier lane left in the ring are never taken
         // for new ones.
@@ -359,7 +364,7 @@ impl std::fmt::Debug for Ring {
 
 /// A guard that holds the kernel off the card.
 pub struct Paused<'a> {
-    _seat: MutexGuard<'a, Seat>,
+    _controller: MutexGuard<'a, Controller>,
 }
 
 impl Cell {
