@@ -17,7 +17,7 @@ mod wake;
 
 pub use errno::errno;
 pub use span::{Piece, Span};
-pub use wake::{sleep, wait};
+pub use wake::{sleep, wait, wait_for_room};
 
 use rustix::io::Errno;
 use std::collections::VecDeque;

@@ -13,12 +13,25 @@ use weir_device::{POLL_EVERY, PageLane, WAKE_FDS_MAX};
 /// # Errors
 /// Fails as [`sleep`] does.
 pub fn wait<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+    wait_with(rest, lane, also.map(readable))
+}
+
+/// Waits until `lane` may have something to hand over, or `to` takes more bytes; for [`POLL_EVERY`]
+/// at most.
+///
+/// # Errors
+/// Fails as [`sleep`] does.
+pub fn wait_for_room<L: PageLane>(rest: &mut Rest, lane: &L, to: BorrowedFd<'_>) -> Result<(), Errno> {
+    wait_with(rest, lane, Some(PollFd::from_borrowed_fd(to, PollFlags::OUT)))
+}
+
+fn wait_with<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<PollFd<'_>>) -> Result<(), Errno> {
     let nobody_wakes = also.is_none() && lane.wake_fds().next().is_none();
     if lane.must_poll() || nobody_wakes {
         rest.until_next();
         return Ok(());
     }
-    sleep(lane, also, Some(POLL_EVERY))
+    sleep_with(lane, also, Some(POLL_EVERY))
 }
 
 /// Sleeps until a descriptor of `lane` or `also` is readable: for `most` at most, and for
@@ -31,13 +44,16 @@ pub fn sleep<L: PageLane>(
     also: Option<BorrowedFd<'_>>,
     most: Option<Duration>,
 ) -> Result<(), Errno> {
-    let mut wake = also.into_iter().chain(lane.wake_fds());
+    sleep_with(lane, also.map(readable), most)
+}
+
+fn sleep_with<L: PageLane>(lane: &L, also: Option<PollFd<'_>>, most: Option<Duration>) -> Result<(), Errno> {
+    let mut wake = also.into_iter().chain(lane.wake_fds().map(readable));
     let Some(first) = wake.next() else { return Ok(()) };
-    let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-    let mut fds: [PollFd<'_>; 1 + WAKE_FDS_MAX] = std::array::from_fn(|_| listen(first));
+    let mut fds: [PollFd<'_>; 1 + WAKE_FDS_MAX] = std::array::from_fn(|_| first.clone());
     let mut count = 1;
     for (slot, fd) in fds[1..].iter_mut().zip(wake) {
-        *slot = listen(fd);
+        *slot = fd;
         count += 1;
     }
     let answer = (lane.in_flight() > 0).then_some(POLL_EVERY);
@@ -48,4 +64,8 @@ pub fn sleep<L: PageLane>(
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(errno) => Err(errno),
     }
+}
+
+fn readable(fd: BorrowedFd<'_>) -> PollFd<'_> {
+    PollFd::from_borrowed_fd(fd, PollFlags::IN)
 }

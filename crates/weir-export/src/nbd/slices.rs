@@ -95,25 +95,29 @@ impl<'a> Slices<'a> {
         Ok(copied)
     }
 
-    /// Sends all bytes, and waits until the client has taken them.
+    /// Sends all but the first `sent` bytes, and adds to `sent` what has left. Returns whether
+    /// everything has left. With `wait` it waits until the client has taken everything.
     ///
     /// # Errors
     /// Fails when the connection is broken, or the client takes nothing within the socket's
     /// timeout.
-    pub fn send_all(&mut self, socket: BorrowedFd<'_>) -> rustix::io::Result<()> {
+    pub fn send(&mut self, socket: BorrowedFd<'_>, sent: &mut usize, wait: bool) -> rustix::io::Result<bool> {
         let mut list = &mut self.list[..self.len];
-        while self.bytes > 0 {
-            match rustix::net::sendmsg(socket, list, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)
-            {
-                Ok(sent) => {
-                    self.bytes -= sent;
-                    IoSlice::advance_slices(&mut list, sent);
+        IoSlice::advance_slices(&mut list, *sent);
+        let may_wait = if wait { SendFlags::empty() } else { SendFlags::DONTWAIT };
+        let flags = SendFlags::NOSIGNAL | may_wait;
+        while *sent < self.bytes {
+            match rustix::net::sendmsg(socket, list, &mut SendAncillaryBuffer::default(), flags) {
+                Ok(taken) => {
+                    *sent += taken;
+                    IoSlice::advance_slices(&mut list, taken);
                 }
                 Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) if !wait => return Ok(false),
                 Err(errno) => return Err(errno),
             }
         }
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -19,7 +19,6 @@ pub(super) use ending::Ending;
 use super::flight::{CHUNK_MAX, Flight, LOAN_BYTES, PAGES};
 use super::handshake::Negotiated;
 use super::pool::Pool;
-use super::slices::Slices;
 use super::stats::Counters;
 use super::transmission::{self as reply, Event, Parser, Request, Rules, none_chunk, simple_reply};
 use super::wire::{Errno, command};
@@ -375,11 +374,9 @@ impl Connection<'_> {
             return Ok(());
         }
         self.desk.lane.submit();
-        let mut slices = Slices::new();
-        slices.push(&self.desk.acks);
-        let sent = slices.send_all(self.socket);
+        self.send(&[], |desk, slices| slices.push(&desk.acks))?;
         self.desk.acks.clear();
-        self.unless_leaving(sent)
+        Ok(())
     }
 
     /// Handles a client that sends no more bytes. If this server caused that, complete requests are

@@ -98,7 +98,8 @@ impl Connection<'_> {
     /// Whether a client that sends no more ended with a request to disconnect. If the socket holds
     /// more bytes than fit here, the client has not waited for its answers, and counts as gone.
     fn ends_with_goodbye(&mut self) -> bool {
-        let waiting = &mut self.desk.rest[..];
+        // Nothing lies in this buffer while a send waits, and outside of a round.
+        let waiting = &mut self.desk.heads[..];
         let Ok((count, _)) =
             rustix::net::recv(self.socket, &mut *waiting, RecvFlags::PEEK | RecvFlags::DONTWAIT)
         else {
@@ -107,7 +108,7 @@ impl Connection<'_> {
         if count == waiting.len() {
             return false;
         }
-        self.presence.received(&self.desk.rest[..count]);
+        self.presence.received(&self.desk.heads[..count]);
         let last = Parser::new().next(&mut &self.presence.tail[..]);
         matches!(last, Ok(Some(Event::Request(request))) if request.command == command::DISC)
     }

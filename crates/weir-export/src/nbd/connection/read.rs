@@ -96,12 +96,19 @@ impl Connection<'_> {
         acks.clear();
         self.counters.errors.add(faults);
         let left = left?;
-        if left > 0 {
-            let mut slices = Slices::new();
-            slices.push(&rest[..left]);
-            slices.send_all(self.socket)?;
-        }
+        self.send_rest(left, loan.as_ref())?;
         Ok(at)
+    }
+
+    /// Sends the first `left` bytes of `loan`, or of the connection's own buffer.
+    fn send_rest(&mut self, left: usize, loan: Option<&Loan>) -> Result<(), Ending> {
+        if left == 0 {
+            return Ok(());
+        }
+        match loan {
+            Some(loan) => self.send(&loan[..left], |_, _| {}),
+            None => self.send(&[], |desk, slices| slices.push(&desk.rest[..left])),
+        }
     }
 
     /// Answers a long read by one simple reply. Once its header has left, an error can no longer be
@@ -157,9 +164,7 @@ impl Connection<'_> {
         drop(guard);
         match found {
             Found::Bytes { .. } => {
-                let mut slices = Slices::new();
-                slices.push(&rest[..left?]);
-                slices.send_all(self.socket)?;
+                self.send_rest(left?, loan.as_ref())?;
                 return Ok(Ok(()));
             }
             Found::Fault { error, .. } => return Ok(Err(error)),
@@ -173,10 +178,9 @@ impl Connection<'_> {
         let entry = self.desk.flight.entry(index);
         let result = entry.error.map_or(Ok(()), |(error, _)| Err(error));
         if send && result.is_ok() {
-            let mut slices = Slices::new();
-            slices.push(head);
-            push_pages(&self.desk.flight, index, offset, length, &mut slices);
-            slices.send_all(self.socket)?;
+            self.send(head, |desk, slices| {
+                push_pages(&desk.flight, index, offset, length, slices);
+            })?;
         }
         self.desk.flight.release(index);
         Ok(result)

@@ -116,6 +116,16 @@ impl Connection<'_> {
     /// Takes completions of slow stores, and answers the requests that are then finished. Returns
     /// whether there were any.
     pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
+        self.collect()?;
+        let any = !self.desk.flight.ready().is_empty();
+        while !self.desk.flight.ready().is_empty() {
+            self.answer_ready()?;
+        }
+        Ok(any)
+    }
+
+    /// Takes completions of slow stores.
+    fn collect(&mut self) -> Result<(), Ending> {
         if self.desk.flight.has_writes() {
             // The next poll publishes writes that their store has ended. A check from a moment ago
             // is too old: the client may have gone since, and sent newer writes on another
@@ -127,56 +137,98 @@ impl Connection<'_> {
             looks.end();
             flight.complete(&done);
         });
-        let any = !flight.ready().is_empty();
-        while !self.desk.flight.ready().is_empty() {
-            self.answer_ready()?;
+        Ok(())
+    }
+
+    /// Sends `head` and what `gather` adds after it, however slowly the client takes that.
+    ///
+    /// While operations of this lane are under way, the slots that others free cannot be used
+    /// again. So this thread takes completions until none is under way, and only then blocks. The
+    /// answers to them wait. `gather` is called again after each look at the store, and must add
+    /// the same bytes.
+    pub(super) fn send(
+        &mut self,
+        head: &[u8],
+        mut gather: impl for<'a> FnMut(&'a mut Desk, &mut Slices<'a>),
+    ) -> Result<(), Ending> {
+        let mut sent = 0;
+        loop {
+            let is_idle = self.desk.lane.in_flight() == 0;
+            let mut slices = Slices::new();
+            slices.push(head);
+            gather(self.desk, &mut slices);
+            match slices.send(self.socket, &mut sent, is_idle) {
+                Ok(true) => return Ok(()),
+                Ok(false) => self.collect_until_room()?,
+                Err(errno) => return self.unless_leaving(Err(errno)),
+            }
         }
-        Ok(any)
+    }
+
+    /// Takes completions of slow stores without an answer to them, and waits until there are more
+    /// or the client has room.
+    fn collect_until_room(&mut self) -> Result<(), Ending> {
+        self.desk.lane.submit();
+        self.collect()?;
+        let Desk { lane, looks, .. } = &mut *self.desk;
+        Ok(weir_request::wait_for_room(looks, lane, self.socket)?)
     }
 
     /// Sends one `sendmsg` with the answers to finished requests.
     fn answer_ready(&mut self) -> Result<(), Ending> {
-        let Desk { flight, heads, .. } = &mut *self.desk;
         let structured = self.rules.structured;
-        let mut heads: &mut [u8] = heads;
-        let mut slices = Slices::new();
-        let (mut count, mut errors) = (0, 0);
-        for &index in flight.ready() {
-            if slices.room() < SPAN_MAX + 1 || heads.len() < HEAD_MAX {
-                break;
+        let (mut count, mut errors) = (usize::MAX, 0);
+        let sent = self.send(&[], |desk, slices| {
+            (count, errors) = gather_ready(&desk.flight, count, &mut desk.heads, structured, slices);
+        });
+        self.desk.flight.release_ready(count);
+        self.counters.errors.add(errors);
+        sent
+    }
+}
+
+/// Adds the answers to finished requests: to as many as fit, and `most` at most. Returns their
+/// number, and how many of them report an error.
+fn gather_ready<'a>(
+    flight: &'a Flight,
+    most: usize,
+    mut heads: &'a mut [u8],
+    structured: bool,
+    slices: &mut Slices<'a>,
+) -> (usize, u64) {
+    let (mut count, mut errors) = (0, 0);
+    for &index in flight.ready().iter().take(most) {
+        if slices.room() < SPAN_MAX + 1 || heads.len() < HEAD_MAX {
+            break;
+        }
+        let entry = flight.entry(index);
+        let cookie = entry.cookie;
+        count += 1;
+        errors +=
+            u64::from(entry.error.is_some() && !matches!(entry.work, Work::Read { stream: Some(_), .. }));
+        match (entry.work, entry.error) {
+            // The end of the stream reports the error.
+            (Work::Read { stream: Some(_), .. }, Some(_)) => {}
+            (Work::Read { offset, length, stream }, None) => {
+                let head = if structured {
+                    take_front(&mut heads, &data_chunk(cookie, stream.is_none(), offset, length))
+                } else {
+                    take_front(&mut heads, &simple_reply(cookie, None))
+                };
+                slices.push(head);
+                push_pages(flight, index, offset, length, slices);
             }
-            let entry = flight.entry(index);
-            let cookie = entry.cookie;
-            count += 1;
-            errors +=
-                u64::from(entry.error.is_some() && !matches!(entry.work, Work::Read { stream: Some(_), .. }));
-            match (entry.work, entry.error) {
-                // The end of the stream reports the error.
-                (Work::Read { stream: Some(_), .. }, Some(_)) => {}
-                (Work::Read { offset, length, stream }, None) => {
-                    let head = if structured {
-                        take_front(&mut heads, &data_chunk(cookie, stream.is_none(), offset, length))
-                    } else {
-                        take_front(&mut heads, &simple_reply(cookie, None))
-                    };
-                    slices.push(head);
-                    push_pages(flight, index, offset, length, &mut slices);
-                }
-                (Work::Stream, None) => slices.push(take_front(&mut heads, &none_chunk(cookie))),
-                (Work::Stream | Work::Read { .. }, Some((error, at))) if structured => {
-                    slices.push(take_front(&mut heads, &error_offset_chunk(cookie, error, at)));
-                }
-                (_, error) => {
-                    let error = error.map(|(error, _)| error);
-                    slices.push(take_front(&mut heads, &simple_reply(cookie, error)));
-                }
+            (Work::Stream, None) => slices.push(take_front(&mut heads, &none_chunk(cookie))),
+            (Work::Stream | Work::Read { .. }, Some((error, at))) if structured => {
+                slices.push(take_front(&mut heads, &error_offset_chunk(cookie, error, at)));
+            }
+            (_, error) => {
+                let error = error.map(|(error, _)| error);
+                slices.push(take_front(&mut heads, &simple_reply(cookie, error)));
             }
         }
-        let sent = slices.send_all(self.socket);
-        flight.release_ready(count);
-        self.counters.errors.add(errors);
-        self.unless_leaving(sent)
     }
+    (count, errors)
 }
 
 /// Adds the bytes of the pages that an entry has read.
