@@ -18,7 +18,7 @@
 
 struct lease_chunk;
 
-/* What a socket has; 48 bytes while nothing is out. */
+/* The table of one socket: 48 bytes while nothing is out. */
 struct lease_table {
 	u64 present; /* positions that have a chunk */
 	u64 open; /* positions whose chunk has a free slot */
@@ -30,7 +30,7 @@ struct lease_table {
 	u16 quota;
 };
 
-/* Where a reference points: binding in bits 26 to 33, page in bits 0 to 25. */
+/* The place that a reference points to: binding in bits 26 to 33, page in bits 0 to 25. */
 typedef u64 lease_place;
 
 static inline lease_place lease_place_of(u8 binding, u32 page)

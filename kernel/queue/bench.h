@@ -34,7 +34,7 @@ struct bench_round {
 	struct bench_producer producers[PRODUCERS_MAX];
 };
 
-/* What a number of producers gave: medians over the rounds. */
+/* The figures of a number of producers: medians over the rounds. */
 struct bench_result {
 	u64 ps_per_item;
 	u64 ps_per_item_min;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
 /*
- * What the three designs share: starting the thread, flushing and stopping.
+ * The parts that the three designs have in common: starting the thread, flushing and stopping.
  * A design includes this after its own main loop, queue_main(), and its
  * set-up, queue_setup().
  */
@@ -48,7 +48,7 @@ static void flush_once(nv_kthread_q_t *q)
 
 void nv_kthread_q_flush(nv_kthread_q_t *q)
 {
-	/* Once for what is queued, once for what that queues in turn. */
+	/* Once for the items that are queued, once for the items that those queue. */
 	flush_once(q);
 	flush_once(q);
 }

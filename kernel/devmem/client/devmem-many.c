@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * What the tokens of many sockets take: the kernel's slabs, once all sockets are connected and none
- * has received anything, and once each holds so many fragments.
+ * Measures the memory that the tokens of many sockets take. It reads the kernel's slabs once all
+ * sockets are connected and none has received anything. It reads them again once each socket holds
+ * so many fragments.
  *
  *   devmem-many CONNECTIONS FRAGMENTS
  *
- * A line "CACHE OBJECTS BYTES" for each slab cache that grew or shrank by a page or more, and "all 0
- * BYTES" for all of them together.
+ * It prints a line "CACHE OBJECTS BYTES" for each slab cache that grew or shrank by a page or more.
+ * The line "all 0 BYTES" is the sum.
  */
 #include "devmem.h"
 
 #define CACHES 512
-/* Beyond what the sockets hold: what is on its way, and the queue's own. */
+/* Room beyond the fragments that sockets hold: for data on its way, and for the queue itself. */
 #define SPARE (64ul << 20)
 
 struct cache {
@@ -19,7 +20,7 @@ struct cache {
 	long objects, bytes;
 };
 
-/* What the slabs take that hold an object; those that hold none are given back first. */
+/* Reads the bytes of all slabs that hold an object. Slabs without an object are given back first. */
 static unsigned int read_caches(struct cache *caches)
 {
 	unsigned int count = 0;
@@ -48,7 +49,7 @@ static unsigned int read_caches(struct cache *caches)
 	return count;
 }
 
-/* Takes all that was sent, returns what is more than `fragments`, and keeps the rest. */
+/* Receives all that was sent, keeps `fragments` fragments, and returns the others. */
 static void hold(int fd, size_t length, unsigned int fragments)
 {
 	static uint32_t tokens[4096];
@@ -101,7 +102,7 @@ int main(int argc, char **argv)
 	size = (connections * length + SPARE + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
 	files = (struct rlimit){ connections + 100, connections + 100 };
 	setrlimit(RLIMIT_NOFILE, &files);
-	/* Of huge pages: few pieces, or the kernel looks for a free page in each. */
+	/* Huge pages make few pieces. The kernel looks for a free page in each piece. */
 	if (!try_bind_dmabuf(size, true))
 		return 1;
 	fds = calloc(connections, sizeof(*fds));
@@ -130,7 +131,7 @@ int main(int argc, char **argv)
 			die("write");
 		hold(fds[i], length, fragments);
 	}
-	/* The last acknowledgements and what has been received are gone. */
+	/* By then the last acknowledgements and the received packets are gone. */
 	sleep(2);
 	count = read_caches(after);
 	for (i = 0; i < count; i++) {

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
-/* Prints how many page pools still hold device memory or wait for fragments, then how many fragments. */
+/*
+ * Prints the number of page pools that hold device memory or wait for fragments, and the number of
+ * those fragments.
+ */
 #include "devmem.h"
 
 int main(void)

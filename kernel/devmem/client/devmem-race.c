@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * One thread receives fragments and returns each; another returns numbers that it guesses, all the
- * time; a third does so while recvmsg() waits for a page of its control buffer, so between telling
- * user space of a token and the token's being good for something. Whoever returns a fragment, nobody
- * may be told less than all of them were returned.
+ * Looks for fragments that are lost because they are returned too early.
+ *
+ * One thread receives fragments and returns each. A second thread returns numbers that it guesses,
+ * all the time. A third thread guesses while recvmsg() waits for a page of its control buffer. At
+ * that moment recvmsg() has chosen a token and not yet stored its fragment. Together the threads
+ * must be told that they returned all fragments.
  *
  *   devmem-race BURSTS    "told N by-receiver N by-guesser N lost N held N"
  *
- * "held": how often recvmsg() waited.
+ * "held" is the number of times that recvmsg() waited.
  */
 #include "devmem.h"
 #include <linux/userfaultfd.h>
@@ -25,7 +27,7 @@ static int faults;
 
 static void guess_once(void)
 {
-	/* The numbers that a table begins with, and those that come next. */
+	/* The first numbers of an xarray, and the numbers after the last token. */
 	struct dmabuf_token tokens[] = { { 1, GUESSES }, { last + 1, GUESSES } };
 	int freed = give_back(receiver, tokens, 2);
 
@@ -40,7 +42,7 @@ static void *guess(void *unused)
 	return unused;
 }
 
-/* recvmsg() stands still where it first writes to a page, until this has guessed and let it go on. */
+/* recvmsg() waits where it first writes to a page, until this thread has guessed and gives the page. */
 static void *guess_while_it_waits(void *unused)
 {
 	struct uffd_msg fault;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Does to device memory, at random, all that a program may do: binds and unbinds a dma-buf while
- * data arrives, closes sockets that hold fragments, forks processes that inherit them, and returns
- * fragments from two threads and all of those processes, some twice, some that were never reported.
+ * Does to device memory, at random, all that a program may do. It binds and unbinds a dma-buf while
+ * data arrives, closes sockets that hold fragments, and forks processes that inherit them. Two
+ * threads and all of those processes return fragments, some twice, some that were never reported.
  * Some of the sockets that hold fragments listen before they are closed.
- * It passes if it comes to its end; the kernel's sanitizers say what went wrong.
+ *
+ * The test passes if it comes to its end. The kernel's sanitizers report errors.
  *
  *   devmem-stress SECONDS SEED
  *
@@ -15,14 +16,14 @@
 #define CONNECTIONS 8
 #define KNOWN 4096
 #define CHILDREN 16
-/* A binding ends a while after the last who inherited its socket. */
+/* A binding ends some time after the last process that inherited its socket. */
 #define BIND_TRIES 400
 
 static struct {
 	unsigned long rounds, binds, told, returned, closed, forked, listened;
 } *done;
 
-/* The tokens that were reported last, each with the connection's place; 0 where none is. */
+/* The tokens that were reported last, each with the index of its connection. 0 is no token. */
 static struct {
 	uint32_t token;
 	unsigned int at;
@@ -51,7 +52,7 @@ static uint64_t milliseconds(void)
 	return t.tv_sec * 1000ull + t.tv_nsec / 1000000;
 }
 
-/* A few returns in one call: of what is known, again or for the first time, and of guesses. */
+/* Returns a few tokens in one call: known ones, for the first time or again, and guesses. */
 static void return_some(uint64_t *state)
 {
 	struct dmabuf_token tokens[8];
@@ -82,13 +83,13 @@ static void *return_all_the_time(void *seed)
 
 	while (!stop) {
 		return_some(&state);
-		/* The receiver must come to its turn, too, on the slowest of kernels. */
+		/* The receiver needs processor time, too, on the slowest of kernels. */
 		usleep(some(&state, 4000));
 	}
 	return NULL;
 }
 
-/* Takes what has arrived; false if the connection is of no more use. */
+/* Receives the data that has arrived. False if the connection is of no more use. */
 static bool take(unsigned int at)
 {
 	static uint32_t tokens[4096];
@@ -108,7 +109,7 @@ static bool take(unsigned int at)
 	return true;
 }
 
-/* The socket leaves its connection and listens; a connection to it begins as a copy of the socket. */
+/* The socket leaves its connection and listens. A connection to it begins as a copy of the socket. */
 static void listen_and_accept(int fd)
 {
 	struct sockaddr nobody = { .sa_family = AF_UNSPEC };
@@ -151,7 +152,7 @@ static void send_at_random(uint64_t state)
 	}
 }
 
-/* A process that has the sockets too, and outlives them or not. */
+/* Forks a process that has the sockets, too, and ends before or after they are closed. */
 static pid_t inherit(uint64_t seed, struct ynl_sock *binding)
 {
 	pid_t child = fork();
@@ -186,7 +187,7 @@ static struct ynl_sock *bind_again(uint64_t *state)
 	exit(1);
 }
 
-/* Some seconds, with a process of their own, whose end closes what is still open. */
+/* Runs for some seconds in a process of its own. Its end closes the sockets that are still open. */
 static void round_of(uint64_t state)
 {
 	struct ynl_sock *binding = bind_again(&state);

@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * What a token costs: bursts of payload arrive, then one recvmsg() after the other takes them, and
- * tokens go back, 32 a call, so that so many stay outstanding. In a guest whose clock counts
- * instructions, a nanosecond is one.
+ * Measures the cost of a token. A burst of payload arrives, and recvmsg() takes it, a part in each
+ * call. Tokens go back, 32 a call, so that OUTSTANDING of them stay with each connection. In a guest
+ * whose clock counts instructions, a nanosecond is an instruction.
  *
  *   devmem-tokens CONNECTIONS OUTSTANDING TOKENS ordered|random single|ranges
  *
- * "get N put N close N held N ranges N": instructions a token in recvmsg() and in
- * SO_DEVMEM_DONTNEED; those of close() of a connection that its peer has reset, so that its
- * fragments go there and then, and how many it held; how many tokens a range held.
+ * It prints "get N put N close N held N ranges N":
+ *   get, put   instructions a token, in recvmsg() and in SO_DEVMEM_DONTNEED
+ *   close      instructions of the close() of a connection that its peer has reset, which drops the
+ *              connection's fragments in that call
+ *   held       the number of fragments that this connection held
+ *   ranges     the number of tokens in a range
  */
 #include "devmem.h"
 
 #define BURST (256 * 1024)
 #define RETURN 32
-/* Room for what the sender is ahead, and for what each connection holds at most. */
+/* Room for data that the sender is ahead, and for the fragments of each connection at most. */
 #define MEMORY (32ul << 20)
 #define MOST(outstanding) ((outstanding) + 96ul)
 
@@ -42,7 +45,7 @@ static uint64_t nanoseconds_get, nanoseconds_put, nanoseconds_close;
 static unsigned long got, returned, ranges, closed, held;
 static bool at_random, merged;
 
-/* Returns the oldest tokens, or some at random, and wants each of them to be accepted. */
+/* Returns the oldest tokens, or some at random. Each of them must be accepted. */
 static void return_some(struct connection *c)
 {
 	struct dmabuf_token tokens[RETURN];
@@ -159,18 +162,18 @@ int main(int argc, char **argv)
 	for (i = 0; got < want; i = (i + 1) % connections) {
 		if (write(go[1], "x", 1) != 1)
 			die("write");
-		/* The burst has arrived, so that recvmsg() alone is counted. */
+		/* By then the burst has arrived, so that recvmsg() alone is counted. */
 		usleep(20000);
 		take_burst(&all[i], outstanding);
 	}
 	close(go[1]);
 	waitpid(sender, NULL, 0);
-	/* The last reset has arrived. */
+	/* By then the last reset has arrived. */
 	usleep(100000);
 	for (i = 0; i < connections; i++) {
 		if (!all[i].count)
 			continue;
-		/* Once for each socket: another process that runs meanwhile would weigh too much. */
+		/* This thread's clock: another process that runs meanwhile would weigh too much. */
 		start = time_of(CLOCK_THREAD_CPUTIME_ID);
 		close(all[i].fd);
 		nanoseconds_close += time_of(CLOCK_THREAD_CPUTIME_ID) - start;

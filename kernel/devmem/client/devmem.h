@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * What the clients share: a dma-buf bound to a queue of the fake NIC, a sender behind the other
- * device, and the tokens of one recvmsg(). Built as one file with each client.
+ * The parts that all clients have: a dma-buf bound to a queue of the fake NIC, a sender behind the
+ * other device, and the tokens of one recvmsg(). Built as one file with each client.
  */
 #define _GNU_SOURCE
 #define __EXPORTED_HEADERS__
@@ -62,8 +62,8 @@ static void refused(const char *what, struct ynl_sock *ys)
 #define HUGE_PAGE (2ul << 20)
 
 /*
- * Binds a dma-buf of system memory to QUEUE, until what it returns is destroyed, or this process and
- * all that have inherited that have ended. NULL if the kernel refuses it.
+ * Binds a dma-buf of system memory to QUEUE. The binding lasts until the returned socket is destroyed,
+ * or until this process and all that inherited the socket have ended. NULL if the kernel refuses it.
  */
 static struct ynl_sock *try_bind_dmabuf(size_t size, bool huge)
 {
@@ -142,7 +142,7 @@ static int listen_here(void)
 	return fd;
 }
 
-/* For the sender, in a process of its own: a connection from behind the other device. */
+/* Connects from behind the other device. For the sender, in a process of its own. */
 static int connect_from_peer(void)
 {
 	int ns = open(PEER, O_RDONLY), room = 8 << 20, fd;

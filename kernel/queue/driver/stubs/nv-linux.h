@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* What the driver's self-test of its queue takes from the driver. */
+/* The part of the driver that the self-test of its queue calls. */
 #include <linux/nodemask.h>
 #include "nv-kthread-q.h"
 
