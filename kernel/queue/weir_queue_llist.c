@@ -7,7 +7,8 @@
  * It breaks one promise of the contract, the place of an item that is refused:
  * an item is pending before it is on the list. And if the task that found the
  * list empty is preempted before it wakes the worker, all others wait for it.
- * So the patch for the driver keeps the lock.
+ * So the patch for the driver keeps the lock. Crate weir-queue, whose flush may
+ * wait, counts the items that refused somebody before they were on the list.
  */
 #define WEIR_QUEUE_LLIST
 #define DESIGN "llist"

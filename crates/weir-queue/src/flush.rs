@@ -3,7 +3,7 @@
 use core::ptr::NonNull;
 use core::sync::atomic::Ordering::{Acquire, Release};
 
-use crate::item::RawItem;
+use crate::item::{RawItem, Unplaced};
 use crate::queue::MAX_SHARDS;
 use crate::stack::{Link, Pushed};
 use crate::sync::{AtomicUsize, thread};
@@ -26,7 +26,7 @@ struct Waiter {
 ///
 /// # Safety
 /// `link` must be the first field of a valid marker.
-unsafe fn arrive(link: NonNull<Link>) {
+unsafe fn arrive(link: NonNull<Link>, _: &Unplaced) {
     // SAFETY: the marker is repr(C) and begins with its item, which begins with its link. The
     // flushing thread holds markers and waiter until `left` is 0.
     let waiter = unsafe { (*link.cast::<Marker<'_>>().as_ptr()).waiter };
@@ -45,6 +45,10 @@ impl Core {
         let markers: [Marker<'_>; MAX_SHARDS] =
             core::array::from_fn(|_| Marker { item: RawItem::new(arrive), waiter: &waiter });
         let mut open = true;
+        // An item that refused this thread may not be in its stack yet.
+        while self.unplaced.0.load(Acquire) > 0 {
+            thread::yield_now();
+        }
         // Count the markers before they are pushed, so that none reaches 0 too early.
         waiter.left.store(self.shards.iter().count(), Release);
         for (stack, marker) in self.shards.iter().zip(&markers) {

@@ -9,10 +9,10 @@ use alloc::sync::Arc;
 use core::marker::PhantomData;
 use core::ops::Deref;
 use core::ptr::NonNull;
-use core::sync::atomic::Ordering::AcqRel;
+use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
 use crate::stack::Link;
-use crate::sync::AtomicBool;
+use crate::sync::AtomicUsize;
 
 /// A place in a queue, embedded in a `T`. A type with several items tells them apart by `ID`.
 #[repr(transparent)]
@@ -26,9 +26,29 @@ pub struct Item<T, const ID: u64 = 0> {
 pub(crate) struct RawItem {
     /// This is the first field, so that a pointer to the link is a pointer to the item.
     pub(crate) link: Link,
-    pending: AtomicBool,
-    run: unsafe fn(NonNull<Link>),
+    /// The bits below, and above them the number of times that the item was released.
+    state: AtomicUsize,
+    run: unsafe fn(NonNull<Link>, &Unplaced),
 }
+
+/// The item is claimed for a push, or was pushed, and has not been taken.
+const PENDING: usize = 1;
+/// The item was pushed: its place in the queue is decided.
+const PLACED: usize = 2;
+/// A thread was refused before the item had a place, and [`Unplaced`] counts the item.
+const AWAITED: usize = 4;
+const RELEASES: usize = 8;
+
+/// The number of a queue's items that refused a thread before they had a place.
+///
+/// A thread that is refused may flush next, and must find the item before its flush. The item's
+/// scheduler claims it first and pushes it then, so a flush waits until this is 0. It is 0 unless
+/// a thread was refused within the few instructions between.
+pub(crate) type Unplaced = AtomicUsize;
+
+/// The right to push an item: its state once it was claimed.
+#[must_use]
+pub(crate) struct Claim(usize);
 
 /// A type that embeds an [`Item`]. Implement it with [`has_item!`](crate::has_item), which checks
 /// the field's type.
@@ -158,7 +178,7 @@ impl<T, const ID: u64> Item<T, ID> {
     /// when the caller reads it; [`Queue::schedule`](crate::Queue::schedule) decides for itself.
     #[inline]
     pub fn is_pending(&self) -> bool {
-        self.raw.pending.load(core::sync::atomic::Ordering::Acquire)
+        self.raw.state.load(Acquire) & PENDING != 0
     }
 }
 
@@ -174,23 +194,68 @@ impl<T, const ID: u64> core::fmt::Debug for Item<T, ID> {
     }
 }
 
+impl Claim {
+    /// Says that `item` was pushed. It may have run meanwhile, and been claimed anew.
+    #[inline]
+    pub(crate) fn placed(self, item: &RawItem, unplaced: &Unplaced) {
+        let mut state = self.0;
+        while let Err(now) = item.state.compare_exchange(state, self.0 | PLACED, Release, Relaxed) {
+            if now != self.0 | AWAITED {
+                return;
+            }
+            state = now;
+        }
+        if state != self.0 {
+            unplaced.fetch_sub(1, Release);
+        }
+    }
+}
+
 impl RawItem {
-    pub(crate) fn new(run: unsafe fn(NonNull<Link>)) -> Self {
-        RawItem { link: Link::new(), pending: AtomicBool::new(false), run }
+    pub(crate) fn new(run: unsafe fn(NonNull<Link>, &Unplaced)) -> Self {
+        RawItem { link: Link::new(), state: AtomicUsize::new(0), run }
     }
 
-    /// Claims the item for a push; false if it is pending. It is always an exchange, never a load
+    /// Claims the item for a push; `None` if it is pending. It is always an exchange, never a load
     /// first: the worker's own exchange then reads from this one. So for a caller that is told
     /// "pending", the coming run sees everything that the caller did before.
     #[inline]
-    pub(crate) fn claim(&self) -> bool {
-        !self.pending.swap(true, AcqRel)
+    pub(crate) fn claim(&self, unplaced: &Unplaced) -> Option<Claim> {
+        let found = self.state.fetch_or(PENDING, AcqRel);
+        if found & PENDING == 0 {
+            return Some(Claim(found | PENDING));
+        }
+        if found & (PLACED | AWAITED) == 0 {
+            self.await_place(found, unplaced);
+        }
+        None
+    }
+
+    /// Counts an item that is claimed and has no place yet, unless it has one by now.
+    #[cold]
+    fn await_place(&self, claimed: usize, unplaced: &Unplaced) {
+        // Count first: the thread that finds the mark counts down.
+        unplaced.fetch_add(1, Relaxed);
+        if self.state.compare_exchange(claimed, claimed | AWAITED, AcqRel, Acquire).is_err() {
+            // The item has its place, or another thread has marked and counted it.
+            unplaced.fetch_sub(1, Relaxed);
+        }
     }
 
     /// Ends the claim of an item that was not pushed, or that has been taken.
     #[inline]
-    pub(crate) fn release(&self) {
-        self.pending.swap(false, AcqRel);
+    pub(crate) fn release(&self, unplaced: &Unplaced) {
+        let mut state = self.state.load(Relaxed);
+        loop {
+            let next = (state & !(RELEASES - 1)).wrapping_add(RELEASES);
+            match self.state.compare_exchange_weak(state, next, AcqRel, Relaxed) {
+                Ok(_) => break,
+                Err(now) => state = now,
+            }
+        }
+        if state & AWAITED != 0 {
+            unplaced.fetch_sub(1, Release);
+        }
     }
 }
 
@@ -199,11 +264,11 @@ impl RawItem {
 /// # Safety
 /// `link` must be the first field of a valid [`RawItem`] that was pushed and taken once.
 #[inline]
-pub(crate) unsafe fn run_link(link: NonNull<Link>) {
+pub(crate) unsafe fn run_link(link: NonNull<Link>, unplaced: &Unplaced) {
     // SAFETY: the item is repr(C) and begins with its link.
     let function = unsafe { (*link.cast::<RawItem>().as_ptr()).run };
     // SAFETY: an item's function expects that item's link.
-    unsafe { function(link) }
+    unsafe { function(link, unplaced) }
 }
 
 /// The item within `owner`.
@@ -218,12 +283,12 @@ pub(crate) fn item_of<T: HasItem<ID>, const ID: u64>(owner: NonNull<T>) -> NonNu
 /// # Safety
 /// `link` must be that of item `ID` of a `T` which was turned raw for the queue, and must have been
 /// taken once.
-unsafe fn run<T: Work<ID>, const ID: u64>(link: NonNull<Link>) {
+unsafe fn run<T: Work<ID>, const ID: u64>(link: NonNull<Link>, unplaced: &Unplaced) {
     // SAFETY: the item lies OFFSET bytes into its owner.
     let owner: NonNull<T> = unsafe { link.byte_sub(T::OFFSET).cast() };
     if T::Pointer::SHARED {
         // SAFETY: the queue's own pointer keeps the owner alive until `from_raw` below.
-        unsafe { item_of::<T, ID>(owner).as_ref() }.release();
+        unsafe { item_of::<T, ID>(owner).as_ref() }.release(unplaced);
     }
     // SAFETY: a link is pushed once for each pointer turned raw.
     T::run(unsafe { T::Pointer::from_raw(owner) });
@@ -232,24 +297,60 @@ unsafe fn run<T: Work<ID>, const ID: u64>(link: NonNull<Link>) {
 #[cfg(all(test, loom))]
 mod models {
     use super::*;
-    use core::sync::atomic::Ordering::Relaxed;
-    use loom::sync::atomic::AtomicUsize;
+    use crate::stack::{Pushed, Stack};
+    use loom::sync::Arc;
+
+    struct Shared {
+        item: RawItem,
+        marker: Link,
+        stack: Stack,
+        unplaced: Unplaced,
+        written: AtomicUsize,
+    }
+
+    fn shared() -> Arc<Shared> {
+        Arc::new(Shared {
+            item: RawItem::new(|_, _| ()),
+            marker: Link::new(),
+            stack: Stack::new(),
+            unplaced: Unplaced::new(0),
+            written: AtomicUsize::new(0),
+        })
+    }
+
+    /// Schedules the item as a queue does: false if it is pending.
+    fn schedule(shared: &Shared) -> bool {
+        let Some(claim) = shared.item.claim(&shared.unplaced) else { return false };
+        // SAFETY: the item is claimed, so it is in no stack, and the model's end is after all runs.
+        assert_eq!(unsafe { shared.stack.push(NonNull::from(&shared.item.link)) }, Pushed::Queued);
+        claim.placed(&shared.item, &shared.unplaced);
+        true
+    }
+
+    /// Takes all links as a worker does: how many were the item's.
+    fn run_all(shared: &Shared) -> usize {
+        let taken = shared.stack.take();
+        taken
+            .filter(|&link| link == NonNull::from(&shared.item.link))
+            .inspect(|_| shared.item.release(&shared.unplaced))
+            .count()
+    }
 
     #[test]
     fn whoever_is_told_pending_wrote_before_the_run_reads() {
         loom::model(|| {
-            let shared = loom::sync::Arc::new((RawItem::new(|_| ()), AtomicUsize::new(0)));
-            assert!(shared.0.claim());
+            let shared = shared();
+            assert!(schedule(&shared));
             let scheduler = loom::thread::spawn({
-                let shared = loom::sync::Arc::clone(&shared);
+                let shared = Arc::clone(&shared);
                 move || {
-                    shared.1.store(1, Relaxed);
-                    !shared.0.claim()
+                    shared.written.store(1, Relaxed);
+                    !schedule(&shared)
                 }
             });
             // The worker takes the item out of the queue, and then runs the function, which reads.
-            shared.0.release();
-            let seen = shared.1.load(Relaxed);
+            assert_eq!(run_all(&shared), 1);
+            let seen = shared.written.load(Relaxed);
             let told_pending = scheduler.join().unwrap();
             assert!(!told_pending || seen == 1);
         });
@@ -258,12 +359,49 @@ mod models {
     #[test]
     fn of_two_schedulers_one_claims() {
         loom::model(|| {
-            let item = loom::sync::Arc::new(RawItem::new(|_| ()));
+            let shared = shared();
             let other = loom::thread::spawn({
-                let item = loom::sync::Arc::clone(&item);
-                move || item.claim()
+                let shared = Arc::clone(&shared);
+                move || schedule(&shared)
             });
-            assert!(item.claim() ^ other.join().unwrap());
+            assert!(schedule(&shared) ^ other.join().unwrap());
+            assert_eq!(shared.unplaced.load(Relaxed), 0);
+        });
+    }
+
+    #[test]
+    fn a_marker_that_follows_a_refusal_follows_the_item() {
+        loom::model(|| {
+            let shared = shared();
+            let other = loom::thread::spawn({
+                let shared = Arc::clone(&shared);
+                move || schedule(&shared)
+            });
+            let refused = !schedule(&shared);
+            while shared.unplaced.load(Acquire) > 0 {
+                loom::thread::yield_now();
+            }
+            // SAFETY: the marker is pushed once, and the model's end is after all takes.
+            assert_eq!(unsafe { shared.stack.push(NonNull::from(&shared.marker)) }, Pushed::Queued);
+            let first = shared.stack.take().next();
+            assert!(!refused || first == Some(NonNull::from(&shared.item.link)));
+            assert_eq!(refused, other.join().unwrap());
+        });
+    }
+
+    #[test]
+    fn an_item_that_runs_meanwhile_is_counted_down_once() {
+        loom::model(|| {
+            let shared = shared();
+            let others = [(); 2].map(|()| {
+                let shared = Arc::clone(&shared);
+                loom::thread::spawn(move || usize::from(schedule(&shared)))
+            });
+            let mut runs = run_all(&shared);
+            let scheduled: usize = others.into_iter().map(|other| other.join().unwrap()).sum();
+            runs += run_all(&shared);
+            assert_eq!(runs, scheduled);
+            assert_eq!(shared.unplaced.load(Relaxed), 0);
         });
     }
 }

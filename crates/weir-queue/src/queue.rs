@@ -120,6 +120,7 @@ impl Builder {
             shards: Shards::new(self.shards),
             sleeper: Sleeper::new(),
             counters: Padded(Counters::default()),
+            unplaced: Padded::default(),
         });
         let (shared, patience) = (Arc::clone(&core), Patience { spins: self.spins, linger: self.linger });
         let place = self.node.map(Processors::of).transpose()?;
@@ -151,6 +152,8 @@ impl Queue {
     /// Schedules the item in `owner` to run once. Returns false if it is pending already, or the
     /// queue has stopped. The queue takes a clone of `owner` only when it returns true.
     ///
+    /// If the item is pending, a flush by this thread waits for its run.
+    ///
     /// It is lock-free, allocates nothing, and makes a system call only when the worker sleeps. For
     /// an owner with several items, write `queue.schedule::<_, 1>(&owner)`.
     #[inline]
@@ -161,15 +164,16 @@ impl Queue {
     {
         // SAFETY: the owner is borrowed, so its item is valid.
         let item = unsafe { item_of::<P::Target, ID>(std::ptr::NonNull::from(&**owner)).as_ref() };
-        if !item.claim() {
-            return false;
-        }
+        let unplaced = &self.core.unplaced.0;
+        let Some(claim) = item.claim(unplaced) else { return false };
         let raw = owner.clone().into_raw();
         // SAFETY: the item is claimed, so it is in no stack; the clone keeps it valid until it has
         // run.
         let accepted = unsafe { self.push(item_of::<P::Target, ID>(raw)) };
-        if !accepted {
-            item.release();
+        if accepted {
+            claim.placed(item, unplaced);
+        } else {
+            item.release(unplaced);
             // SAFETY: the clone was turned raw above, and nothing else has it.
             drop(unsafe { P::from_raw(raw) });
         }

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::item::run_link;
+use crate::item::{Unplaced, run_link};
 use crate::metrics::Counters;
 use crate::shards::{Padded, Shards};
 use crate::sleeper::Sleeper;
@@ -21,6 +21,8 @@ pub(crate) struct Core {
     pub(crate) shards: Shards,
     pub(crate) sleeper: Sleeper,
     pub(crate) counters: Padded<Counters>,
+    /// A flush waits until this is 0.
+    pub(crate) unplaced: Padded<Unplaced>,
 }
 
 /// The patience of a worker, in pauses of the processor.
@@ -65,7 +67,7 @@ impl Core {
                 for link in &mut chain {
                     // SAFETY: every link in a queue's stacks belongs to an item, and comes out of a
                     // chain once.
-                    unsafe { run_link(link) };
+                    unsafe { run_link(link, &self.unplaced.0) };
                 }
             });
             if catch_unwind(rest).is_err() {

@@ -160,6 +160,25 @@ fn a_pending_item_sees_what_its_refused_scheduler_wrote() {
 }
 
 #[test]
+fn a_flush_after_a_refusal_returns_after_the_run() {
+    model(|| {
+        let queue = std::sync::Arc::new(Queue::builder().shards(1).linger(0).start().unwrap());
+        let item = counted();
+        let other = thread::spawn({
+            let (queue, item) = (std::sync::Arc::clone(&queue), std::sync::Arc::clone(&item));
+            move || {
+                queue.schedule(&item);
+            }
+        });
+        // Scheduled here, or refused because the other thread is scheduling it.
+        queue.schedule(&item);
+        assert!(queue.flush());
+        assert!(item.runs.load(Relaxed) >= 1, "refused, flushed, and the item has not run");
+        other.join().unwrap();
+    });
+}
+
+#[test]
 fn a_slot_that_comes_back_wakes_the_sender_that_waits_for_it() {
     model(|| {
         let (mut sender, mut receiver) = channel(1);
