@@ -268,13 +268,11 @@ fn too_small(slots: u32, config: &Config) -> Error {
 }
 
 fn pages(size: ByteSize) -> Result<u32, Error> {
-    let pages = size.0 / PAGE_SIZE as u64;
-    if size.0 == 0 || !size.0.is_multiple_of(PAGE_SIZE as u64) {
-        let what = format!("--size cannot be {}: accepted: a multiple of 4KiB above 0", size.0);
-        return Err(Error::new(ErrorKind::Config, what));
-    }
-    u32::try_from(pages).ok().filter(|pages| *pages <= PAGES_MAX).ok_or_else(|| {
-        let what = format!("--size cannot be {size}: accepted: at most 8TiB less 32MiB");
+    let whole = size.0.is_multiple_of(PAGE_SIZE as u64).then_some(size.0 / PAGE_SIZE as u64);
+    let pages = whole.and_then(|pages| u32::try_from(pages).ok());
+    pages.filter(|pages| (1..=PAGES_MAX).contains(pages)).ok_or_else(|| {
+        let what =
+            format!("--size cannot be {size}: accepted: a multiple of 4KiB above 0, at most 8TiB less 32MiB");
         Error::new(ErrorKind::Config, what)
     })
 }

@@ -329,4 +329,16 @@ mod tests {
             assert!(LoopDevice::find(Path::new(path)).is_err(), "{path}");
         }
     }
+
+    #[test]
+    fn a_missing_file_and_one_of_the_kernel_s_own_are_refused() {
+        if open(Path::new("/dev/loop-control")).is_err() {
+            return println!("\nskipped: no loop devices here");
+        }
+        let missing = LoopDevice::attach(Path::new("/nowhere/disk")).unwrap_err().to_string();
+        assert!(missing.starts_with("cannot open /nowhere/disk: "), "{missing}");
+        // The kernel's own files carry no device.
+        let own = LoopDevice::attach(Path::new("/proc/self/comm")).unwrap_err().to_string();
+        assert!(own.starts_with("the kernel made no loop device of /proc/self/comm: "), "{own}");
+    }
 }

@@ -276,7 +276,10 @@ fn a_home_that_a_loop_device_serves_is_refused_and_so_is_a_store_without_room() 
     losetup(&["--detach", device]).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains(&format!("{device} serves it")), "{said}");
+    assert!(
+        said.contains(&format!("is in use: {device} serves it; losetup -d {device} ends that")),
+        "{said}"
+    );
 }
 
 #[test]

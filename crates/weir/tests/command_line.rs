@@ -105,7 +105,7 @@ fn without_its_driver_ublk_is_refused_with_the_next_step() {
     let output = weir(&["serve", "--store", "host:1MiB", "--ublk", "--queues", "1", "--control", &control]);
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("--ublk") && said.contains("modprobe ublk_drv"), "{said}");
+    assert!(said.contains("weir: --ublk: ") && said.contains("modprobe ublk_drv"), "{said}");
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn what_is_short_or_in_the_way_is_named_with_the_next_step() {
             ["/dev/null is a character device", "give a file or a block device"],
         ),
         (file(&format!("file:{directory}?size=1MiB")), ["is a directory", "give a file or a block device"]),
-        (weir(&["status", "--control", server.to_str().expect("UTF-8")]), ["no daemon", "--control"]),
+        (weir(&["status", "--control", server.to_str().expect("UTF-8")]), ["no status from ", "--control"]),
     ] {
         let said = text(&output.stderr);
         assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
@@ -223,6 +223,12 @@ fn no_directory_is_made_above_the_one_that_was_named() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         let last = said.lines().last().expect("a line");
         assert!(last.contains("not-there/") && !missing.exists(), "{said}");
+        let step = if arguments[0] == "man" {
+            "make the directory above"
+        } else {
+            "is its directory there, and writable?"
+        };
+        assert!(last.contains(step), "{said}");
     }
 }
 
@@ -261,7 +267,7 @@ fn man_pages_cannot_be_written_where_a_file_is() {
     fs::write(&file, "").expect("writable");
     let output = weir(&["man", file.to_str().expect("UTF-8")]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output.stderr).contains("a-file"));
+    assert!(text(&output.stderr).contains("cannot write man pages to "));
 }
 
 #[test]

@@ -283,7 +283,12 @@ fn what_cannot_be_is_one_line_that_says_why() {
     let file = std::env::temp_dir().join(format!("weir-mount-{}-file", std::process::id()));
     fs::write(&file, b"precious").unwrap();
     for (directory, flags, words, code) in [
-        (Path::new("/nonexistent/directory"), &["--store", "host:8MiB"][..], "/nonexistent/directory", 1),
+        (
+            Path::new("/nonexistent/directory"),
+            &["--store", "host:8MiB"][..],
+            "cannot mount on /nonexistent/directory: ",
+            1,
+        ),
         (&file, &["--store", "host:8MiB"], "no directory", 1),
         (Path::new("/tmp"), &["--store", "host:1TiB"], "host", 3),
     ] {

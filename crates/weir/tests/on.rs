@@ -131,7 +131,13 @@ fn on_and_off_leave_the_machine_as_it_was() {
     let restart = host.weir("restart", &[]).output().expect("weir runs");
     assert!(restart.status.success(), "{}", text(&restart));
 
+    assert!(text(&on).contains("on: room for 64MiB of pages more than RAM holds; "), "{}", text(&on));
     let off = host.off();
+    assert!(
+        text(&off).contains("off: ") && text(&off).contains(" of pages are back in memory"),
+        "{}",
+        text(&off)
+    );
     assert!(off.status.success(), "{}", text(&off));
     assert_eq!((host.swaps(), settings()), before);
     assert_eq!(host.left(), Vec::<String>::new());
@@ -612,7 +618,7 @@ fn a_step_that_fails_takes_back_those_before_it() {
     let mut on = host.weir("on", &["--front", "fuse", "--store", "host:4KiB", "--unsafe-no-flusher"]);
     let on = on.arg("--allow-hibernation").output().expect("weir runs");
     assert_eq!(on.status.code(), Some(1), "{}", text(&on));
-    assert!(text(&on).contains("swap area"), "{}", text(&on));
+    assert!(text(&on).contains("cannot make a swap area on /dev/loop"), "{}", text(&on));
     assert_eq!(host.left(), Vec::<String>::new());
     assert_eq!(host.swaps(), before);
 }

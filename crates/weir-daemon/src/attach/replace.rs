@@ -288,16 +288,18 @@ mod tests {
 
     #[test]
     fn a_connection_that_nobody_reads_is_said() {
-        struct Deaf;
+        struct Deaf(Option<rustix::io::Errno>);
         impl Ends for Deaf {
             fn look(&self) -> Look {
                 Look { served: 0, read: 0, own: Some(0) }
             }
             fn hang_up(&self) {}
             fn offer(&mut self) -> Result<(), NotReplaced> {
-                Ok(())
+                self.0.map_or(Ok(()), |errno| Err(NotReplaced::Kernel(errno.into())))
             }
         }
-        assert!(matches!(replace(&mut Deaf, 2, PACE), Err(NotReplaced::Unread)));
+        assert!(matches!(replace(&mut Deaf(None), 2, PACE), Err(NotReplaced::Unread)));
+        let refused = replace(&mut Deaf(Some(rustix::io::Errno::NOSPC)), 2, PACE).unwrap_err();
+        assert_eq!(refused.to_string(), "the kernel refuses a new connection");
     }
 }

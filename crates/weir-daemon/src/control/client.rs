@@ -84,10 +84,7 @@ pub fn detached(path: &Path, device: u32) -> Result<(), Error> {
 }
 
 fn tell(path: &Path, request: Request) -> Result<(), Error> {
-    let line = ask(path, request).map_err(|error| {
-        let what = format!("no daemon answers at {}", path.display());
-        Error::because(ErrorKind::Unreachable, what, error)
-    })?;
+    let line = ask(path, request).map_err(|error| unreachable(path, &error))?;
     let refused = |refusal: Refusal| Err(Error::new(ErrorKind::Refused, refusal.error));
     serde_json::from_str(&line).map_or(Ok(()), refused)
 }

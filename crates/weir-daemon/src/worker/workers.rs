@@ -139,7 +139,7 @@ impl Workers {
         let movers = (0..threads)
             .map(|_| Ok(Mutex::new(OpenMover(volume.mover()?))))
             .collect::<Result<_, weir_store::OpenError>>()
-            .map_err(|error| Error::because(ErrorKind::Volume, "no lane for the worker", error))?;
+            .map_err(|error| Error::of(ErrorKind::Volume, error))?;
         let queue = |thread: usize| {
             let name = if thread == 0 { "weir-worker".to_owned() } else { format!("weir-help-{thread}") };
             Queue::builder().name(name).shards(1).start()

@@ -71,6 +71,7 @@ fn a_server_that_lies_is_found_out() {
         (true, vec![1; 20], "out of step"),
     ] {
         let error = client(structured, server).read(0, 4096).unwrap_err().to_string();
+        assert!(error.starts_with("the server breaks the protocol: "), "{error}");
         assert!(error.contains(what), "{error} does not say {what}");
     }
     let error = client(true, error_chunk(1, Errno::Io).to_vec()).read(0, 4096).unwrap_err();

@@ -1,0 +1,130 @@
+//! The refusals of a volume, in the words that people read.
+
+mod driver;
+
+use driver::{Driven as _, driver};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
+use weir_store::{Fault, Host, Lane, OpenError, Progress, Reclaim, Sim, SimUrl, State, Store};
+use weir_volume::{Config, Step, Task, Volume};
+
+const CONFIG: Config = Config { pages: 8, lanes: 4, depth: 4 };
+
+#[test]
+fn a_volume_that_cannot_be_is_refused_with_what_was_asked_for() {
+    let host = || Arc::new(Host::new(CONFIG.slots()).unwrap()) as Arc<dyn Store>;
+    for (config, stores, words) in [
+        (Config { pages: 0, ..CONFIG }, vec![host()], "; asked for 0 pages on 1 stores"),
+        (CONFIG, Vec::new(), "; asked for 8 pages on 0 stores"),
+        (CONFIG, (0..17).map(|_| host()).collect(), "a volume has 1 to"),
+        (Config { pages: 8000, ..CONFIG }, vec![host()], "a volume of 31.2MiB needs"),
+    ] {
+        let error = Volume::create(config, stores).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+/// A store of one chunk whose memory cannot be given back.
+#[derive(Debug)]
+struct Stubborn(Host);
+
+impl Store for Stubborn {
+    fn name(&self) -> &str {
+        "stubborn"
+    }
+
+    fn slots(&self) -> u32 {
+        self.0.slots()
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        self.0.lane(depth)
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.0.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
+    }
+
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
+        Some(self)
+    }
+}
+
+impl Reclaim for Stubborn {
+    fn chunk_slots(&self) -> u32 {
+        self.0.slots()
+    }
+
+    fn release(&self, _chunk: u32) -> Result<(), Fault> {
+        Err(Fault::Io(5))
+    }
+
+    fn take(&self, _chunk: u32) -> Result<(), Fault> {
+        Err(Fault::Io(5))
+    }
+}
+
+/// A page that is no repeated value, so it takes a slot.
+fn page() -> PageBytes {
+    let mut page = [0; PAGE_SIZE];
+    page[0] = 7;
+    page
+}
+
+fn over_a_backing(fast: impl Store + 'static) -> Arc<Volume> {
+    let backing = Host::new(CONFIG.slots()).unwrap();
+    Volume::create(CONFIG, vec![Arc::new(fast), Arc::new(backing)]).unwrap()
+}
+
+#[test]
+fn a_chunk_that_cannot_go_says_why() {
+    let volume = over_a_backing(Stubborn(Host::new(CONFIG.slots()).unwrap()));
+    let mut mover = volume.mover().unwrap();
+    volume.begin_give_back(0, &[0]).unwrap();
+    let twice = volume.begin_give_back(0, &[0]).unwrap_err().to_string();
+    assert_eq!(twice, "chunk 0 of store 0 is being given back, or was");
+    let missing = volume.begin_give_back(0, &[7]).unwrap_err().to_string();
+    assert_eq!(missing, "store 0 has no chunk 7");
+    let refused = mover.finish_give_back(0, 0, &mut driver(|_| true)).unwrap_err().to_string();
+    assert!(refused.starts_with("the store cannot do it: I/O error 5"), "{refused}");
+}
+
+#[test]
+fn a_page_that_cannot_be_moved_keeps_its_chunk() {
+    let fast = SimUrl { size: ByteSize(1 << 20), read_error: 1.0, ..SimUrl::default() };
+    let volume = over_a_backing(Sim::open(fast).unwrap());
+    let (mut writer, mut mover) = (volume.lane().unwrap(), volume.mover().unwrap());
+    assert_eq!(writer.write(0, PageNo(3), &page()), Progress::Done(Ok(())));
+    drop(writer);
+    let error = mover.give_back(0, 0, &mut driver(|_| true)).unwrap_err().to_string();
+    assert!(error.starts_with("page 3 cannot be moved: I/O error 5"), "{error}");
+    assert!(error.ends_with("(1 such pages were met)"), "{error}");
+}
+
+#[test]
+fn a_lane_that_is_busy_for_too_long_is_said() {
+    let volume = over_a_backing(Host::new(CONFIG.slots()).unwrap());
+    let (mut writer, mut mover) = (volume.lane().unwrap(), volume.mover().unwrap());
+    assert_eq!(writer.write(0, PageNo(0), &page()), Progress::Done(Ok(())));
+    drop(writer);
+    let mut reader = volume.lane().unwrap();
+    // The reader looks at pages for as long as it has this.
+    let looks = reader.pin();
+    volume.begin_give_back(0, &[0]).unwrap();
+    mover.begin(Task::GiveBack { store: 0, chunk: 0 }).unwrap();
+    let mut now = Instant::now();
+    let error = loop {
+        match mover.step(now) {
+            Step::Ended(result) => break result.unwrap_err().to_string(),
+            Step::Waits(_, until) => now = until + Duration::from_millis(1),
+            Step::More { .. } => {}
+        }
+    };
+    drop(looks);
+    assert_eq!(error, "a lane has been busy for 10s");
+}
