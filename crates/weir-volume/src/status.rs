@@ -202,10 +202,16 @@ impl Volume {
         for Traffic { reads, writes, read_latencies, write_latencies } in
             self.lanes.iter().map(|seat| &seat.metrics.traffic[at])
         {
-            sum.reads += reads.get();
-            sum.writes += writes.get();
-            read_latencies.add_to(&mut sum.read_latencies);
-            write_latencies.add_to(&mut sum.write_latencies);
+            // A histogram has 4.7 KiB, and most lanes have never met most stores.
+            for (count, latencies, all, sampled) in [
+                (reads, read_latencies, &mut sum.reads, &mut sum.read_latencies),
+                (writes, write_latencies, &mut sum.writes, &mut sum.write_latencies),
+            ] {
+                *all += count.get();
+                if count.get() > 0 {
+                    latencies.add_to(sampled);
+                }
+            }
         }
         sum
     }
