@@ -46,7 +46,7 @@ WATCH = 'read -r _ || { kill -KILL "-$1"; rm -rf -- "$2"; }'
 
 @dataclasses.dataclass
 class Guest:
-    """What a scenario asks of its machine, and the directory that it shares with it."""
+    """A scenario's machine: what it must have, and the directory that host and guest share."""
 
     memory_mib: int
     cpus: int
@@ -149,7 +149,7 @@ class Alarm:
         self.pid, self.path = pid, path
 
     def look(self):
-        """To be called a few times a second."""
+        """Call this a few times a second."""
         try:
             with open(self.path, encoding="ascii") as file:
                 said = file.read()
@@ -203,7 +203,7 @@ class Pulse:
         self.seen = dict.fromkeys(self.silent_s)
 
     def look(self):
-        """To be called a few times a second. Why the guest is to be given up; None where it is well, or hangs by itself."""
+        """Call this a few times a second. Why the guest is to be given up; None where it is well, or hangs by itself."""
         now = time.monotonic()
         passed, self.looked = min(now - self.looked, 1.0), now
         for name in self.silent_s:
@@ -236,7 +236,7 @@ class Pulse:
 
 
 def _end(processes, watch):
-    """Kills what still runs, ours and what was left to us, and waits until nothing does."""
+    """Kills the processes that still run, also those that were left to this one, and waits for their end."""
     for process in processes:
         if process.poll() is None:
             with_group = os.getpgid(process.pid) == process.pid
@@ -262,7 +262,7 @@ def _children():
 
 
 def remove_share(share, keep):
-    """Ends the run's directory, or says where it is."""
+    """Removes the run's directory, or prints its path if it is to stay."""
     if keep:
         print(f"lab: kept {share}", file=sys.stderr)
     else:

@@ -96,7 +96,7 @@ class Kernel:
 
 
 def find(name, with_headers=False):
-    """The kernel called `name`, fetched if this machine does not have it yet."""
+    """The kernel called `name`. It is fetched if this machine does not have it yet."""
     boot, suite, image_package, headers_package = KNOWN[name]
     if name in VARIANTS:
         return _own(name, suite, image_package)
@@ -213,7 +213,7 @@ def _build(name, scratch, package, into):
 
 
 def _headers(name, suite, package, release):
-    """The header tree to build modules for `release` against, its absolute paths turned to where it lies now."""
+    """The headers to build modules for `release` with. Their absolute paths are changed to where they lie now."""
     place = os.path.join(cache_dir(), "headers", release)
     with one_at_a_time(f"headers-{name}"):
         if not os.path.isdir(place):
@@ -233,7 +233,7 @@ def _headers(name, suite, package, release):
 
 @contextlib.contextmanager
 def one_at_a_time(name):
-    """Two runs that need the same kernel fetch it once."""
+    """Holds a lock, so that two runs that need the same kernel fetch it once."""
     locks = os.path.join(cache_dir(), "locks")
     os.makedirs(locks, exist_ok=True)
     with open(os.path.join(locks, name), "w", encoding="utf-8") as lock:

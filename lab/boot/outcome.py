@@ -10,4 +10,4 @@ class Failed(Exception):
 
 
 class Died(Exception):
-    """The kernel ended by no doing of the scenario's: before it began, or of its emulator. Worth another start."""
+    """The kernel ended before the scenario began, or its emulator failed. The run may be started again."""

@@ -67,7 +67,7 @@ def command(kernel, guest):
 
 
 def where(guest):
-    """Where the guest's processors are, and whether each waits for an interrupt (HLT=1): what the emulator says, a line each."""
+    """One line for each of the guest's processors, from the emulator: its address, and HLT=1 if it waits for an interrupt."""
     said = b""
     try:
         with socket.socket(socket.AF_UNIX) as monitor:

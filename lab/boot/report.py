@@ -69,7 +69,7 @@ def of(bench, commit, card, runs, figures):
 
 
 def verdict(bench, tree, passed, seconds, figures):
-    """The same for a test: it passed or it did not, after so many seconds."""
+    """The row of a test: whether it passed, and the seconds that it took."""
     return of(bench, commit(tree), None, 1, figures) | {"passed": passed, "seconds": round(seconds, 2)}
 
 

@@ -55,7 +55,7 @@ class Variant:
         return sorted(glob.glob(os.path.join(SERIES, "00*.patch")))[: self.patches] + own
 
     def configs(self):
-        """The files that its configuration is made of."""
+        """The files that make up its configuration."""
         return [os.path.join(SERIES, name) for name in ("config", *(["config-sanitize"] if self.sanitized else []))]
 
 

@@ -49,10 +49,10 @@ def command(kernel, guest):
 
 
 def prepare(_kernel, _guest):
-    """Nothing: hostfs is built into the kernel, and the guest mounts what it needs by itself."""
+    """Does nothing: hostfs is built into the kernel, and the guest mounts what it needs."""
     return []
 
 
 def where(_guest):
-    """Nothing: its processors are the host's."""
+    """Returns nothing: the guest's processors are the host's."""
     return []

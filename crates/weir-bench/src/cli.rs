@@ -6,7 +6,7 @@ use weir_bench::store::{self, Effort};
 use weir_core::ByteSize;
 use weir_store::StoreUrl;
 
-/// Measures, each figure beside its control.
+/// Measure parts of Weir, each figure beside a control.
 #[derive(Debug, Parser)]
 #[command(name = "weir-bench", bin_name = "weir bench", version, max_term_width = 100)]
 #[command(after_help = "Exit codes: 0 done, 1 failed or a goal missed, 2 usage.")]
@@ -344,8 +344,8 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "ID")]
     pub only: Vec<String>,
 
-    /// How memory is given back, as drain threads and pages that each reads at once; may be
-    /// repeated, to compare.
+    /// A way to give memory back: the number of drain threads, and of pages that each reads at
+    /// once. May be repeated, to compare.
     #[arg(long, value_name = "THREADSxPAGES", default_value = "4x32")]
     pub give_back: Vec<Effort>,
 
@@ -357,8 +357,8 @@ pub struct BenchStoreOptions {
     #[arg(long)]
     pub short: bool,
 
-    /// Only read and write 100,000 pages a second, for so many seconds: something to run another
-    /// job beside.
+    /// Only read and write 100,000 pages a second, for this number of seconds, as a load for
+    /// another benchmark.
     #[arg(long, value_name = "SECONDS")]
     pub hold: Option<u64>,
 
@@ -513,7 +513,7 @@ pub struct BenchLeaseOptions {
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub flows: u32,
 
-    /// Workers that serve the flows; how busy they are is what it measures.
+    /// Workers that serve the flows. The benchmark measures how busy they are.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub workers: u32,
 }

@@ -250,7 +250,7 @@ impl Directory {
                 if entry.page() != page || entry.kind() == Kind::Empty {
                     break;
                 }
-                // The lower claim goes on, and ends the other.
+                // Of two claims the one with the lower frame wins, and ends the other.
                 if entry.kind() != Kind::Claimed || frame < mine {
                     return give_up();
                 }

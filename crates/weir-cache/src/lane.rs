@@ -76,7 +76,7 @@ enum State {
     WriteFrame {
         frame: u32,
     },
-    /// The operation reads the page of which it is to write a part.
+    /// The operation reads a page before it writes a part of it.
     ReadRest {
         held: Held,
         patch: (u16, u16),

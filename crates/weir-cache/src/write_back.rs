@@ -198,7 +198,8 @@ impl WriteBack {
         }
         let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
         if is_watermark && is_sorted && begins.is_none() && !self.more && !self.urgent.is_empty() {
-            // The sweep is over, and another may find pages to go with the urgent ones.
+            // This sweep has ended. The next one may find neighbours of the urgent pages, which
+            // are then written together with them.
             self.end_watermark(None);
             self.sweep = None;
         }
@@ -453,7 +454,7 @@ impl WriteBack {
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
         let others = if mixes { &batch[*at..] } else { &[] };
         let most = match (runs, urgent.len() + others.len()) {
-            // The rest goes with pages that come later.
+            // The other pages wait, and are written together with later ones.
             (Some((first, then)), some) if (first..most).contains(&some) => {
                 first + (some - first) / then * then
             }

@@ -102,7 +102,7 @@ pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
 /// Whether threads and processes that a thread starts inherit its priority.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Children {
-    /// They are real-time too, until they choose otherwise.
+    /// The threads that this thread starts are real-time too, until they change that.
     Inherit,
     /// They are ordinary ones.
     Ordinary,

@@ -84,8 +84,8 @@ fn ask(mut command: Command, limit: Duration) -> Looked {
             Ok(Some(status)) => break status,
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
             Ok(None) => {
-                // A process that waits in the kernel for its card ends when that wait does; nobody
-                // waits for it here.
+                // A process that waits in the kernel for its card ends only when that wait does. Do
+                // not wait for it.
                 let _ = child.kill();
                 return Looked::NoAnswer(limit.as_secs());
             }

@@ -120,14 +120,14 @@ impl Default for Nbd {
 }
 
 impl Fuse {
-    /// Over `file`, with the default number of threads.
+    /// A front end that mounts its file over `file`, with the default number of threads.
     pub fn at(file: impl Into<PathBuf>) -> Self {
         Fuse { file: file.into(), threads: 4 }
     }
 }
 
 impl Share {
-    /// At `path`, with copies.
+    /// A front end whose socket is at `path`, and whose clients get copies of pages.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Share { path: path.into(), in_place: false }
     }

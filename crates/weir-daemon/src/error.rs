@@ -50,7 +50,7 @@ pub enum ErrorKind {
 pub enum Class {
     /// Something does not work.
     Failed,
-    /// Something was asked for that is not accepted.
+    /// The request or the configuration is not accepted.
     Usage,
     /// Memory or room is not to be had; less of it may be.
     NoRoom,

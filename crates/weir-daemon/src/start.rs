@@ -9,7 +9,7 @@ use weir_core::{ByteSize, unlocked};
 /// Shows how far one store is: bytes done, and all of them. Dropped at its end.
 pub type Bar = Box<dyn FnMut(u64, u64)>;
 
-/// Has somebody shown how far a start is. Ends it when somebody asks for that.
+/// Shows how far a start is, and ends it when that is asked for.
 pub struct Start<'a> {
     /// Begins to show a store, by its name.
     show: Box<dyn Fn(String) -> Bar + 'a>,

@@ -1,4 +1,4 @@
-//! The seam between page devices and their users.
+//! The interface between page devices and their users.
 //!
 //! A [`PageDevice`] is a row of numbered pages that threads share. Each thread has a [`PageLane`]
 //! of its own. By it the thread reads, writes, discards, zeroes and flushes pages in batches, each
@@ -83,8 +83,9 @@ pub trait PageLane: Send {
     /// content of that moment.
     fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress;
 
-    /// Writes `pages` to `first` and those after it, as many as it can at once; returns how many of
-    /// the first ones. The others are for [`write`](PageLane::write).
+    /// Writes `pages` to page `first` and the pages after it, as far as that is done at once.
+    /// Returns the number of pages written, from the first on. Write the others by
+    /// [`write`](PageLane::write).
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize;
 
     /// Begins to write `pages` to `first` and those after it, as many as are cheaper as one

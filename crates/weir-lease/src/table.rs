@@ -190,7 +190,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(taken)
     }
 
-    /// Takes the first of a chunk's `free` slots for `places`, which are no more than those slots.
+    /// Takes the first of a chunk's `free` slots for `places`. There are at least as many slots as
+    /// places.
     #[inline]
     fn fill(
         &mut self,

@@ -27,8 +27,8 @@ use weir_store::{Done, Fault, Lane, POLL_EVERY, Progress, Ticket};
 const VICTIMS: usize = 16;
 /// Number of segments that one choice looks at.
 const WINDOW: u32 = 4096;
-/// Number of dead pages between live ones that are read with them: 64 KiB, for which a disk takes
-/// no longer than for one operation more.
+/// Most dead pages between two live ones for which both are read in one operation. To read 64 KiB
+/// more takes a disk no longer than a second operation.
 const GAP: u32 = 16;
 /// Time that stuck segments are left alone.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -70,7 +70,7 @@ struct Parts {
 
 /// A segment that is being cleaned.
 struct Victim {
-    /// The segment's number; `None`: there is none.
+    /// The segment's number; `None` without a segment.
     segment: Option<u32>,
     generation: usize,
     phase: Phase,

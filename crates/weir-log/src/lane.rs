@@ -107,7 +107,7 @@ impl Parts {
         self.verdict(at, Some(out))
     }
 
-    /// Issues what a read lacks, as far as there is room.
+    /// Issues the reads that are still missing, as far as the store has room.
     fn issue(&mut self, at: u16, below: &mut dyn Lane, out: &mut PageBytes) {
         let Parts { log, operations, pages, again, .. } = self;
         let operation = &mut operations[usize::from(at)];

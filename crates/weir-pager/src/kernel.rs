@@ -38,11 +38,11 @@ pub(crate) trait Kernel {
     /// Whether the address space has changed, or is about to, and the event of that was not read
     /// yet.
     fn is_changing(&mut self) -> bool {
-        // The kernel looks at that before it looks at the range, which is none.
+        // The kernel checks for changes before it checks the range, which is empty here.
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
     }
 
-    /// Waits for an event, or for so long.
+    /// Waits for an event, for `longest` at most.
     fn wait(&mut self, longest: Option<Duration>);
 
     /// Calls `found` with each stretch of `start..end` that has pages.
@@ -58,13 +58,13 @@ pub(crate) trait Kernel {
     /// cannot be had.
     fn read_mappings(&mut self, mappings: &mut Vec<Mapping>) -> bool;
 
-    /// A number that is another one when memory was mapped or unmapped.
+    /// A value that changes whenever memory is mapped or unmapped.
     fn address_space(&mut self) -> [u8; 24];
 
     /// Pages of this thread's own memory, all of which are there. No other thread uses them.
     fn pages(&self, at: usize, count: usize) -> &[PageBytes];
 
-    /// The same, to be written. Those that are not there come.
+    /// The same pages, to be written. The kernel adds those that are not there.
     fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes];
 
     /// The time since some moment.
@@ -182,14 +182,15 @@ impl Kernel for System {
     fn address_space(&mut self) -> [u8; 24] {
         let mut text = [0; 24];
         let read = self.size.read_at(&mut text, 0).unwrap_or(0);
-        // The first number is the address space.
+        // The first number of the text is the size of the address space.
         let size = text[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
         text[size..].fill(0);
         text
     }
 
     fn pages(&self, at: usize, count: usize) -> &[PageBytes] {
-        // SAFETY: this thread's own memory, borrowed as long as the kernel that could take it away.
+        // SAFETY: this is the thread's own memory. Only a `&mut self` call could unmap it, and the
+        // slice borrows `self`.
         unsafe { std::slice::from_raw_parts(page_at(at), count) }
     }
 

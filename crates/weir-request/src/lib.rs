@@ -109,7 +109,7 @@ pub trait RequestMemory {
     /// page.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
 
-    /// So many of them have been filled. The next read may be given the same memory.
+    /// `count` of these pages have been filled. The next read may get the same memory.
     fn filled(&mut self, _id: Id, _at: u32, _count: u32) {}
 }
 
@@ -216,9 +216,9 @@ impl<L: PageLane> Requests<L> {
         self.flight.open(id, request);
     }
 
-    /// Issues bytes of a write that is [open](Requests::open) from where they lie, which are those
-    /// from `offset` of the device on. Returns how many it has issued, a bounded piece; none where
-    /// the lane is full. Of a write that has failed it takes all, and issues none.
+    /// Issues the next bytes of a write that is [open](Requests::open), without a copy. They go to
+    /// the device from `offset` on. Returns how many bytes it took: a bounded number, and 0 if the
+    /// lane is full. If the write has failed already, it takes all and issues nothing.
     pub fn write_piece(&mut self, id: Id, offset: u64, bytes: &[u8]) -> usize {
         let Requests { lane, flight, .. } = self;
         if flight.has_failed(id) {
@@ -239,8 +239,8 @@ impl<L: PageLane> Requests<L> {
         self.flight.one_less(id);
     }
 
-    /// Gives up the requests that `whose` says yes to: what of them has not taken effect does not
-    /// from here on, and they are answered with [`Fault::Forsaken`].
+    /// Gives up the requests for which `whose` is true. From here on nothing more of them takes
+    /// effect, and they are answered with [`Fault::Forsaken`].
     pub fn forsake(&mut self, whose: impl Fn(Id) -> bool) {
         self.lane.forsake(|ticket| whose((ticket >> PAGE_BITS) as Id));
         for _ in 0..self.flight.waiting.len() {
@@ -314,7 +314,7 @@ impl<L: PageLane> Requests<L> {
     /// readable.
     ///
     /// # Errors
-    /// As [`sleep`]: none with descriptors that are open.
+    /// Fails as [`sleep`] does: never, while its descriptors are open.
     pub fn wait(&mut self, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
         if self.is_ready() { Ok(()) } else { wait(&mut self.rest, &self.lane, also) }
     }

@@ -101,7 +101,7 @@ impl Welcome {
         bytes
     }
 
-    /// Decodes the message; `None` if it is none.
+    /// Decodes the message; `None` if the bytes are no message.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; WELCOME_BYTES] = bytes.try_into().ok()?;
         (word(bytes, 0) == MAGIC).then(|| Welcome {

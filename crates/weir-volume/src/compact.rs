@@ -52,7 +52,7 @@ const ROOM_ONE_IN: u32 = 16;
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
 
-/// How full a pack is, in parts; `None` for what is none.
+/// How full a pack is, in parts of [`WHOLE`]; `None` for a slot without a pack.
 fn fill(occupant: Option<Occupant>) -> Option<u32> {
     let (pages, room) = occupant?.fill()?;
     (pages > 0).then(|| (pages * WHOLE).div_ceil(room))

@@ -39,7 +39,7 @@ impl Epochs {
     #[inline]
     pub fn pin(&self, lane: usize) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
-        // As in `unpin`, reads under the former pin come before this store.
+        // As in `unpin`: all reads under the former pin happen before this store.
         self.pins[lane].0.store(now, Ordering::Release);
         fence(Ordering::SeqCst);
         now

@@ -69,9 +69,9 @@ pub enum Task {
 #[derive(Debug)]
 #[must_use]
 pub enum Step {
-    /// Nothing: it goes on at the next step. So many pages were moved since the last of these.
+    /// The task goes on at the next step, and waits for nothing.
     More {
-        /// Pages.
+        /// Number of pages that were moved since the last such step.
         moved: u32,
     },
     /// The next step finds nothing to do before that event, or this time, at which it gives up.
@@ -138,21 +138,21 @@ struct Job {
 /// The state of a task. A batch that is full [settles](Phase::Settle) before the next state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
-    /// Every lane ends the batch that it is in; the epoch of the beginning, once it has begun.
+    /// Waits until every lane has ended its batch. The epoch is the one in which the wait began.
     Lanes(Option<u64>),
-    /// The same, once nothing is left in the chunk.
+    /// As `Lanes`, but nothing is left in the chunk.
     LastLanes(Option<u64>),
-    /// Pages in slots from this one on are moved.
+    /// Pages in slots are moved, from this slot on.
     Slots(u32),
-    /// Pages from this one on are moved that lie in the slots.
+    /// Pages that lie in these slots are moved, from this page number on.
     Pages(u32),
-    /// Packs in slots from this one on are opened, so many until now.
+    /// Packs in slots from this one on are opened. The second number counts those opened so far.
     Open(u32, u32),
     /// The pages of opened packs are moved.
     Gather,
     /// Everything in flight ends.
     Settle(Next),
-    /// The chunk's word says that it was given back; its memory goes.
+    /// The chunk counts as given back, and its memory is released.
     Release,
 }
 
@@ -371,7 +371,7 @@ impl Mover {
         Ok(Step::More { moved: 0 })
     }
 
-    /// Moves what lies in slots from `at` on.
+    /// Moves the pages in slots from `at` on.
     fn move_slots(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
         let volume = Arc::clone(self.volume());
         let store = job.task.store();
@@ -470,7 +470,7 @@ impl Mover {
 
     /// Moves the pages of the packs that were opened.
     fn gather(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
-        // Of two packs that others have left meanwhile nothing may be left to bring together.
+        // Pages may have left these packs meanwhile, so that nothing is left to compact.
         while let Some((page, slot)) = job.held.take().or_else(|| self.lane.opened()) {
             let here = Place::Stored { store: job.task.store(), slot };
             if !self.begin_move(job, page, here) {
@@ -527,7 +527,7 @@ impl Mover {
         }
     }
 
-    /// Has everything end that is in flight, and counts what came of it.
+    /// Waits for the operations in flight, and counts their results.
     fn settle(&mut self, job: &mut Job, next: Next, now: Instant) -> Result<Step, GiveBackError> {
         if self.lane.in_flight() > 0 {
             self.poll(job, now);

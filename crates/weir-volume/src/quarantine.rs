@@ -36,7 +36,7 @@ impl Quarantine {
 }
 
 impl Tier {
-    /// Whether any slot is in quarantine. Once none is, none will be again.
+    /// Whether any slot is in quarantine. Once the quarantine is empty, it stays empty.
     pub(crate) fn is_quarantined(&self) -> bool {
         self.quarantine.count.load(Ordering::Relaxed) > 0
     }

@@ -29,12 +29,12 @@ pub enum Command {
     /// verify every one.
     Try(TryOptions),
 
-    /// Make memory that lies idle into swap: a daemon, a block device and swapon, all of which weir
-    /// off undoes.
+    /// Turn idle memory into swap: start a daemon, make a block device, run swapon. weir off undoes
+    /// all of it.
     On(OnOptions),
 
-    /// Bring every page back and undo what weir on did. What would not fit is said first, and
-    /// nothing changed.
+    /// Bring every page back, and undo what weir on did. If the pages do not fit into memory, it
+    /// says so and changes nothing.
     Off(OffOptions),
 
     /// Replace the daemon under a device in use, as after an upgrade; no page is lost.
@@ -43,14 +43,14 @@ pub enum Command {
     /// Keep pages in stores and serve them as a block device, in the foreground.
     Serve(ServeOptions),
 
-    /// Turn off when the battery is low, and on again with mains: looks once and does what is due,
+    /// Turn weir off when the battery is low, and on again on mains power. It looks once and ends,
     /// for a timer or a udev rule.
     Battery(BatteryOptions),
 
     /// Watch a running daemon: rates, latencies, stores, chunks. q ends.
     Top(TopOptions),
 
-    /// Ask a running daemon how it is.
+    /// Show how a running daemon is: the memory gained, its health, stores and rates.
     Status(StatusOptions),
 
     /// Give memory of the daemon's stores back to its owner, chunk by chunk; the device stays as
@@ -67,9 +67,8 @@ pub enum Command {
         command: CacheCommand,
     },
 
-    /// Run a program in less memory than it uses: what is above the limit lies in stores.
-    /// Experimental: docs/pager.md has its known defects. As root, or with access to
-    /// /dev/userfaultfd.
+    /// Run a program in less memory than it uses: pages above the limit go to stores. Experimental:
+    /// docs/pager.md has its known defects. Needs root, or access to /dev/userfaultfd.
     Run(RunOptions),
 
     /// Connect the kernel's NBD client to a server, and print the device's name.
@@ -187,13 +186,13 @@ pub struct ServeOptions {
     #[arg(long, value_name = "PATH")]
     pub share: Option<PathBuf>,
 
-    /// Let them read pages where host stores keep them, if they ask for it: nothing is copied, and
-    /// the whole store lies before them, read-only.
+    /// Let those programs read pages in the memory of host stores, without a copy. A program that
+    /// asks for it can read the whole store.
     #[arg(long, requires = "share")]
     pub share_in_place: bool,
 
-    /// The export's name for NBD clients (the empty name means it too), and the file's in a FUSE
-    /// directory.
+    /// The name of the export for NBD clients, and of the file in a FUSE directory. NBD clients may
+    /// also use the empty name.
     #[arg(long, value_name = "NAME", default_value = "weir", value_parser = name)]
     pub name: String,
 
@@ -211,8 +210,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub depth: u16,
 
-    /// Microseconds for which a thread looks for the next request before it sleeps. Costs a CPU for
-    /// so long after each request, and saves the wake-up when requests come in bursts.
+    /// Microseconds that a thread looks for the next request before it sleeps. Saves the wake-up
+    /// when requests come in bursts, and keeps a processor busy for that time after each request.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: u32,
 
@@ -234,13 +233,13 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub connections: u16,
 
-    /// The device is to carry swap: take every protection against waiting for oneself, or refuse to
-    /// start.
+    /// The device carries swap: take every protection against a daemon that waits for its own
+    /// pages, or refuse to start.
     #[arg(long)]
     pub swap: bool,
 
-    /// With --swap, start although the system denies PR_SET_IO_FLUSHER. Under memory pressure it
-    /// may freeze.
+    /// With --swap, start although the system denies PR_SET_IO_FLUSHER. The machine may then freeze
+    /// when memory is short.
     #[arg(long, requires = "swap")]
     pub unsafe_no_flusher: bool,
 
@@ -315,8 +314,9 @@ pub struct MemoryOptions {
     #[arg(value_name = "SIZE|all", required_unless_present = "sleep")]
     pub amount: Option<Amount>,
 
-    /// Around the sleep of the machine: give-back gives all there is, and take takes what that
-    /// gave, no more than the cards' owners leave; what was away before stays so.
+    /// For the sleep of the machine. give-back --sleep gives back all memory. take --sleep takes
+    /// the same memory again, as far as other programs leave it. Memory that was given back before
+    /// stays away.
     #[arg(long, conflicts_with = "amount")]
     pub sleep: bool,
 
@@ -350,16 +350,16 @@ impl FromStr for Amount {
 /// The program to run, and its limit of memory.
 #[derive(Debug, Clone, Args)]
 #[command(
-    after_help = "Bounded is large private anonymous memory (heap, malloc, mmap) from 4 MiB up, of each process by itself. What is smaller, stacks, files, \
-shared memory and what was there at the start are not. Exits as the program does; 128 and the signal's number where a signal ended it."
+    after_help = "The limit holds for each process, and for its private anonymous memory (heap, malloc, mmap) in areas of 4 MiB or more. It does not hold for \
+smaller areas, stacks, files, shared memory, and memory that is there at the start. The exit code is the program's; if a signal ended it, 128 and the signal's number."
 )]
 pub struct RunOptions {
     /// Memory that may be resident: 32MiB or more.
     #[arg(long, value_name = "SIZE", value_parser = resident)]
     pub resident: ByteSize,
 
-    /// Where the rest lies, as for weir serve; may be repeated [default: host memory, four times as
-    /// much as may be resident].
+    /// The store of the other pages, as for weir serve. May be repeated [default: host memory, four
+    /// times --resident].
     #[arg(long, value_name = "URL")]
     pub store: Vec<StoreUrl>,
 
@@ -417,7 +417,7 @@ pub struct AttachOptions {
 /// The device to disconnect.
 #[derive(Debug, Clone, Args)]
 pub struct DetachOptions {
-    /// The device, as `weir attach` printed it.
+    /// The device that `weir attach` printed.
     #[arg(value_name = "/dev/nbdN")]
     pub device: PathBuf,
 

@@ -1,8 +1,8 @@
 //! `weir give-back` and `weir take`: ask the daemon, and show its progress.
 
 use crate::cli::{Amount, MemoryOptions};
-use crate::{failure, on};
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::{failure, on, progress};
+use indicatif::ProgressBar;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
@@ -68,9 +68,7 @@ impl Shown {
     fn new() -> Self {
         let is_terminal = std::io::stderr().is_terminal();
         let bar = if is_terminal { ProgressBar::new(0) } else { ProgressBar::hidden() };
-        let style =
-            ProgressStyle::with_template("{elapsed:>4} {bar:40} {bytes} of {total_bytes}, {eta} left");
-        Shown { bar: bar.with_style(style.expect("a valid template")), is_terminal, said: Instant::now() }
+        Shown { bar: bar.with_style(progress::style()), is_terminal, said: Instant::now() }
     }
 
     fn show(&mut self, progress: Progress) {

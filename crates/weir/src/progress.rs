@@ -1,4 +1,4 @@
-//! How far a start is: a bar on a terminal, a line now and then elsewhere.
+//! The progress of long work: a bar on a terminal, a line now and then elsewhere.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{self, IsTerminal as _};
@@ -13,6 +13,12 @@ const WORTH: Duration = Duration::from_millis(500);
 const LINE_EVERY: Duration = Duration::from_secs(5);
 /// The first word of a line that reports a start's progress.
 pub const LINE: &str = "starting: ";
+
+/// The bar of work that is counted in bytes: how much is done, how fast, and the time left.
+pub fn style() -> ProgressStyle {
+    let template = "{msg} {bar:30} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
+    ProgressStyle::with_template(template).expect("a valid template")
+}
 
 /// Shows each store of a start, for [`weir_daemon::Start`].
 pub fn show(log: &Log) -> impl Fn(String) -> Bar + use<> {
@@ -49,9 +55,7 @@ impl Shown {
             return;
         }
         if self.bar.is_none() && self.begun.elapsed() >= WORTH {
-            let style = ProgressStyle::with_template("{msg} {bar:30} {bytes} of {total_bytes}, {eta} left")
-                .expect("right");
-            let bar = ProgressBar::new(all).with_style(style).with_message(self.what.clone());
+            let bar = ProgressBar::new(all).with_style(style()).with_message(self.what.clone());
             self.bar = Some(bar.with_elapsed(self.begun.elapsed()));
         }
         if let Some(bar) = &self.bar {

@@ -72,7 +72,7 @@ pub fn run(swap: bool) -> io::Error {
         Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
     let error = become_copy().unwrap_or_else(|error| error);
-    // This happens once: with that name the program comes by here again.
+    // The program then comes to this place again, with that name, and goes on.
     if name != own {
         return named(Path::new("/proc/self/exe")).exec();
     }

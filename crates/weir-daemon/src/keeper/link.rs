@@ -84,7 +84,7 @@ impl Link {
         let broken = |what: &str| io::Error::other(format!("{ENVIRONMENT}: {what}"));
         let number: RawFd =
             number.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| broken("not a number"))?;
-        // SAFETY: only looked at here, to see that it is what a keeper passes.
+        // SAFETY: the descriptor is only asked for its type, which fails if it is not open.
         let socket = unsafe { BorrowedFd::borrow_raw(number) };
         let kind = rustix::net::sockopt::socket_type(socket).map_err(|_| broken("not a socket"))?;
         if kind != rustix::net::SocketType::SEQPACKET {

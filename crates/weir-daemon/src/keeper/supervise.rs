@@ -208,7 +208,7 @@ fn pause_after(stillborn: u32) -> Option<Duration> {
 struct Programs {
     own: PathBuf,
     installed: PathBuf,
-    /// The stamp of the keeper's own program when it was the installed one.
+    /// The stamp that the installed program had when the keeper was started from it.
     stamp: Option<Stamp>,
     /// The stamp of the new program to be started.
     new: Option<Stamp>,

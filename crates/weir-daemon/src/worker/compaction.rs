@@ -87,7 +87,7 @@ impl Compaction {
         }
         let mut mover = workers.mover(0);
         while let Some(Sweep { store, slot, sparse }) = at.sweep {
-            // A page that cannot be read stays where it is, and says so to whoever reads it.
+            // A page that cannot be read stays where it is, and its readers get the error.
             let task = Task::Compact { store, next: slot, sparse };
             at.sweep = match drive(&mut mover, task, |_| !workers.is_stopping()) {
                 Ok(done) if done.more => Some(Sweep { store, slot: mover.next(), sparse }),

@@ -47,8 +47,8 @@ impl Worker {
         Ok(Worker { workers, governor })
     }
 
-    /// Gives `bytes` back to their owner, or with `None` all that can be given back. Returns when
-    /// that is done; calls `tell` meanwhile.
+    /// Gives back `bytes` of memory, or with `None` all that can be given back. Returns when that
+    /// is done, and calls `tell` meanwhile.
     ///
     /// # Errors
     /// The error is one line: what is missing, and the next step.

@@ -65,7 +65,7 @@ impl Device {
     /// Takes the next request if there is one. `into` must have room for the largest request.
     ///
     /// # Errors
-    /// Fails with the kernel's error; having nothing to read is none.
+    /// Fails with the kernel's error. It is no error if there is nothing to read.
     pub fn read(&self, into: &mut [u8]) -> rustix::io::Result<Incoming> {
         match rustix::io::read(&self.0, into) {
             Ok(bytes) => Ok(Incoming::Request(bytes)),

@@ -194,8 +194,8 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                         Ok(ending) => return Some(ending),
                         Err(errno) => Err(errno),
                     },
-                    // The code above checks the bell, once every request that came with it has been
-                    // answered.
+                    // The loop looks at the bell after it has answered the requests that came with
+                    // it.
                     ring::Event::Bell => Ok(()),
                     ring::Event::Gone(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED) => {
                         return Some(Ending::Unmounted);

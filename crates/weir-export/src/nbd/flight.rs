@@ -205,7 +205,7 @@ impl Flight {
         self.one_less(index);
     }
 
-    /// Whether a held entry is finished: its beginner waits for it.
+    /// Whether a held entry is finished. The function that began it waits for this.
     pub fn is_finished(&self, index: u16) -> bool {
         self.entry(index).left == 0
     }

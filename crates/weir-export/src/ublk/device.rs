@@ -302,7 +302,7 @@ mod tests {
         open: bool,
         /// The feature bits that the driver grants.
         grants: u64,
-        /// Number of further times that a recovery finds the dead server's remains.
+        /// Number of recoveries that still fail, because requests of the dead server are left.
         remains: u32,
         calls: Vec<u32>,
     }

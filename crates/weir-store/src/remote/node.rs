@@ -50,7 +50,7 @@ pub(super) struct Core {
     pub(super) placement: Placement,
     /// The stamp of the last acknowledged write of each slot; 0: never written.
     pub(super) stamps: Box<[AtomicU64]>,
-    /// The last stamp dealt.
+    /// The last stamp that was given to a write.
     pub(super) last_stamp: AtomicU64,
     pub(super) counts: Counts,
 }
@@ -113,7 +113,7 @@ impl Node {
         })
     }
 
-    /// A connection, as far as its greeting.
+    /// Opens a connection, without a greeting yet.
     pub(super) fn connect(&self) -> RedisResult<Connection> {
         let connection = self.client.get_connection_with_timeout(CONNECT_LIMIT)?;
         connection.set_read_timeout(Some(CONNECT_LIMIT))?;
@@ -373,7 +373,7 @@ impl Worker {
     }
 }
 
-/// Whether an error of a node is one that passes.
+/// Whether a node's error may go away by itself.
 fn is_passing(code: &str) -> bool {
     ["LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN", "READONLY", "CLUSTERDOWN"].contains(&code)
 }

@@ -47,9 +47,9 @@ pub(super) struct Job {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// The page with at least this stamp; 0 where none was ever written.
+    /// Read the page; its stamp must be at least this one, or 0 if it was never written.
     Read(u64),
-    /// The operation's page, by the write of this stamp.
+    /// Write the page, with this stamp.
     Write(u64),
 }
 
@@ -106,7 +106,8 @@ impl Operations {
     /// Hands over the numbers of what was answered since the last call.
     pub(super) fn take_answered(&self, mut take: impl FnMut(usize)) {
         let mut count = [0; 8];
-        // Before the bits: an answer after them rings again.
+        // Read the bell before the bits. An answer that comes after the bits were read rings it
+        // again.
         let _ = rustix::io::read(&self.bell, &mut count);
         for (at, word) in self.answered.iter().enumerate() {
             let mut bits = word.swap(0, Ordering::AcqRel);

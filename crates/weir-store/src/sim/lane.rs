@@ -100,8 +100,8 @@ impl SimLane {
         Some(if hung { Progress::Done(Err(Fault::Io(ETIMEDOUT))) } else { Progress::Full })
     }
 
-    /// Draws the same numbers whatever their use: so a changed probability leaves the rest as it
-    /// was.
+    /// Draws the same random numbers in every case. So a changed probability changes no other
+    /// fault.
     fn draw_write(&mut self, slot: Slot) -> Fate {
         let url = &self.shared.url;
         let fails = self.chance.happens(url.write_error);

@@ -38,7 +38,7 @@ struct Trial {
     settled: Duration,
     measured: Duration,
     pages: u64,
-    /// Pages a second of the paths that were tried.
+    /// Pages a second on each path that was tried.
     rates: Vec<f64>,
 }
 

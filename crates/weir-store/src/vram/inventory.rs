@@ -24,7 +24,7 @@ pub struct GpuMemory {
     pub is_usable: bool,
 }
 
-/// All cards that the store would open, in its order; where there are none, those of AMD's that
+/// All cards that the store would open, in its order. If there are none, it lists AMD's cards that
 /// Vulkan does not reach.
 pub fn inventory(machine: &Machine, drivers: &Drivers) -> Vec<GpuMemory> {
     let known = |it: nvml::Told| GpuMemory {

@@ -62,7 +62,7 @@ impl KeptStore {
         text
     }
 
-    /// Parses the text of a record; `None` if it is none.
+    /// Parses the text of a record; `None` for any other text.
     pub fn from_text(text: &str) -> Option<Self> {
         let mut lines = text.trim_end_matches('\0').lines();
         (lines.next()? == HEADER).then_some(())?;

@@ -192,7 +192,7 @@ impl Late {
         joined.or_else(|why| if gpu.is_stopping() { Ok(()) } else { Err(why) })
     }
 
-    /// Gives the card and its lanes all parts of CUDA's, or none.
+    /// Gives the card and its lanes all of CUDA's parts, or no part.
     fn join(
         &self,
         gpu: &Arc<Gpu>,

@@ -111,7 +111,7 @@ impl Lane {
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // The epoch that this lane last read may be old, or it has read none yet.
+        // The epoch that this lane has read may be old, or it has not read one yet.
         self.refresh_safe();
         if let Some(found) = self.claim_now(page) {
             return Some(found);

@@ -365,8 +365,8 @@ impl Lane {
         }
     }
 
-    /// Reads the pack in a slot, if there is one, and adds those of its pages that still lie there
-    /// to [`opened`](Lane::opened). A pack of another algorithm adds none.
+    /// Reads the pack in a slot, if there is one. Adds the pages that still lie in it to
+    /// [`opened`](Lane::opened). A pack of another algorithm adds no pages.
     pub(crate) fn open_up(&mut self, ticket: Ticket, store: usize, slot: Slot) -> Progress {
         self.enter();
         let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {

@@ -47,9 +47,10 @@ impl Lane {
         done
     }
 
-    /// Writes `pages` to `first` and those after it, as many of the first ones as can be written at
-    /// once; returns how many. The others are for [`write`](Lane::write), which can wait, queue and
-    /// fail, and gives them slots side by side if there are any.
+    /// Writes `pages` to page `first` and the pages after it, as far as that is done at once.
+    /// Returns the number of pages written, from the first on. Write the others by
+    /// [`write`](Lane::write), which can wait, queue and fail. It gives them neighbouring slots if
+    /// there are any.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);

@@ -12,7 +12,7 @@ use weir_store::Fault;
 /// slot that is freed meanwhile, so it should not live longer than a millisecond or two.
 pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
-    /// The guard's start time, if it is one of those that are timed.
+    /// The guard's start time, if this guard is timed: only a sample is.
     started: Option<Started>,
     /// The places of the pages that it has shown.
     shown: Places,

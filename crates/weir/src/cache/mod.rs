@@ -13,8 +13,9 @@ mod report;
 
 pub use options::CacheCommand;
 
+use crate::progress;
 use control::{Answer, Request, ask};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use std::io::{self, IsTerminal as _};
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
@@ -63,11 +64,9 @@ impl Shown {
         self.total = self.total.max(dirty);
         let done = self.total - dirty;
         if io::stderr().is_terminal() {
-            let style =
-                ProgressStyle::with_template("{wide_bar} {binary_bytes} of {binary_total_bytes} {eta}");
-            let bar = self
-                .bar
-                .get_or_insert_with(|| ProgressBar::new(0).with_style(style.expect("a right template")));
+            let bar = self.bar.get_or_insert_with(|| {
+                ProgressBar::new(0).with_style(progress::style()).with_message("writing home")
+            });
             bar.set_length(self.total);
             bar.set_position(done);
         } else if self.said.is_none_or(|said| said.elapsed() >= LINE_EVERY) {

@@ -18,7 +18,7 @@ pub enum CacheCommand {
     )]
     Create(Box<CreateOptions>),
 
-    /// Say how it is: hit rates, dirty bytes, sizes of writes to the home.
+    /// Show how the cache is: hit rates, dirty bytes, sizes of writes to the home.
     Status {
         /// Print one JSON object ("schema": 1) instead of lines.
         #[arg(long)]
@@ -34,7 +34,7 @@ pub enum CacheCommand {
         control: Control,
     },
 
-    /// Send writes elsewhere from now on: write-back, write-through, write-around.
+    /// Change where writes go from now on: write-back, write-through, write-around.
     Mode {
         /// The mode to change to.
         mode: Mode,

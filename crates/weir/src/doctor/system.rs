@@ -6,7 +6,7 @@ use weir_core::ByteSize;
 use weir_daemon::control::SYSTEM as DIRECTORY;
 use weir_system::Machine;
 
-/// Less room than this is no backing worth the name.
+/// The least room that is worth a backing.
 const ROOM_WANTED: ByteSize = ByteSize(1 << 30);
 
 const UNIT_DIRECTORIES: [&str; 4] =

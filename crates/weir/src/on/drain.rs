@@ -6,7 +6,8 @@
 //! killed for want of memory (`set_current_oom_origin`), which must not be this process.
 
 use super::interrupt;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::progress;
+use indicatif::ProgressBar;
 use rustix::process::{Pid, Signal};
 use std::io::{self, IsTerminal as _};
 use std::path::{Path, PathBuf};
@@ -155,10 +156,7 @@ impl Progress {
     fn new(total: ByteSize) -> Self {
         let worth = total.0 >= 16 << 20;
         let bar = (worth && io::stderr().is_terminal()).then(|| {
-            let style = ProgressStyle::with_template(
-                "bringing pages back {bar:30} {bytes} of {total_bytes}, {eta} left",
-            );
-            ProgressBar::new(total.0).with_style(style.expect("a right template"))
+            ProgressBar::new(total.0).with_style(progress::style()).with_message("bringing pages back")
         });
         let now = Instant::now();
         Progress { bar, total, begun: now, said: now }

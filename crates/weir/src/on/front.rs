@@ -126,7 +126,7 @@ const ALL: [Front; 3] = [Front::Ublk, Front::Nbd, Front::Fuse];
 /// whether a module can be loaded.
 ///
 /// # Errors
-/// Fails when the machine has none, and says what each lacks.
+/// Fails when no front end works here. The error says what each lacks.
 pub fn choose(
     machine: &Machine,
     asked: FrontChoice,

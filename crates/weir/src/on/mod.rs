@@ -184,7 +184,9 @@ fn report(options: &OnOptions, plan: &OnPlan, devices: &[PathBuf], size: ByteSiz
     if options.unsafe_no_flusher {
         println!("note      --unsafe-no-flusher: under memory pressure the machine may freeze");
     }
-    println!("on. weir status and weir top show it at work; weir off undoes all of this");
+    println!(
+        "on: room for {size} of pages more than RAM holds; weir status and weir top show it, weir off undoes it"
+    );
 }
 
 /// Starts the daemon of one part. Tries again with a smaller size if the card has too little

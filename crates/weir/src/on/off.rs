@@ -8,6 +8,7 @@ use super::{again, drain, front, interrupt, service, settings, state};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use weir_cli::failure::Failure;
+use weir_core::ByteSize;
 use weir_system::swaps;
 
 /// Turns Weir off.
@@ -37,9 +38,18 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     // Lock this process's memory: it must not wait for swapped pages of its own while it removes
     // the device.
     let _ = weir_core::swap_safety::lock_all_memory();
-    finish(Journal::open(&options.runtime)?, options.remember.as_deref())?.remove()?;
-    println!("off");
+    let journal = Journal::open(&options.runtime)?;
+    let (size, used) = gained(&journal);
+    finish(journal, options.remember.as_deref())?.remove()?;
+    println!("off: {used} of pages are back in memory, and the device's {size} are free again");
     Ok(())
+}
+
+/// The size of the device that is on, and what of it holds pages: in each case of all parts.
+fn gained(journal: &Journal) -> (ByteSize, ByteSize) {
+    let swaps = journal.state().swaps().filter_map(|path| swaps::find(path).ok().flatten());
+    let (size, used) = swaps.fold((0, 0), |(size, used), swap| (size + swap.size.0, used + swap.used.0));
+    (ByteSize(size), ByteSize(used))
 }
 
 /// A journal with nothing left to undo.

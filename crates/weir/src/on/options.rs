@@ -32,9 +32,10 @@ pub struct OnOptions {
     #[arg(long, value_name = "vram|host|URL", default_value = "vram")]
     pub store: StoreChoice,
 
-    /// A file or block device below the store, as large as the device, encrypted: pages go there
-    /// when GPU memory is given back. auto: /var/lib/weir/backing, for GPU memory and where the
-    /// disk keeps as much room free again; none; a path, as weir serve takes it. May be repeated.
+    /// A file or block device below the store, as large as the device, and encrypted. Pages go
+    /// there when GPU memory is given back. auto: /var/lib/weir/backing, if the store is GPU memory
+    /// and the disk has twice that room free. none: no backing. Or a path, as weir serve takes it.
+    /// May be repeated.
     #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
     pub backing: Vec<BackingChoice>,
 
@@ -43,8 +44,8 @@ pub struct OnOptions {
     #[arg(long, value_name = "ALGORITHM", value_enum)]
     pub compress: Option<Algorithm>,
 
-    /// Equal devices, each with its own daemon: weir give-back turns as many of them off as it
-    /// takes, weir take on again.
+    /// Number of equal devices, each with its own daemon. weir give-back turns off as many as are
+    /// needed, and weir take turns them on again.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub parts: u8,
 
@@ -174,13 +175,12 @@ pub enum FrontChoice {
     /// The first that works here of ublk and nbd.
     #[default]
     Auto,
-    /// The kernel's ublk driver (by itself from Linux 6.16 on, by name from 6.5).
+    /// The kernel's ublk driver. auto takes it from Linux 6.16 on; it works from 6.5 on.
     Ublk,
     /// The kernel's NBD client.
     Nbd,
-    /// A FUSE file under a loop device: needs no module beyond those two. The kernel's drivers of
-    /// both take memory for each page that goes out, so the machine may freeze once none is free at
-    /// all.
+    /// A FUSE file under a loop device. It needs no other kernel module. Both drivers take memory
+    /// for each page that goes out, so the machine may freeze once no memory is free.
     Fuse,
 }
 

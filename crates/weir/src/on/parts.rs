@@ -195,7 +195,7 @@ pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     interrupt::watch()?;
     let mut bytes = 0;
     let mut devices = Vec::new();
-    // The part that went last comes back first: that is the first part, if it went too.
+    // The part that was given back last comes back first. The first part is given back last of all.
     for step in away(journal.state()).into_iter().rev() {
         if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;

@@ -46,8 +46,9 @@ impl Card {
     }
 }
 
-/// The cards that a size is made of. An integrated GPU's part of the RAM is none: of the cards that
-/// no store opens, only those with more memory than other users keep are listed, for a refusal.
+/// The cards whose memory makes up the size. An integrated GPU does not count, since its memory is
+/// RAM. A card that no store opens is listed only if it has more memory than other users keep, for
+/// the text of a refusal.
 pub fn cards(all: &[GpuMemory]) -> Vec<Card> {
     let card = |it: &GpuMemory| {
         let card = Card { total: it.total, free: it.free, display: it.display };

@@ -142,7 +142,8 @@ fn progress(length: Duration) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
-    let style = ProgressStyle::with_template("{elapsed:>4} {bar:40} {msg}").expect("a valid template");
+    let style =
+        ProgressStyle::with_template("{msg} {bar:30} {elapsed}, {eta} left").expect("a valid template");
     ProgressBar::new(length.as_millis() as u64).with_style(style).with_message("verifying every page")
 }
 

@@ -7,8 +7,8 @@
 use std::time::Duration;
 use weir_store::Headroom;
 
-/// Most memory given back beyond the floor for a fall of the free memory: a program that allocates
-/// is likely to go on.
+/// When free memory falls, more is given back than the floor asks for, up to this much: a program
+/// that allocates is likely to go on.
 const AHEAD_MOST: u64 = 1 << 30;
 /// Memory may be taken once no program has allocated for this long.
 const QUIET: Duration = Duration::from_secs(5);

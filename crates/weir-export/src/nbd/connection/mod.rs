@@ -69,7 +69,7 @@ struct Read {
 struct Write {
     cookie: u64,
     error: Option<Errno>,
-    /// The write's entry, once an operation of it did not finish at once.
+    /// The write's entry, if one of its operations did not finish at once.
     entry: Option<u16>,
 }
 

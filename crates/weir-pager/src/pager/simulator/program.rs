@@ -21,7 +21,7 @@ pub struct Traits {
     pub accesses: usize,
     /// In blocks.
     pub limit: usize,
-    /// One in so many things that a thread does changes mappings. Zero is never.
+    /// One in this number of a thread's actions changes mappings; zero means never.
     pub changes: u64,
     pub maps: bool,
     pub migrates: bool,
@@ -36,9 +36,9 @@ pub struct Traits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Must {
     Be(u64),
-    /// Given up, and freed when the kernel likes.
+    /// The page was given up by MADV_FREE: the kernel may make it zero at any time.
     BeOrZero(u64),
-    /// Nobody uses it any more: it was SIGBUS.
+    /// The page was SIGBUS, so no thread uses it any more.
     Nothing,
 }
 
@@ -87,7 +87,7 @@ enum Action {
     Moved(usize),
     Hold(bool),
     Fork,
-    /// The child ends, or the device is done.
+    /// The forked child ends, or the simulated device has done its work.
     LetGo,
     Adopt(usize),
     Adopted,
@@ -509,7 +509,7 @@ impl Program {
         if object.users > 0 || object.is_readonly {
             return;
         }
-        // As large, or larger, or a part of it by itself.
+        // The new mapping is as large as the old one, or larger, or a part of it.
         let (from, to) = match world.random.one_in(4) && pages > 3 * BLOCK_PAGES {
             true => {
                 let from = world.random.below(pages as u64 / 2) as usize;
@@ -807,7 +807,7 @@ impl Program {
             }
         }
         let said = self.said.lock().unwrap();
-        // A block has so many pages, and so many reads could fail.
+        // Each read that failed can cost a block's pages, and no more.
         assert!(self.sigbus <= said.unreadable * BLOCK_PAGES as u64);
         assert!(!self.traits.unmaps_at_the_end || said.rooms == 0, "{} rooms are left", said.rooms);
     }

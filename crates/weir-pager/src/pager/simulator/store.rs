@@ -7,7 +7,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use weir_core::PageBytes;
 
-/// How it misbehaves. One in so many; zero is never.
+/// The store's faults. A number n means one operation in n; zero means never.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     pub rooms: u64,
@@ -16,7 +16,7 @@ pub struct Faults {
     /// A write was taken, and fails later.
     pub doomed: u64,
     pub unreadable: u64,
-    /// From so many reads on none succeeds.
+    /// The number of reads after which every read fails.
     pub dead_after: Option<u64>,
 }
 

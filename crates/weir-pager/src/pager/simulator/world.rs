@@ -46,7 +46,7 @@ pub struct Area {
     pub is_left_out_of_forks: bool,
 }
 
-/// By page numbers; an address is `BASE` and so many pages.
+/// Indexed by page number. The address of page n is `BASE` plus n pages.
 pub struct World {
     pub random: Random,
     pub now: Duration,
@@ -62,9 +62,9 @@ pub struct World {
     pub events: VecDeque<(Event, usize)>,
     /// Neighbours with the same attributes become one.
     pub merges: bool,
-    /// One in so many pages is migrating when it is moved.
+    /// One in this number of pages is migrating when it is moved.
     pub migrates: u64,
-    /// The page of which everything is said.
+    /// The page whose every event is printed.
     page: Option<usize>,
 }
 

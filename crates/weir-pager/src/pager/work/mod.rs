@@ -385,7 +385,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Err(Changed)
     }
 
-    /// The content cannot be had back: whoever touches it is told so.
+    /// The block's content is lost: a thread that touches it gets SIGBUS.
     fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> Option<usize>) {
         self.slots[slot] = Slot::Free;
         if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {

@@ -88,7 +88,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if !is_whole {
             self.scrub(slot);
         }
-        // The kernel has woken those alone that wait for a page of which it said that it moved.
+        // The kernel has woken only threads whose page it reported as moved.
         self.kernel.wake(at, BLOCK);
         Ok(())
     }
@@ -123,7 +123,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                         owed.push((at, at + 1));
                     }
                 }
-                // It was unmapped, which is heard later.
+                // The block was unmapped. That event comes later.
                 Event::Remap(_, to, bytes) if (to..to + bytes).contains(&at) => return None,
                 Event::Remap(from, _, bytes) => owed.push((from, from + bytes)),
                 Event::Remove(start, end) if (start..end).contains(&at) => return None,

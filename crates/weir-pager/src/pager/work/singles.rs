@@ -14,7 +14,7 @@ const RUN: u8 = 3;
 /// many times the average of all blocks that must be.
 const MANY: usize = 64;
 const TIMES_AVERAGE: usize = 4;
-/// Pause after none of the blocks could go.
+/// Pause after a look in which no block could be moved out.
 const STUCK: Duration = Duration::from_millis(20);
 /// While a program jumps, one in this many blocks of the limit may be whole.
 const WHOLE_SHARE: usize = 8;
@@ -143,7 +143,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.singles_there < before
     }
 
-    /// Moves the pages out that came first. Returns `false` if none could go.
+    /// Moves the oldest pages out. Returns `false` if no page could be moved.
     pub(super) fn write_singles(&mut self) -> bool {
         if self.is_broken || self.is_held() || !self.events.is_empty() || self.is_heeding {
             return false;

@@ -48,8 +48,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.forget_span(start, end);
     }
 
-    /// Memory moves to `start..end`. If something is known there still, that was unmapped, and its
-    /// thread is about to say so. It must not take what is there by then.
+    /// The program moves memory to `start..end`. What the pager still knows there was unmapped
+    /// before, and that event comes later. Forget it now, so that the late event does not remove
+    /// the new memory.
     fn overtook(&mut self, start: usize, end: usize) {
         let mut from = start;
         while from < end {
@@ -290,8 +291,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = self.kernel.advise(start, end - start, advice);
         self.add_span(start, end);
-        // Take the pages that the block at the seam has already, and those that came before the
-        // registration.
+        // Count the pages that are there already: those of the block that the new range shares with
+        // the span before it, and those that were touched before the registration.
         let mut from = start / BLOCK * BLOCK;
         let Work { kernel, blocks, policy, spans, .. } = self;
         let (&first, &last) = spans.range(..=start).next_back().expect("just added");

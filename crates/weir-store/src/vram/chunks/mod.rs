@@ -188,7 +188,7 @@ impl Chunks {
     }
 
     /// Removes a chunk's memory, with its content, once no lane uses it. `Ok(None)`: the chunk had
-    /// none.
+    /// no memory.
     ///
     /// # Errors
     /// Fails when a lane did not finish its operations in flight. The chunk is unchanged then.
@@ -214,7 +214,7 @@ impl Chunks {
         Ok(held.take())
     }
 
-    /// Exports a descriptor of a chunk's memory; `Ok(None)` if it has none.
+    /// Exports a descriptor of a chunk's memory; `Ok(None)` if the chunk has no memory.
     ///
     /// # Errors
     /// Fails with the driver's error.
