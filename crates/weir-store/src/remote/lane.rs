@@ -17,6 +17,12 @@ const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 /// How long a read waits for the first copy before the second is asked.
 const HEDGE_AFTER: Duration = Duration::from_millis(300);
 
+/// How long a write that one node has kept waits for the other.
+const ALONE_AFTER: Duration = Duration::from_secs(1);
+
+/// How long a read rests that no node has answered, before it asks all of them anew.
+const RETRY_AFTER: Duration = Duration::from_millis(50);
+
 /// Operations that are sent without waiting for [`Lane::submit`].
 const BATCH: usize = 64;
 
@@ -43,8 +49,14 @@ struct Operation {
     stamp: Option<u64>,
     /// The attempt that holds.
     attempt: u32,
-    /// The next copy that a read has not asked for.
-    next_copy: usize,
+    /// The copies that a read has asked for, a bit each.
+    asked_for: u8,
+    /// Whether a node that it has asked did not answer.
+    unanswered: bool,
+    /// It rests before it asks anew.
+    rests: bool,
+    /// A write that every node of its slot has, and waits for those that are away.
+    patient: bool,
     /// The time of the first poll after its submission, and of the first after its last attempt.
     started: Option<Instant>,
     asked: Option<Instant>,
@@ -59,7 +71,10 @@ impl RemoteLane {
             slot: Slot(0),
             stamp: None,
             attempt: 0,
-            next_copy: 0,
+            asked_for: 0,
+            unanswered: false,
+            rests: false,
+            patient: false,
             started: None,
             asked: None,
             is_late: false,
@@ -78,7 +93,7 @@ impl RemoteLane {
     }
 
     fn queue(&mut self, ticket: Ticket, slot: Slot, page: Option<&PageBytes>) -> Progress {
-        if slot.0 as usize >= self.core.stamps.len() {
+        if slot.0 as usize >= self.core.ledger.slots() as usize {
             return Progress::Done(Err(Fault::Io(libc::EINVAL)));
         }
         let Some(operation) = self.free.pop() else {
@@ -94,7 +109,10 @@ impl RemoteLane {
             slot,
             stamp,
             attempt,
-            next_copy: 0,
+            asked_for: 0,
+            unanswered: false,
+            rests: false,
+            patient: false,
             started: None,
             asked: None,
             is_late: false,
@@ -106,48 +124,60 @@ impl RemoteLane {
         Progress::Queued
     }
 
-    /// Sends a write to each node that keeps its slot and is online. If none is, the first may
-    /// still come back in time.
-    fn send_write(&mut self, operation: usize, stamp: u64) {
+    /// Sends a write to each node that keeps its slot and is online. If none is, or none has kept
+    /// it, all of them may still come back in time.
+    fn send_write(&mut self, operation: usize, stamp: u64, patient: bool) {
         let Operation { slot, .. } = self.table[operation];
         let placement = &self.core.placement;
+        let nodes: [Option<usize>; COPIES_MAX] = std::array::from_fn(|copy| placement.node(slot, copy));
         // Looked at once: a node may go away at any moment, and each answer is counted.
-        let online: [Option<usize>; COPIES_MAX] = std::array::from_fn(|copy| {
-            let node = placement.node(slot, copy)?;
-            (self.senders.nodes[node].state() == State::Online).then_some(node)
-        });
-        let first = placement.node(slot, 0).expect("the first copy is on a node");
-        let count = online.iter().flatten().count();
-        if count < placement.copies() {
-            self.core.counts.degraded.fetch_add(1, Ordering::Relaxed);
-        }
-        self.table[operation].attempt = self.operations.begin(operation, count.max(1) as u32, None);
-        if count == 0 {
-            return self.send(operation, first, Kind::Write(stamp), true);
-        }
-        for node in online.into_iter().flatten() {
-            self.send(operation, node, Kind::Write(stamp), count == 1);
+        let online = nodes.map(|node| node.filter(|node| self.senders.nodes[*node].state() == State::Online));
+        let patient = patient || placement.copies() == 1 || online.iter().flatten().count() == 0;
+        let chosen = if patient { nodes } else { online };
+        let count = chosen.iter().flatten().count();
+        let attempt = self.operations.begin(operation, count as u32, None);
+        let entry = &mut self.table[operation];
+        (entry.attempt, entry.patient) = (attempt, patient);
+        for node in chosen.into_iter().flatten() {
+            self.send(operation, node, Kind::Write(stamp), patient);
         }
     }
 
-    /// Asks for a page: the next copy whose node answers, else the first, and waits for that.
-    fn send_read(&mut self, operation: usize) {
-        let Operation { slot, next_copy, .. } = self.table[operation];
-        let placement = &self.core.placement;
-        let is_online = |copy: &usize| {
-            placement.node(slot, *copy).is_some_and(|node| self.senders.nodes[node].state() == State::Online)
+    /// The copies that a read may ask for next: those that lack nothing. If none is left, those
+    /// whose marks may be out of date.
+    fn copies_left(&self, operation: usize, lacking_too: bool) -> [Option<usize>; COPIES_MAX] {
+        let Operation { slot, asked_for, .. } = self.table[operation];
+        let entry = self.core.ledger.get(slot);
+        let copies = self.core.placement.copies();
+        let left = |lacks: bool| {
+            let copy = |copy: &usize| asked_for & 1 << copy == 0 && (lacks || !entry.lacks(*copy));
+            let mut found = (0..copies).filter(copy);
+            std::array::from_fn(|_| found.next())
         };
-        let copies = placement.copies();
-        let found = (next_copy..copies).find(is_online);
-        let copy = found.unwrap_or(0);
-        let waits = found.is_none() || copies == 1;
-        let node = placement.node(slot, copy).expect("the first copy is on a node");
-        let least = self.core.stamps[slot.0 as usize].load(Ordering::Acquire);
+        match left(false) {
+            none if none[0].is_none() && lacking_too => left(true),
+            some => some,
+        }
+    }
+
+    /// Asks for a page: the next copy whose node is online, else the next. False where every copy
+    /// was asked for.
+    fn send_read(&mut self, operation: usize, lacking_too: bool) -> bool {
+        let left = self.copies_left(operation, lacking_too);
+        let Operation { slot, .. } = self.table[operation];
+        let placement = &self.core.placement;
+        let node_of = |copy| placement.node(slot, copy).expect("the copy is on a node");
+        let is_online = |copy: &usize| self.senders.nodes[node_of(*copy)].state() == State::Online;
+        let Some(copy) = left.iter().flatten().copied().find(is_online).or(left[0]) else { return false };
+        let (node, waits) = (node_of(copy), placement.copies() == 1);
+        let least = self.core.ledger.get(slot).stamp();
         let attempt = self.operations.begin(operation, 1, None);
         let entry = &mut self.table[operation];
         (entry.attempt, entry.asked) = (attempt, None);
-        entry.next_copy = if found.is_some() { copy + 1 } else { copies };
+        entry.asked_for |= 1 << copy;
+        entry.rests = false;
         self.send(operation, node, Kind::Read(least), waits);
+        true
     }
 
     fn send(&mut self, operation: usize, node: usize, kind: Kind, waits: bool) {
@@ -155,8 +185,8 @@ impl RemoteLane {
         let lane = Arc::clone(&self.operations);
         let job = Job { lane, operation, attempt, slot, kind, waits };
         let sender = match kind {
-            Kind::Read(_) => &mut self.senders.reads[node],
-            Kind::Write(_) => &mut self.senders.writes[node],
+            Kind::Read(_) | Kind::Probe => &mut self.senders.reads[node],
+            Kind::Write(_) | Kind::Copy(_) => &mut self.senders.writes[node],
         };
         // Full: as many jobs wait for that node as there is room for, all of them void.
         if sender.try_send(job).is_err() {
@@ -166,12 +196,16 @@ impl RemoteLane {
 
     /// Hands over an operation that was answered, or has it asked anew.
     fn finish(&mut self, operation: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Operation { ticket, slot, stamp, next_copy, is_late, .. } = self.table[operation];
-        let result = self.operations.with_answer(operation, |result, _| result);
+        let Operation { ticket, slot, stamp, is_late, patient, .. } = self.table[operation];
+        let result = self.operations.with_answer(operation, |answer| answer.result);
         match (stamp, result) {
+            (Some(stamp), Err(Fault::Timeout)) if !is_late && !patient => {
+                return self.send_write(operation, stamp, true);
+            }
             (Some(stamp), _) => {
-                if result.is_ok() {
-                    self.core.stamps[slot.0 as usize].fetch_max(stamp, Ordering::AcqRel);
+                let entry = self.core.ledger.get(slot);
+                if result.is_ok() && entry.stamp() == stamp && entry.lacks_any() {
+                    self.core.counts.degraded.fetch_add(1, Ordering::Relaxed);
                 }
                 if is_late {
                     self.late -= 1;
@@ -180,11 +214,24 @@ impl RemoteLane {
                     done(Done { ticket, result, page: None });
                 }
             }
-            (None, Err(_)) if next_copy < self.core.placement.copies() => return self.send_read(operation),
-            (None, Ok(())) => self.operations.with_answer(operation, |_, page| {
-                done(Done { ticket, result: Ok(()), page: Some(page) });
+            (None, Ok(())) => self.operations.with_answer(operation, |answer| {
+                done(Done { ticket, result, page: Some(answer.page) });
             }),
-            (None, Err(fault)) => done(Done { ticket, result: Err(fault), page: None }),
+            (None, Err(fault)) => {
+                let entry = &mut self.table[operation];
+                entry.unanswered |= fault == Fault::Timeout;
+                let unanswered = entry.unanswered;
+                if self.send_read(operation, !unanswered) {
+                    return;
+                }
+                if unanswered {
+                    let entry = &mut self.table[operation];
+                    (entry.asked_for, entry.unanswered) = (0, false);
+                    (entry.rests, entry.asked) = (true, None);
+                    return;
+                }
+                done(Done { ticket, result: Err(fault), page: None });
+            }
         }
         self.sent.retain(|&other| other != operation);
         self.free.push(operation);
@@ -202,8 +249,17 @@ impl RemoteLane {
             }
             let started = *entry.started.get_or_insert(now);
             let asked = *entry.asked.get_or_insert(now);
-            let (ticket, is_read) = (entry.ticket, entry.stamp.is_none());
-            if now >= started + LIMIT {
+            let Operation { ticket, rests, .. } = *entry;
+            let is_read = entry.stamp.is_none();
+            if !is_read && now >= asked + ALONE_AFTER && self.operations.is_kept_alone(operation) {
+                // The other node's thread does its later writes after this one in any case.
+                self.core.counts.degraded.fetch_add(1, Ordering::Relaxed);
+                self.operations.void(operation);
+                at -= 1;
+                self.sent.swap_remove(at);
+                self.free.push(operation);
+                done(Done { ticket, result: Ok(()), page: None });
+            } else if now >= started + LIMIT {
                 if is_read {
                     self.operations.void(operation);
                     at -= 1;
@@ -214,9 +270,12 @@ impl RemoteLane {
                     self.late += 1;
                 }
                 done(Done { ticket, result: Err(Fault::Timeout), page: None });
-            } else if is_read && now >= asked + HEDGE_AFTER && entry.next_copy < self.core.placement.copies()
-            {
-                self.send_read(operation);
+            } else if rests && now >= asked + RETRY_AFTER {
+                self.send_read(operation, true);
+            } else if is_read && !rests && now >= asked + HEDGE_AFTER {
+                if self.send_read(operation, false) {
+                    self.table[operation].unanswered = true;
+                }
             }
         }
     }
@@ -236,8 +295,8 @@ impl Lane for RemoteLane {
             let operation = self.queued[at];
             self.sent.push(operation);
             match self.table[operation].stamp {
-                Some(stamp) => self.send_write(operation, stamp),
-                None => self.send_read(operation),
+                Some(stamp) => self.send_write(operation, stamp, false),
+                None => _ = self.send_read(operation, true),
             }
         }
         self.queued.clear();

@@ -7,36 +7,41 @@
 //!
 //! A lane does no network I/O. The store has two threads for each node, one that reads and one
 //! that writes; see [`node`]. They allocate, and the network may need memory to free memory. So a
-//! kernel must not swap onto it.
+//! kernel must not swap onto it. Another thread makes copies anew that a node lacks; see
+//! [`rebuilder`].
 
+mod alarm;
+mod check;
 mod lane;
+mod ledger;
 mod node;
 mod operations;
 mod placement;
+mod rebuild;
+mod rebuilder;
 mod seal;
 mod url;
 
 pub use url::RemoteUrl;
 
 use crate::{Condition, Lane, OpenError, OpenErrorKind, Report, State, Store, Tell, TellChange};
+use alarm::Alarm;
+use check::{check, no_answer};
 use lane::RemoteLane;
+use ledger::Ledger;
 use node::{Core, Counts, Node, Senders, Worker};
 use placement::Placement;
-use redis::{Connection, RedisResult};
+use rebuilder::Rebuilder;
 use rustix::rand::GetRandomFlags;
 use seal::Seal;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use weir_core::{ByteSize, PAGE_SIZE, Slot};
+use weir_core::{PAGE_SIZE, Slot};
 
 /// Operations of a lane at most.
 const DEPTH_MAX: usize = 1024;
-
-/// Bytes that an engine takes for a page: the value in its allocator's next size, key and entry.
-/// Measured over 20,000 pages with Redis 7.0.15 and jemalloc 5.3: 5,215.
-const PER_PAGE: u64 = 5300;
 
 /// Pages in a fleet.
 pub struct RemoteStore {
@@ -46,6 +51,7 @@ pub struct RemoteStore {
     senders: Mutex<Senders>,
     nodes: Box<[Arc<Node>]>,
     threads: Vec<JoinHandle<()>>,
+    rebuilder: Mutex<Option<JoinHandle<()>>>,
     has_ended: AtomicBool,
 }
 
@@ -58,6 +64,12 @@ pub struct RemoteCounts {
     pub lost: u64,
     /// Writes of which a copy was left out, since its node was away.
     pub degraded: u64,
+    /// Copies that were made anew on nodes that lacked them.
+    pub copied: u64,
+    /// Pages of which a copy is missing now.
+    pub lacking: u64,
+    /// Copies that nodes held which are other processes since.
+    pub gone: u64,
 }
 
 impl std::fmt::Debug for RemoteStore {
@@ -83,36 +95,41 @@ impl RemoteStore {
             }
             None => None,
         };
-        let node = |node: &String| {
-            let made = Node::new(node, url, password.as_deref());
-            made.map(Arc::new).map_err(|error| OpenError::io(&name, format!("cannot use {node}"), error))
+        let node = |number: usize| {
+            let cannot = |error| OpenError::io(&name, format!("cannot use {}", url.nodes[number]), error);
+            let node = Node::new(number, url, password.as_deref()).map_err(cannot)?;
+            let connected = node.connect().map_err(|error| no_answer(&name, &node.name, &error));
+            check(&name, &node.name, &mut connected?, url)?;
+            Ok(Arc::new(node))
         };
-        let nodes: Box<[Arc<Node>]> = url.nodes.iter().map(node).collect::<Result<_, _>>()?;
-        nodes.iter().try_for_each(|node| look_at(&name, node, url))?;
+        let nodes: Box<[Arc<Node>]> = (0..url.nodes.len()).map(node).collect::<Result<_, OpenError>>()?;
 
         let slots = (url.size.0 / PAGE_SIZE as u64) as u32;
         let mut number = [0; 8];
         let drawn = rustix::rand::getrandom(&mut number, GetRandomFlags::empty());
         drawn.map_err(|errno| OpenError::io(&name, "cannot draw a random number", errno))?;
-        let mut stamps = Vec::new();
-        if stamps.try_reserve_exact(slots as usize).is_err() {
+        let copies = usize::from(url.copies);
+        let Some(ledger) = Ledger::new(slots, copies) else {
             let bytes = u64::from(slots) * size_of::<AtomicU64>() as u64;
             return Err(OpenError::no_memory(&name, bytes, std::io::ErrorKind::OutOfMemory));
-        }
-        stamps.resize_with(slots as usize, || AtomicU64::new(0));
+        };
         let core = Arc::new(Core {
+            name: name.clone(),
+            url: url.clone(),
             seal: Seal::ephemeral().map_err(|error| OpenError::io(&name, "cannot make a key", error))?,
             prefix: format!("weir:{:016x}:", u64::from_ne_bytes(number)),
-            placement: Placement::new(&url.nodes, slots, url.copies.into()),
-            stamps: stamps.into(),
+            placement: Placement::new(&url.nodes, slots, copies),
+            ledger,
             last_stamp: AtomicU64::new(0),
             counts: Counts::default(),
+            alarm: Alarm::default(),
         });
         let mut store = RemoteStore {
             core,
             senders: Mutex::default(),
             nodes: nodes.clone(),
             threads: Vec::new(),
+            rebuilder: Mutex::default(),
             has_ended: AtomicBool::new(false),
             name,
         };
@@ -130,6 +147,11 @@ impl RemoteStore {
                 paths.push(sender);
             }
         }
+        let rebuilder = Rebuilder::new(Arc::clone(&store.core), senders.clone());
+        let thread = std::thread::Builder::new().name("rebuild".to_owned());
+        let started = rebuilder.and_then(|rebuilder| thread.spawn(move || rebuilder.run()));
+        let cannot = |error| OpenError::io(&store.name, "cannot start a thread for copies", error);
+        store.rebuilder = Mutex::new(Some(started.map_err(cannot)?));
         store.senders = Mutex::new(senders);
         Ok(store)
     }
@@ -141,6 +163,18 @@ impl RemoteStore {
             forged: counts.forged.load(Ordering::Relaxed),
             lost: counts.lost.load(Ordering::Relaxed),
             degraded: counts.degraded.load(Ordering::Relaxed),
+            copied: counts.copied.load(Ordering::Relaxed),
+            lacking: self.core.ledger.lacking(),
+            gone: counts.gone.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Ends the thread that makes copies.
+    fn stop_rebuild(&self) {
+        self.core.alarm.close();
+        let thread = self.rebuilder.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
         }
     }
 
@@ -153,6 +187,7 @@ impl RemoteStore {
 impl Drop for RemoteStore {
     /// Ends the threads. All lanes are gone by then, or their operations are void.
     fn drop(&mut self) {
+        self.stop_rebuild();
         *self.senders.get_mut().unwrap_or_else(PoisonError::into_inner) = Senders::default();
         self.nodes.iter().for_each(|node| node.close());
         for thread in self.threads.drain(..) {
@@ -168,7 +203,7 @@ impl Store for RemoteStore {
     }
 
     fn slots(&self) -> u32 {
-        self.core.stamps.len() as u32
+        self.core.ledger.slots()
     }
 
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
@@ -189,8 +224,20 @@ impl Store for RemoteStore {
         self.core.placement.node(slot, 0).unwrap_or(0) as u32
     }
 
+    /// With two copies, the pages of a node that is away are served by the others, as long as only
+    /// that one is. New pages rather go where both copies can be kept.
     fn state(&self, member: u32) -> State {
-        self.nodes.get(member as usize).map_or(State::Lost, |node| node.state())
+        let Some(node) = self.nodes.get(member as usize) else { return State::Lost };
+        let others_online = || {
+            self.nodes
+                .iter()
+                .enumerate()
+                .all(|(number, node)| number == member as usize || node.state() == State::Online)
+        };
+        match node.state() {
+            State::Unreachable if self.core.placement.copies() > 1 && others_online() => State::Draining,
+            state => state,
+        }
     }
 
     fn unfit_for_swap(&self) -> Option<String> {
@@ -204,7 +251,8 @@ impl Store for RemoteStore {
     /// Deletes the keys, within a limit for each node.
     fn end(&self) {
         if !self.has_ended.swap(true, Ordering::Relaxed) {
-            self.nodes.iter().enumerate().for_each(|(number, node)| node.clean_up(number, &self.core));
+            self.stop_rebuild();
+            self.nodes.iter().for_each(|node| node.clean_up(&self.core));
         }
     }
 }
@@ -223,61 +271,4 @@ impl Report for RemoteStore {
     }
 
     fn when_joined(&self, _tell: Tell) {}
-}
-
-/// Refuses a node that is not there, or on which pages would not stay.
-fn look_at(store: &str, node: &Node, url: &RemoteUrl) -> Result<(), OpenError> {
-    let unreachable = |error: redis::RedisError| {
-        let what = format!("node {} does not answer as Redis does: {error}", node.name);
-        OpenError::new(OpenErrorKind::NoDevice, store, what)
-    };
-    let mut connection = node.connect().map_err(unreachable)?;
-    let cluster: String = redis::cmd("INFO").arg("cluster").query(&mut connection).map_err(unreachable)?;
-    if cluster.contains("cluster_enabled:1") {
-        let what =
-            format!("node {} is part of a cluster, which moves keys: name nodes that are not", node.name);
-        return Err(OpenError::new(OpenErrorKind::Layout, store, what));
-    }
-    if !url.check {
-        return Ok(());
-    }
-    let setting = |connection: &mut Connection, key: &str| -> RedisResult<String> {
-        let pair: Vec<String> = redis::cmd("CONFIG").arg("GET").arg(key).query(connection)?;
-        Ok(pair.into_iter().nth(1).unwrap_or_default())
-    };
-    let denied = |error: redis::RedisError| {
-        let what = format!(
-            "node {} does not tell its settings: {error}; allow CONFIG GET, or give check=off if it has no \
-             memory limit below {} and its policy is noeviction",
-            node.name,
-            ByteSize(needed(url)),
-        );
-        OpenError::new(OpenErrorKind::Denied, store, what)
-    };
-    let most: u64 = setting(&mut connection, "maxmemory").map_err(denied)?.parse().unwrap_or(0);
-    let policy = setting(&mut connection, "maxmemory-policy").map_err(denied)?;
-    if most > 0 && policy != "noeviction" {
-        let what = format!(
-            "node {} throws pages away where memory is short (maxmemory-policy {policy}): set it to noeviction",
-            node.name
-        );
-        return Err(OpenError::new(OpenErrorKind::Layout, store, what));
-    }
-    if most > 0 && most < needed(url) {
-        let what = format!(
-            "node {} may take {} of memory, and its share of the pages takes {}: raise maxmemory, or give a \
-             smaller size",
-            node.name,
-            ByteSize(most),
-            ByteSize(needed(url)),
-        );
-        return Err(OpenError::new(OpenErrorKind::NoMemory { wanted: needed(url), had: most }, store, what));
-    }
-    Ok(())
-}
-
-/// Memory that a node's share of the pages takes.
-fn needed(url: &RemoteUrl) -> u64 {
-    let pages = url.size.0 / PAGE_SIZE as u64 * u64::from(url.copies);
-    pages.div_ceil(url.nodes.len() as u64) * PER_PAGE
 }

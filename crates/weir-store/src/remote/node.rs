@@ -7,14 +7,22 @@
 //! A connection that fails leaves commands of which nobody knows whether the node has done them, or
 //! will yet: a node that stood still finds them in its socket. So the next connection first has the
 //! node close the one before (`CLIENT KILL ID`). Only then are its writes sent again.
+//!
+//! A node that is another process than before has lost what it held, or holds older pages. So all
+//! copies on it count as lacking before anybody writes to it, and no answer of the earlier process
+//! counts any more.
 
+use super::alarm::Alarm;
+use super::check::check;
+use super::ledger::Ledger;
 use super::operations::{Job, Kind};
 use super::placement::Placement;
 use super::seal::{SEALED, Seal};
 use super::url::RemoteUrl;
 use crate::{Condition, Fault, State, TellChange};
+use redis::io::tcp::TcpSettings;
 use redis::{Client, Connection, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo};
-use redis::{Pipeline, RedisResult, Value};
+use redis::{Pipeline, RedisError, RedisResult, Value};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -44,15 +52,19 @@ const CLEAN_UP_LIMIT: Duration = Duration::from_secs(30);
 
 /// The parts that all threads and lanes of a store share.
 pub(super) struct Core {
+    /// The store's name.
+    pub(super) name: String,
+    pub(super) url: RemoteUrl,
     pub(super) seal: Seal,
     /// The beginning of each key: `weir:`, the store's random number, `:`.
     pub(super) prefix: String,
     pub(super) placement: Placement,
-    /// The stamp of the last acknowledged write of each slot; 0: never written.
-    pub(super) stamps: Box<[AtomicU64]>,
+    pub(super) ledger: Ledger,
     /// The last stamp that was given to a write.
     pub(super) last_stamp: AtomicU64,
     pub(super) counts: Counts,
+    /// Wakes the thread that makes copies anew.
+    pub(super) alarm: Alarm,
 }
 
 impl Core {
@@ -62,7 +74,7 @@ impl Core {
 
     /// Whether a write of the slot may have reached a node.
     fn is_written(&self, slot: Slot) -> bool {
-        self.stamps[slot.0 as usize].load(Ordering::Relaxed) != 0
+        self.ledger.get(slot).stamp() != 0
     }
 }
 
@@ -75,13 +87,22 @@ pub(super) struct Counts {
     pub(super) lost: AtomicU64,
     /// Writes of which a copy could not be kept.
     pub(super) degraded: AtomicU64,
+    /// Copies that were made anew.
+    pub(super) copied: AtomicU64,
+    /// Pages that nodes held which are other processes since.
+    pub(super) gone: AtomicU64,
 }
 
 /// One engine.
 pub(super) struct Node {
     pub(super) name: String,
+    /// Its place in the URL.
+    number: usize,
     client: Client,
     away: AtomicBool,
+    /// The run of its process, as the process names it; empty: not met yet. Whoever has the lock
+    /// may rely on it.
+    run: Mutex<String>,
     condition: Mutex<(SystemTime, Option<String>)>,
     tell: Mutex<Option<TellChange>>,
     /// Readable once the store closes, for a thread that rests.
@@ -89,8 +110,9 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// The node `name` of `url`. Does not connect.
-    pub(super) fn new(name: &str, url: &RemoteUrl, password: Option<&str>) -> io::Result<Self> {
+    /// Node `number` of `url`. Does not connect.
+    pub(super) fn new(number: usize, url: &RemoteUrl, password: Option<&str>) -> io::Result<Self> {
+        let name = &url.nodes[number];
         let (host, port) = name.rsplit_once(':').expect("the URL's parser looked");
         let host = host.trim_start_matches('[').trim_end_matches(']');
         let address = ConnectionAddr::Tcp(host.to_owned(), port.parse().expect("likewise"));
@@ -101,10 +123,14 @@ impl Node {
         if let Some(password) = password {
             login = login.set_password(password);
         }
-        let info: ConnectionInfo =
-            address.into_connection_info().map_err(io::Error::other)?.set_redis_settings(login);
+        let info: ConnectionInfo = address.into_connection_info().map_err(io::Error::other)?;
+        // A batch ends within a segment, which would wait for an acknowledgement.
+        let settings = TcpSettings::default().set_nodelay(true);
+        let info = info.set_redis_settings(login).set_tcp_settings(settings);
         Ok(Node {
-            name: name.to_owned(),
+            name: name.clone(),
+            number,
+            run: Mutex::default(),
             client: Client::open(info).map_err(io::Error::other)?,
             away: AtomicBool::new(false),
             condition: Mutex::new((SystemTime::now(), None)),
@@ -121,14 +147,54 @@ impl Node {
         Ok(connection)
     }
 
-    /// Deletes the store's keys on this node, which is node `number`. A value that cannot be
-    /// deleted is noise.
-    pub(super) fn clean_up(&self, number: usize, core: &Core) {
-        let copies = core.placement.copies();
-        let is_here = |slot| (0..copies).any(|copy| core.placement.node(slot, copy) == Some(number));
-        let mut slots = (0..core.stamps.len() as u32)
+    /// Notes the process that answers. If it is another one than before, its copies count as
+    /// lacking, unless it may not be trusted with pages at all. Returns what is to be said of it.
+    fn meet(&self, run: &str, connection: &mut Connection, core: &Core) -> RedisResult<Option<String>> {
+        let mut known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
+        if *known == run {
+            return Ok(None);
+        }
+        let mut note = None;
+        if !known.is_empty() {
+            if let Err(unfit) = check(&core.name, &self.name, connection, &core.url) {
+                let why = unfit.to_string();
+                if self.condition().why.as_ref() != Some(&why) {
+                    self.say(why.clone());
+                }
+                return Err(io::Error::other(why).into());
+            }
+            let mut gone = 0;
+            for slot in (0..core.ledger.slots()).map(Slot) {
+                let here = core.placement.copy_on(slot, self.number);
+                if let Some(copy) = here.filter(|_| core.is_written(slot)) {
+                    core.ledger.lost(slot, copy);
+                    gone += 1;
+                }
+            }
+            core.counts.gone.fetch_add(gone, Ordering::Relaxed);
+            let then =
+                if core.placement.copies() > 1 { "they are copied there again" } else { "they are lost" };
+            note = Some(format!("it is another process, without the {gone} pages that it held: {then}"));
+        }
+        run.clone_into(&mut known);
+        Ok(note)
+    }
+
+    /// Notes a write that the process `run` has kept. `false`: the node is another one since.
+    fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
+        let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_same = *known == run;
+        if let Some(copy) = core.placement.copy_on(slot, self.number).filter(|_| is_same) {
+            core.ledger.kept(slot, copy, stamp);
+        }
+        is_same
+    }
+
+    /// Deletes the store's keys on this node. A value that cannot be deleted is noise.
+    pub(super) fn clean_up(&self, core: &Core) {
+        let mut slots = (0..core.ledger.slots())
             .map(Slot)
-            .filter(|&slot| core.is_written(slot) && is_here(slot))
+            .filter(|&slot| core.is_written(slot) && core.placement.copy_on(slot, self.number).is_some())
             .peekable();
         if slots.peek().is_none() {
             return;
@@ -182,10 +248,15 @@ impl Node {
             .is_ok_and(|ready| ready > 0)
     }
 
-    fn is_away(&self, why: Option<String>) {
-        let away = why.is_some();
-        if self.away.swap(away, Ordering::Relaxed) != away {
-            self.say(why.unwrap_or_else(|| "it answers again".to_owned()));
+    fn is_away(&self, why: String) {
+        if !self.away.swap(true, Ordering::Relaxed) {
+            self.say(why);
+        }
+    }
+
+    fn is_back(&self, note: Option<String>) {
+        if self.away.swap(false, Ordering::Relaxed) || note.is_some() {
+            self.say(note.unwrap_or_else(|| "it answers again".to_owned()));
         }
     }
 
@@ -255,12 +326,13 @@ impl Worker {
             }
             if session.is_none() {
                 match self.open(broken.as_ref()) {
-                    Ok(opened) => {
+                    Ok((opened, note)) => {
                         (session, broken, is_sought) = (Some(opened), None, false);
-                        self.node.is_away(None);
+                        self.node.is_back(note);
+                        self.core.alarm.wake();
                     }
                     Err(error) => {
-                        self.node.is_away(Some(error.to_string()));
+                        self.node.is_away(error.to_string());
                         self.give_up(&mut waiting);
                         is_sought = true;
                         continue;
@@ -268,30 +340,31 @@ impl Worker {
                 }
             }
             let Some(opened) = &mut session else { continue };
-            let count = waiting.len().min(BATCH);
-            if let Err(error) = self.turn(&mut opened.connection, &mut waiting, count) {
+            if let Err(error) = self.turn(opened, &mut waiting) {
                 broken = Some(opened.name.clone());
                 (session, is_sought) = (None, true);
-                self.node.is_away(Some(error.to_string()));
+                self.node.is_away(error.to_string());
                 self.give_up(&mut waiting);
             }
         }
     }
 
-    /// Connects, and has the node close the connection `broken`.
-    fn open(&self, broken: Option<&Name>) -> RedisResult<Session> {
+    /// Connects, and has the node close the connection `broken`. Returns what is to be said of the
+    /// node besides.
+    fn open(&self, broken: Option<&Name>) -> RedisResult<(Session, Option<String>)> {
         let mut connection = self.node.connect()?;
         let id = redis::cmd("CLIENT").arg("ID").query(&mut connection)?;
         let about: String = redis::cmd("INFO").arg("server").query(&mut connection)?;
         let run = about.lines().find_map(|line| line.strip_prefix("run_id:")).unwrap_or_default();
         let name = Name { run: run.to_owned(), id };
+        let note = self.node.meet(run, &mut connection, &self.core)?;
         if let Some(broken) = broken.filter(|broken| broken.run == name.run) {
             // 0: there is no such connection any more.
             let mut kill = redis::cmd("CLIENT");
             let _: i64 = kill.arg("KILL").arg("ID").arg(broken.id).query(&mut connection)?;
         }
         connection.set_read_timeout(Some(SILENCE_LIMIT))?;
-        Ok(Session { connection, name })
+        Ok((Session { connection, name }, note))
     }
 
     /// Answers what need not wait for the node.
@@ -304,38 +377,55 @@ impl Worker {
         });
     }
 
-    /// Sends the first `count` jobs and takes their answers. With an error, those that were not
-    /// answered still wait.
-    fn turn(&self, connection: &mut Connection, waiting: &mut Vec<Job>, count: usize) -> RedisResult<()> {
-        let mut commands = Pipeline::with_capacity(count);
+    /// Sends the first jobs and takes their answers. With an error, those that were not answered
+    /// still wait.
+    fn turn(&self, session: &mut Session, waiting: &mut Vec<Job>) -> RedisResult<()> {
+        let mut commands = Pipeline::with_capacity(waiting.len().min(BATCH));
         let mut sealed = [0; SEALED];
         let mut page = [0; PAGE_SIZE];
         let mut sent = 0;
-        for job in &waiting[..count] {
-            match job.kind {
-                Kind::Read(_) => commands.cmd("GET").arg(self.core.key(job.slot)),
-                // A write whose lane has gone since has no effect: an empty place keeps the order.
-                Kind::Write(_) if !job.lane.copy_page(job.operation, job.attempt, &mut page) => {
-                    commands.cmd("PING")
-                }
-                Kind::Write(stamp) => {
+        let is_copy = |job: &Job| matches!(job.kind, Kind::Copy(_));
+        while let Some(job) = waiting.get(sent).filter(|_| sent < BATCH) {
+            // A copy is of the newest write only if no write before it waits for an answer.
+            if is_copy(job) != is_copy(&waiting[0]) {
+                break;
+            }
+            match (job.kind, self.is_due(job)) {
+                (Kind::Probe, _) => _ = commands.cmd("PING"),
+                (Kind::Read(_), _) => _ = commands.cmd("GET").arg(self.core.key(job.slot)),
+                (Kind::Write(stamp) | Kind::Copy(stamp), true)
+                    if job.lane.copy_page(job.operation, job.attempt, &mut page) =>
+                {
                     self.core.seal.close(job.slot, stamp, &page, &mut sealed);
-                    commands.cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..])
+                    commands.cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..]);
                 }
-            };
+                // Its lane has gone, or a newer write is there.
+                _ => {
+                    job.lane.answer(job.operation, job.attempt, Ok(()), None);
+                    waiting.remove(sent);
+                    continue;
+                }
+            }
             sent += 1;
         }
+        if sent == 0 {
+            return Ok(());
+        }
+        let connection = &mut session.connection;
         connection.send_packed_command(&commands.get_packed_pipeline())?;
         let mut answered = 0;
         let outcome = loop {
             if answered == sent {
                 break Ok(());
             }
-            match connection.recv_response() {
+            let answer = match connection.recv_response() {
                 // A node that is starting, or is not the master, will do it later.
                 Ok(Value::ServerError(error)) if is_passing(error.code()) => break Err(error.into()),
-                Ok(value) => self.answer(&waiting[answered], value, &mut page),
-                Err(error) => break Err(error),
+                Ok(value) => self.answer(&session.name.run, &waiting[answered], value, &mut page),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = answer {
+                break Err(error);
             }
             answered += 1;
         };
@@ -343,22 +433,51 @@ impl Worker {
         outcome
     }
 
-    /// Answers a job by what the node said.
-    fn answer(&self, job: &Job, value: Value, page: &mut PageBytes) {
+    /// Whether a write still is to be done: no newer one is there, and a copy is not there yet.
+    fn is_due(&self, job: &Job) -> bool {
+        let entry = self.core.ledger.get(job.slot);
+        match job.kind {
+            Kind::Read(_) | Kind::Probe => true,
+            Kind::Write(stamp) => stamp > entry.stamp() || stamp == entry.stamp() && entry.lacks_any(),
+            Kind::Copy(stamp) => {
+                let copy = self.core.placement.copy_on(job.slot, self.node.number);
+                stamp >= entry.stamp() && copy.is_some_and(|copy| entry.lacks(copy))
+            }
+        }
+    }
+
+    /// Answers a job by what the process `run` said. Fails if the node is another process since.
+    fn answer(&self, run: &str, job: &Job, value: Value, page: &mut PageBytes) -> RedisResult<()> {
         let core = &self.core;
+        let mut read = None;
         let result = match (job.kind, value) {
-            (Kind::Write(_), Value::Okay | Value::SimpleString(_)) => Ok(()),
-            (Kind::Read(_), Value::BulkString(sealed)) => {
-                match (core.seal.open(job.slot, &sealed, page), job.kind) {
-                    (Ok(stamp), Kind::Read(least)) if stamp >= least => Ok(()),
-                    _ => {
+            (Kind::Probe, _) => Ok(()),
+            (Kind::Write(stamp) | Kind::Copy(stamp), Value::Okay) => {
+                if !self.node.keep(run, job.slot, stamp, core) {
+                    return Err(RedisError::from(io::Error::other("it is another process by now")));
+                }
+                Ok(())
+            }
+            (Kind::Read(least), Value::BulkString(sealed)) => match core.seal.open(job.slot, &sealed, page) {
+                Ok(stamp) if stamp >= least => {
+                    read = Some(stamp);
+                    Ok(())
+                }
+                opened => {
+                    let entry = core.ledger.get(job.slot);
+                    let copy = core.placement.copy_on(job.slot, self.node.number);
+                    // An older page of a node that lacks the newer one is no forgery.
+                    if opened.is_ok() && copy.is_some_and(|copy| entry.lacks(copy)) {
+                        Err(Fault::Lost)
+                    } else {
                         core.counts.forged.fetch_add(1, Ordering::Relaxed);
                         Err(Fault::Corrupt)
                     }
                 }
-            }
+            },
             (Kind::Read(0), Value::Nil) => {
                 page.fill(0);
+                read = Some(0);
                 Ok(())
             }
             (Kind::Read(_), Value::Nil) => {
@@ -368,8 +487,8 @@ impl Worker {
             (_, Value::ServerError(error)) if error.code() == "OOM" => Err(Fault::Io(libc::ENOSPC)),
             _ => Err(Fault::Io(libc::EIO)),
         };
-        let read = matches!(job.kind, Kind::Read(_)) && result.is_ok();
-        job.lane.answer(job.operation, job.attempt, result, read.then_some(page));
+        job.lane.answer(job.operation, job.attempt, result, read.map(|stamp| (&*page, stamp)));
+        Ok(())
     }
 }
 

@@ -28,10 +28,20 @@ struct Cell {
 
 struct Content {
     page: Page,
+    /// The stamp of a page that was read.
+    stamp: u64,
     /// Answers that are still to come.
     left: u32,
     /// The best answer so far: a copy that was kept is enough.
     result: Option<Result<(), Fault>>,
+}
+
+/// The answer of an operation.
+pub(super) struct Answer<'a> {
+    pub(super) result: Result<(), Fault>,
+    /// The page, and its stamp, of a read that succeeded.
+    pub(super) page: &'a PageBytes,
+    pub(super) stamp: u64,
 }
 
 /// A node's part of an operation.
@@ -51,6 +61,11 @@ pub(super) enum Kind {
     Read(u64),
     /// Write the page, with this stamp.
     Write(u64),
+    /// The same page again, for a node that lacks it. It has no effect where a newer write came
+    /// before.
+    Copy(u64),
+    /// Nothing: whether the node answers.
+    Probe,
 }
 
 fn hold(content: &Mutex<Content>) -> MutexGuard<'_, Content> {
@@ -61,7 +76,7 @@ impl Operations {
     pub(super) fn new(depth: usize) -> io::Result<Self> {
         let cell = || Cell {
             attempt: AtomicU32::new(0),
-            content: Mutex::new(Content { page: Page::zeroed(), left: 0, result: None }),
+            content: Mutex::new(Content { page: Page::zeroed(), stamp: 0, left: 0, result: None }),
         };
         Ok(Operations {
             cells: (0..depth).map(|_| cell()).collect(),
@@ -118,14 +133,17 @@ impl Operations {
         }
     }
 
-    /// The answer of an operation, with its page where it was a read that succeeded.
-    pub(super) fn with_answer<R>(
-        &self,
-        operation: usize,
-        take: impl FnOnce(Result<(), Fault>, &PageBytes) -> R,
-    ) -> R {
+    /// Hands over the answer of an operation.
+    pub(super) fn with_answer<R>(&self, operation: usize, take: impl FnOnce(Answer<'_>) -> R) -> R {
         let content = hold(&self.cells[operation].content);
-        take(content.result.unwrap_or(Err(Fault::Timeout)), &content.page)
+        let result = content.result.unwrap_or(Err(Fault::Timeout));
+        take(Answer { result, page: &content.page, stamp: content.stamp })
+    }
+
+    /// Whether one copy of a write is kept, and others have not answered.
+    pub(super) fn is_kept_alone(&self, operation: usize) -> bool {
+        let content = hold(&self.cells[operation].content);
+        content.left > 0 && content.result == Some(Ok(()))
     }
 
     // The node's side.
@@ -145,14 +163,14 @@ impl Operations {
         wanted
     }
 
-    /// Answers a job; a read that succeeded brings its page. Of several copies of a write one that
-    /// was kept is enough.
+    /// Answers a job; a read that succeeded brings its page and stamp. Of several copies of a write
+    /// one that was kept is enough.
     pub(super) fn answer(
         &self,
         operation: usize,
         attempt: u32,
         result: Result<(), Fault>,
-        page: Option<&PageBytes>,
+        page: Option<(&PageBytes, u64)>,
     ) {
         let cell = &self.cells[operation];
         {
@@ -160,8 +178,9 @@ impl Operations {
             if !self.is_wanted(operation, attempt) || content.left == 0 {
                 return;
             }
-            if let Some(page) = page {
+            if let Some((page, stamp)) = page {
                 content.page.copy_from_slice(page);
+                content.stamp = stamp;
             }
             if content.result != Some(Ok(())) {
                 content.result = Some(result);

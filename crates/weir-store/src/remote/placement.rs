@@ -38,6 +38,11 @@ impl Placement {
         Some(usize::from(extent[copy]))
     }
 
+    /// The copy of the slot that a node keeps; `None` if it keeps none.
+    pub(super) fn copy_on(&self, slot: Slot, node: usize) -> Option<usize> {
+        (0..self.copies).find(|copy| self.node(slot, *copy) == Some(node))
+    }
+
     /// How many nodes keep each slot.
     pub(super) fn copies(&self) -> usize {
         self.copies

@@ -1,0 +1,55 @@
+//! The bell of the thread that makes copies anew.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// The thread's bell.
+#[derive(Debug, Default)]
+pub(super) struct Alarm {
+    state: Mutex<Call>,
+    rung: Condvar,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum Call {
+    #[default]
+    Nothing,
+    Wake,
+    Close,
+}
+
+impl Alarm {
+    fn ring(&self, call: Call) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if *state != Call::Close {
+            *state = call;
+        }
+        self.rung.notify_one();
+    }
+
+    /// A node came back, or is another process.
+    pub(super) fn wake(&self) {
+        self.ring(Call::Wake);
+    }
+
+    /// The store closes.
+    pub(super) fn close(&self) {
+        self.ring(Call::Close);
+    }
+
+    /// Waits for a call, but no longer than `limit`.
+    pub(super) fn wait(&self, limit: Duration) -> Call {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.rung.wait_timeout_while(state, limit, |state| *state == Call::Nothing);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let call = *state;
+        if call == Call::Wake {
+            *state = Call::Nothing;
+        }
+        call
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        *self.state.lock().unwrap_or_else(PoisonError::into_inner) == Call::Close
+    }
+}

@@ -1,0 +1,161 @@
+//! The thread that makes copies anew which a node lacks.
+//!
+//! [`Rebuild`] decides. The thread reads a page from the node that has it, and hands it to the
+//! thread that writes to the other node. That thread alone knows whether a newer write came before;
+//! see [`Kind::Copy`].
+
+use super::alarm::Call;
+use super::ledger::Entry;
+use super::node::{Core, Senders};
+use super::operations::{Answer, Job, Kind, Operations};
+use super::rebuild::{BATCH, Rebuild, Step};
+use crate::State;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use weir_core::Slot;
+
+/// How long a batch may take before the next one is begun.
+const BATCH_LIMIT: Duration = Duration::from_secs(5);
+/// How often each node is asked whether it answers, and writes that were kept on one node alone are
+/// looked for. A node that nobody uses could come back as another process, or not at all.
+const LOOK_EVERY: Duration = Duration::from_secs(10);
+
+/// The thread that copies.
+pub(super) struct Rebuilder {
+    core: Arc<Core>,
+    senders: Senders,
+    operations: Arc<Operations>,
+}
+
+impl Rebuilder {
+    pub(super) fn new(core: Arc<Core>, senders: Senders) -> io::Result<Self> {
+        Ok(Rebuilder { core, senders, operations: Arc::new(Operations::new(BATCH)?) })
+    }
+
+    /// Copies whatever a node lacks, until the store closes.
+    pub(super) fn run(mut self) {
+        let mut plan = Rebuild::new(self.core.ledger.slots());
+        let mut batch = Vec::with_capacity(BATCH);
+        let mut degraded = 0;
+        loop {
+            let step = plan.step(Instant::now(), |slot| self.can_mend(slot), &mut batch);
+            let rest = match step {
+                Step::Copy => {
+                    plan.copied(self.copy(&batch));
+                    Duration::ZERO
+                }
+                Step::Rest(until) => until.saturating_duration_since(Instant::now()),
+                Step::Idle => LOOK_EVERY,
+            };
+            match self.core.alarm.wait(rest) {
+                Call::Close => return,
+                Call::Wake => plan.wake(),
+                Call::Nothing => {}
+            }
+            if step == Step::Idle {
+                self.probe();
+                let now = self.core.counts.degraded.load(Ordering::Relaxed);
+                if now != degraded {
+                    degraded = now;
+                    plan.wake();
+                }
+            }
+        }
+    }
+
+    /// Has each node answer. Its thread notes if it does not.
+    fn probe(&mut self) {
+        for node in 0..self.senders.nodes.len() {
+            let attempt = self.operations.begin(node % BATCH, 1, None);
+            let lane = Arc::clone(&self.operations);
+            let (operation, slot, kind) = (node % BATCH, Slot(0), Kind::Probe);
+            // Full: probes wait there already.
+            let _ =
+                self.senders.reads[node].try_send(Job { lane, operation, attempt, slot, kind, waits: false });
+        }
+    }
+
+    fn is_online(&self, slot: Slot, copy: usize) -> bool {
+        let node = self.core.placement.node(slot, copy);
+        node.is_some_and(|node| self.senders.nodes[node].state() == State::Online)
+    }
+
+    /// The copy to read: one that is online and lacks nothing; else one that is online, whose mark
+    /// may be out of date.
+    fn source(&self, slot: Slot, entry: Entry) -> Option<usize> {
+        let online = (0..self.core.placement.copies()).filter(|copy| self.is_online(slot, *copy));
+        online.min_by_key(|copy| entry.lacks(*copy))
+    }
+
+    fn can_mend(&self, slot: Slot) -> bool {
+        let entry = self.core.ledger.get(slot);
+        let is_target = |copy| entry.lacks(copy) && self.is_online(slot, copy);
+        self.core.placement.copies() > 1
+            && entry.lacks_any()
+            && (0..self.core.placement.copies()).any(is_target)
+            && self.source(slot, entry).is_some()
+    }
+
+    /// Copies what it can of a batch. Returns the number of slots that lack less than before.
+    fn copy(&mut self, batch: &[Slot]) -> u32 {
+        let mut sent = Vec::with_capacity(batch.len());
+        for (operation, &slot) in batch.iter().enumerate() {
+            let entry = self.core.ledger.get(slot);
+            if let Some(source) = self.source(slot, entry) {
+                self.send(operation, slot, source, Kind::Read(entry.stamp()));
+                sent.push(operation);
+            }
+        }
+        let read = self.await_all(sent);
+        let mut sent = Vec::with_capacity(read.len());
+        for (operation, stamp) in read {
+            let slot = batch[operation];
+            let entry = self.core.ledger.get(slot);
+            // One at a time: the other copy, if it lacks the page too, is found by the next pass.
+            let mut targets = (0..self.core.placement.copies()).filter(|copy| entry.lacks(*copy));
+            if let Some(target) = targets.find(|copy| self.is_online(slot, *copy)) {
+                self.send(operation, slot, target, Kind::Copy(stamp));
+                sent.push(operation);
+            }
+        }
+        let copied = self.await_all(sent).len() as u32;
+        self.core.counts.copied.fetch_add(u64::from(copied), Ordering::Relaxed);
+        copied
+    }
+
+    fn send(&mut self, operation: usize, slot: Slot, copy: usize, kind: Kind) {
+        let node = self.core.placement.node(slot, copy).expect("the copy is on a node");
+        let attempt = self.operations.begin(operation, 1, None);
+        let lane = Arc::clone(&self.operations);
+        let job = Job { lane, operation, attempt, slot, kind, waits: false };
+        let paths =
+            if matches!(kind, Kind::Read(_)) { &mut self.senders.reads } else { &mut self.senders.writes };
+        // Never full: there are at most a batch's.
+        let _ = paths[node].try_send(job);
+    }
+
+    /// Waits for operations. Returns those that succeeded, with the stamp of what was read; the
+    /// others are void.
+    fn await_all(&self, mut waiting: Vec<usize>) -> Vec<(usize, u64)> {
+        let begun = Instant::now();
+        let mut done = Vec::with_capacity(waiting.len());
+        while !waiting.is_empty() && begun.elapsed() < BATCH_LIMIT && !self.core.alarm.is_closed() {
+            let limit = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+            let bell = self.operations.bell();
+            let _ = poll(&mut [PollFd::from_borrowed_fd(bell, PollFlags::IN)], Some(&limit));
+            self.operations.take_answered(|operation| {
+                // A probe is answered when it may be.
+                let Some(at) = waiting.iter().position(|other| *other == operation) else { return };
+                waiting.swap_remove(at);
+                let stamp = |answer: Answer<'_>| answer.result.map(|()| answer.stamp);
+                let stamp = self.operations.with_answer(operation, stamp);
+                done.extend(stamp.ok().map(|stamp| (operation, stamp)));
+            });
+        }
+        waiting.into_iter().for_each(|operation| self.operations.void(operation));
+        done
+    }
+}
