@@ -103,7 +103,12 @@ fn measure(options: &Cli) -> Result<(), Failure> {
         Bench::Store(options) if options.calibrate => {
             store::calibrate(&options.store).map_err(|error| failed(&error))?
         }
-        Bench::Store(options) => store::run(&store_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Store(options) => {
+            let plan = store_plan(options);
+            let mut report = store::run(&plan).map_err(|error| failed(&error))?;
+            report.rows.extend(store::remote::rows(&plan).map_err(|error| failed(&error))?);
+            report
+        }
         Bench::Restart { store, bytes, kills } => {
             let weir = weir_bench::weir();
             restart::run(&restart::Plan { weir, store: store.to_string(), bytes: bytes.0, kills: *kills })

@@ -11,6 +11,7 @@ pub(crate) mod content;
 mod control;
 mod give_back;
 mod load;
+pub mod remote;
 mod scenarios;
 
 pub use give_back::Effort;
@@ -44,6 +45,13 @@ pub struct Plan {
     pub only: Vec<String>,
 }
 
+impl Plan {
+    /// Whether the row is to be measured.
+    fn is_wanted(&self, id: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| id.starts_with(only.as_str()))
+    }
+}
+
 /// The reason why a benchmark gave no figures.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
@@ -67,6 +75,9 @@ pub enum BenchError {
     /// The volume could not be made.
     #[error("the volume: {0}")]
     Volume(String),
+    /// The client crate failed, which is the control of a store in a fleet.
+    #[error("the control: {0}")]
+    Client(#[from] redis::RedisError),
     /// A process of the benchmark could not be started.
     #[error("a process of the benchmark: {0}")]
     Process(std::io::Error),

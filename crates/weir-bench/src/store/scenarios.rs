@@ -72,13 +72,13 @@ pub fn run(plan: &Plan) -> Result<Report, BenchError> {
 }
 
 /// The median and the 99th percentile, in microseconds.
-fn middle_and_tail(mut nanoseconds: Vec<u64>) -> (f64, f64) {
+pub(super) fn middle_and_tail(mut nanoseconds: Vec<u64>) -> (f64, f64) {
     (percentile(&mut nanoseconds, 50.0) as f64 / 1e3, percentile(&mut nanoseconds, 99.0) as f64 / 1e3)
 }
 
 impl Bench<'_> {
     fn wanted(&self, id: &str) -> bool {
-        self.plan.only.is_empty() || self.plan.only.iter().any(|only| id.starts_with(only.as_str()))
+        self.plan.is_wanted(id)
     }
 
     fn scaled(&self, full: Duration) -> Duration {
