@@ -24,7 +24,7 @@ pub(super) struct Rebuild {
     again: bool,
 }
 
-/// What is to be done now.
+/// The next thing to do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Step {
     /// The slots of the batch are to be copied.
