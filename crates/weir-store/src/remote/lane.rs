@@ -272,10 +272,8 @@ impl RemoteLane {
                 done(Done { ticket, result: Err(Fault::Timeout), page: None });
             } else if rests && now >= asked + RETRY_AFTER {
                 self.send_read(operation, true);
-            } else if is_read && !rests && now >= asked + HEDGE_AFTER {
-                if self.send_read(operation, false) {
-                    self.table[operation].unanswered = true;
-                }
+            } else if is_read && !rests && now >= asked + HEDGE_AFTER && self.send_read(operation, false) {
+                self.table[operation].unanswered = true;
             }
         }
     }

@@ -35,8 +35,9 @@ use weir_queue::{Closed, Receiver, Sender};
 /// Commands that are sent in one go: 256 KiB of pages.
 const BATCH: usize = 64;
 
-/// How long a node has to accept a connection, and for each step of its greeting.
-const CONNECT_LIMIT: Duration = Duration::from_secs(1);
+/// How long a node has to accept a connection, and for each step of its greeting. A lost packet of
+/// either is sent again after a second.
+const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
 /// How long a connection may be silent while an answer is due, before it counts as broken.
 const SILENCE_LIMIT: Duration = Duration::from_secs(4);
