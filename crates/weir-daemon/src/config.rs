@@ -47,6 +47,8 @@ pub struct Config {
     pub control: Option<PathBuf>,
     /// The address at which Prometheus asks, if any.
     pub metrics: Option<Address>,
+    /// The socket of the pagers of bounded programs, if any.
+    pub programs: Option<PathBuf>,
 }
 
 /// The NBD server.
@@ -109,6 +111,7 @@ impl Default for Config {
             start_report: None,
             control: None,
             metrics: None,
+            programs: None,
         }
     }
 }

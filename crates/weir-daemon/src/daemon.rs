@@ -12,6 +12,7 @@ use crate::error::{Error, ErrorKind};
 use crate::front_ends::{self, FrontEnd, Fuse, Nbd, PreparedUblk, Share};
 use crate::keeper::{Held, Link};
 use crate::pages::{self, VolumeOptions};
+use crate::programs::{self, Programs};
 use crate::stages::{self, Stages};
 use crate::start::Start;
 use crate::worker::{self, Worker};
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 use weir_core::log::Level;
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
+use weir_pager::link::Order;
 use weir_store::{Joined, Room, Survive, Tell};
 use weir_system::latency;
 use weir_volume::Volume;
@@ -56,6 +58,7 @@ struct Shared {
     begun: Instant,
     environment: Environment,
     looks: Looks,
+    programs: Option<Programs>,
     /// A store that may lose its pages in a sleep, and that cannot be emptied before.
     stays: Option<String>,
 }
@@ -142,6 +145,8 @@ impl Daemon {
         }
         let lends: Vec<bool> = (0..volume.stores().count()).map(|at| options.lends(at)).collect();
         let worker = Worker::start(&volume, &lends, environment)?;
+        let programs =
+            options.programs.as_deref().map(|path| Programs::start(path, environment)).transpose()?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
             volume,
@@ -153,6 +158,7 @@ impl Daemon {
             begun: environment.clock.now(),
             environment: environment.clone(),
             looks: Looks::default(),
+            programs,
             stays: options.stays(),
         };
         if took_over {
@@ -325,6 +331,12 @@ impl Service for Shared {
     fn detached(&self, device: u32) -> Result<(), Error> {
         self.attachments.detached(device)
     }
+
+    fn order(&self, pid: u32, order: Order) -> Result<(), Error> {
+        self.programs
+            .as_ref()
+            .map_or_else(|| Err(programs::unbound(pid)), |programs| programs.order(pid, order))
+    }
 }
 
 fn reborrow<'a>(keeper: &'a mut Option<(&Link, Held)>) -> Option<(&'a Link, &'a mut Held)> {
@@ -353,6 +365,7 @@ impl Shared {
             background: self.worker.status(),
             exports: self.front_ends().iter().flat_map(|front_end| front_end.exports()).collect(),
             attached: self.attachments.names(),
+            programs: self.programs.as_ref().map(Programs::list).unwrap_or_default(),
             cpu_latency: latency::bursts().map(|it| CpuLatency { held: it.held, bursts: it.count }),
             protection: Protection {
                 swap: self.swap,

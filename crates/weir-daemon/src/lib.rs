@@ -21,6 +21,7 @@ mod environment;
 mod error;
 mod front_ends;
 mod keeper;
+mod programs;
 mod relay;
 mod report;
 mod stages;

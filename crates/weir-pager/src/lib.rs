@@ -12,6 +12,7 @@
 
 mod kernel;
 mod ledger;
+pub mod link;
 mod maps;
 mod pager;
 mod policy;
@@ -35,13 +36,14 @@ pub fn probe() -> Result<(), Error> {
     uffd::Uffd::open().map(drop)
 }
 
-/// The files in a run's directory: the daemon's socket, the [`Ledger`], and a socket for the lines
-/// that pagers print, a datagram each.
+/// The files in a run's directory: the daemon's socket, the [`Ledger`], a socket for the lines that
+/// pagers print, a datagram each, and the socket of the [`Link`](link::Link)s.
 pub mod directory {
     #![allow(missing_docs)] // the introduction says what they are
     pub const SHARE: &str = "share";
     pub const LEDGER: &str = "ledger";
     pub const MESSAGES: &str = "messages";
+    pub const PROGRAMS: &str = "programs";
 }
 
 /// Bytes of a block, which is a huge page.
@@ -49,9 +51,29 @@ pub const BLOCK: usize = 2 << 20;
 /// Pages of a block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE_SIZE;
 
-/// Prints a line for people. It is called on the pager's thread, so it must not wait for the
-/// program: a pipe into which one of the program's threads writes is such a wait.
-pub type Tell = Box<dyn FnMut(&str)>;
+/// The world outside of the process. It is called on the pager's thread, so it must not wait for
+/// the program: a pipe into which one of the program's threads writes is such a wait.
+pub trait Outside {
+    /// Prints a line for people.
+    fn tell(&mut self, line: &str);
+
+    /// The next order, if one has come.
+    fn order(&mut self) -> Option<link::Order> {
+        None
+    }
+
+    /// Answers [`Order::Report`](link::Order::Report).
+    fn report(&mut self, _: &link::Report) {}
+}
+
+impl<F: FnMut(&str)> Outside for F {
+    fn tell(&mut self, line: &str) {
+        self(line);
+    }
+}
+
+/// The world outside, or a function that prints lines.
+pub type Tell = Box<dyn Outside>;
 
 /// The store of blocks that are not resident. One thread uses it.
 pub trait Store {

@@ -47,8 +47,14 @@ pub struct Stats {
     pub faults: u64,
     /// Blocks read from the store because a thread waited for them.
     pub reads: u64,
-    /// Blocks read from the store ahead of need, and used later.
+    /// Blocks read from the store ahead of need.
+    pub ahead: u64,
+    /// Blocks among these that were used.
     pub prefetched: u64,
+    /// Time for which threads have waited for the pager, as it saw it, in nanoseconds.
+    pub waited_ns: u64,
+    /// Evictions that have ended.
+    pub evictions: u64,
     /// Page faults on a block that was being written, which the pager took back at once.
     pub taken_back: u64,
     /// Blocks written to the store.
@@ -70,7 +76,10 @@ pub struct Stats {
 pub(crate) struct Counters {
     pub faults: AtomicU64,
     pub reads: AtomicU64,
+    pub ahead: AtomicU64,
     pub prefetched: AtomicU64,
+    pub waited_ns: AtomicU64,
+    pub evictions: AtomicU64,
     pub taken_back: AtomicU64,
     pub writes: AtomicU64,
     pub zero_pages: AtomicU64,
@@ -92,6 +101,8 @@ pub(crate) struct Shared {
     /// While this is above zero, every block is resident.
     holds: AtomicU32,
     stop: AtomicBool,
+    /// An eviction was asked for.
+    evict: AtomicBool,
     /// The kernel may still read pages of the program after they were moved out.
     lends: AtomicBool,
     bells: Bells,
@@ -175,6 +186,7 @@ impl Pager {
             limit: AtomicUsize::new(limit / BLOCK),
             holds: AtomicU32::new(0),
             stop: AtomicBool::new(false),
+            evict: AtomicBool::new(false),
             lends: AtomicBool::new(false),
             bells: Bells::new()?,
             counters: Counters::default(),
@@ -229,6 +241,13 @@ impl Pager {
         Ok(())
     }
 
+    /// Has everything moved out that is resident by now, in the background. What is used meanwhile
+    /// comes back. An eviction that is asked for during another one begins anew.
+    pub fn evict(&self) {
+        self.0.evict.store(true, Ordering::SeqCst);
+        self.look();
+    }
+
     /// Makes every block resident, for a fork: a child has no pager. No block goes until
     /// [`release`](Self::release) has been called as often.
     pub fn hold(&self) {
@@ -263,7 +282,10 @@ impl Pager {
         Stats {
             faults: of(&counters.faults),
             reads: of(&counters.reads),
+            ahead: of(&counters.ahead),
             prefetched: of(&counters.prefetched),
+            waited_ns: of(&counters.waited_ns),
+            evictions: of(&counters.evictions),
             taken_back: of(&counters.taken_back),
             writes: of(&counters.writes),
             zero_pages: of(&counters.zero_pages),

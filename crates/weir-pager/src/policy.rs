@@ -125,6 +125,11 @@ impl Policy {
         self.order.get(at).copied()
     }
 
+    /// The block that came first of those in place.
+    pub fn oldest(&self) -> Option<u32> {
+        self.order.front().copied()
+    }
+
     /// Notes that a block could not go: it waits for its turn again.
     pub fn spared(&mut self, id: u32) {
         self.went(id);

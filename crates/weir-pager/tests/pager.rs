@@ -436,6 +436,47 @@ fn a_lower_limit_is_kept_soon_and_a_higher_one_is_used() {
     assert!(matches!(memory.pager.set_limit(1 << 20), Err(Error::Limit { .. })));
 }
 
+/// Asks for an eviction, and waits until it has ended.
+fn evict(memory: &Memory) {
+    let before = memory.pager.stats().evictions;
+    memory.pager.evict();
+    let begun = Instant::now();
+    while memory.pager.stats().evictions == before {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the eviction does not end");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn an_eviction_moves_everything_out_and_ends_whatever_the_program_and_the_store_do() {
+    let Some(memory) = Memory::new("an_eviction", 256) else { return };
+    memory.fill();
+    memory.check(jumps(7).take(2_000));
+    evict(&memory);
+    // The parts at both ends that make no whole block.
+    assert!(memory.resident() <= BLOCK, "{}", memory.resident());
+    memory.check(0..PAGES);
+    // It ends though the program brings everything back meanwhile.
+    let has_ended = AtomicBool::new(false);
+    let first = memory.word(0).expose_provenance();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_ended.load(Ordering::Relaxed) {
+                for page in (0..PAGES).step_by(3) {
+                    let word = std::ptr::with_exposed_provenance::<u64>(first + page * PAGE_SIZE);
+                    // SAFETY: the word is within the mapping.
+                    assert_eq!(unsafe { word.read_volatile() }, content(page), "page {page}");
+                }
+            }
+        });
+        (0..5).for_each(|_| evict(&memory));
+        has_ended.store(true, Ordering::Relaxed);
+    });
+    memory.faulty.writes_fail.store(true, Ordering::Relaxed);
+    evict(&memory);
+    memory.check(0..PAGES);
+}
+
 #[test]
 fn pages_that_may_not_be_written_any_more_come_back_to_be_read() {
     let Some(memory) = Memory::new("pages_that_may_not_be_written", 256) else { return };

@@ -19,7 +19,8 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use talc::TalcLock;
 use talc::source::Claim;
-use weir_pager::{Ledger, Options, Pager, Scope, ShareStore, Tell, directory};
+use weir_pager::link::{Link, Order, Report};
+use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, directory};
 
 /// Memory of the pager: its tables, 100 bytes for each 2 MiB that it manages, and some buffers.
 const ARENA: usize = 16 << 20;
@@ -79,17 +80,14 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
             socket.set_nonblocking(true)?;
             Ok(socket)
         });
-        let messages = messages.map_err(|error| not_opened(&path, &error))?;
-        let tell = move |line: &str| {
-            // If the socket has no room, the line is dropped: it is not worth a wait.
-            let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
-        };
-        let tell = Arc::new(tell);
-        let last_words = Arc::clone(&tell);
+        let messages = Arc::new(messages.map_err(|error| not_opened(&path, &error))?);
+        let path = run.join(directory::PROGRAMS);
+        let link = Link::connect(&path).map_err(|error| not_opened(&path, &error))?;
+        let last_words = Arc::clone(&messages);
         // Print no backtrace: it takes more memory than the arena has, and writing to standard
         // error may wait.
         std::panic::set_hook(Box::new(move |panic| {
-            last_words(&format!("a bug in Weir's pager ends it: {panic}"));
+            tell(&last_words, &format!("a bug in Weir's pager ends it: {panic}"));
             std::process::abort();
         }));
         let share = ShareStore::connect(&run.join(directory::SHARE), ledger);
@@ -97,7 +95,7 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
             Some(source) => format!("{error}: {source}"),
             None => error.to_string(),
         })?;
-        Ok((share, Box::new(move |line: &str| tell(line)) as Tell))
+        Ok((share, Box::new(Run { messages, link }) as Tell))
     };
     // The program's signal handlers must not run on the pager's thread. SAFETY: the sets of signals
     // are on the stack, and this thread's mask is restored below.
@@ -114,6 +112,31 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),
     })
+}
+
+/// The run that this process belongs to: `weir run`, which prints lines, and its daemon.
+struct Run {
+    messages: Arc<UnixDatagram>,
+    link: Link,
+}
+
+impl Outside for Run {
+    fn tell(&mut self, line: &str) {
+        tell(&self.messages, line);
+    }
+
+    fn order(&mut self) -> Option<Order> {
+        self.link.order()
+    }
+
+    fn report(&mut self, report: &Report) {
+        self.link.report(report);
+    }
+}
+
+fn tell(messages: &UnixDatagram, line: &str) {
+    // If the socket has no room, the line is dropped: it is not worth a wait.
+    let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
 }
 
 fn not_opened(path: &Path, error: &io::Error) -> String {

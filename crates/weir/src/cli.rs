@@ -50,7 +50,8 @@ pub enum Command {
     /// Watch a running daemon: rates, latencies, stores, chunks. q ends.
     Top(TopOptions),
 
-    /// Show how a running daemon is: the memory gained, its health, stores and rates.
+    /// Show how a running daemon is: the memory gained, its health, stores and rates. Lists the
+    /// programs that weir run bounds.
     Status(StatusOptions),
 
     /// Give memory of the daemon's stores back to its owner, chunk by chunk; the device stays as
@@ -70,6 +71,13 @@ pub enum Command {
     /// Run a program in less memory than it uses: pages above the limit go to stores. Experimental:
     /// docs/pager.md has its known defects. Needs root, or access to /dev/userfaultfd.
     Run(RunOptions),
+
+    /// Change how much of a bounded program may be resident, while it runs. Returns once no more
+    /// is.
+    Limit(LimitOptions),
+
+    /// Move everything of a bounded program out that is resident now. What it uses comes back.
+    Evict(EvictOptions),
 
     /// Connect the kernel's NBD client to a server, and print the device's name.
     Attach(AttachOptions),
@@ -262,6 +270,10 @@ pub struct ServeOptions {
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<Address>,
 
+    /// The socket of the pagers of bounded programs.
+    #[arg(long, value_name = "PATH", hide = true)]
+    pub programs: Option<PathBuf>,
+
     /// How much to say on standard error.
     #[arg(long, value_name = "LEVEL", value_enum, default_value_t)]
     pub log: LogLevel,
@@ -363,9 +375,35 @@ pub struct RunOptions {
     #[arg(long, value_name = "URL")]
     pub store: Vec<StoreUrl>,
 
+    /// Answer GET /metrics for as long as the program runs, as for weir serve.
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<Address>,
+
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub program: Vec<OsString>,
+}
+
+/// A bounded program, and its new limit.
+#[derive(Debug, Clone, Args)]
+#[command(
+    after_help = "Exit code 1 where more stays resident after ten seconds, or the program does not answer; the limit holds all the same. \
+It ends when the process runs another program."
+)]
+pub struct LimitOptions {
+    /// The number of its process; weir status lists them.
+    pub pid: u32,
+
+    /// Memory that may be resident: 32MiB or more.
+    #[arg(value_name = "SIZE", value_parser = resident)]
+    pub size: ByteSize,
+}
+
+/// A bounded program.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct EvictOptions {
+    /// The number of its process; weir status lists them.
+    pub pid: u32,
 }
 
 /// Parses the resident limit: at least as much as a pager can work with.

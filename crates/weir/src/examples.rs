@@ -93,6 +93,8 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
             "At most 1 GiB of its large memory in RAM, the rest in an encrypted file.",
         )],
     ),
+    ("weir-limit", &[("weir limit 4711 256MiB", "From now on at most so much of process 4711 is resident.")]),
+    ("weir-evict", &[("weir evict 4711", "All of process 4711 goes to its stores once.")]),
     (
         "weir-attach",
         &[

@@ -62,6 +62,7 @@ fn daemon(options: ServeOptions) -> Result<Config, Failure> {
         start_report: options.start_report,
         control: options.control,
         metrics: options.metrics,
+        programs: options.programs,
     })
 }
 

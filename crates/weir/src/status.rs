@@ -1,12 +1,27 @@
-//! `weir status`: asks the daemon for its status.
+//! `weir status`: asks the daemon for its status, and lists bounded programs.
 
 use crate::cli::StatusOptions;
 use crate::on;
+use crate::run::all;
+use serde_json::json;
 use weir_cli::failure::Failure;
+use weir_daemon::control::SCHEMA;
 
-/// Prints the daemon's answer.
+/// Prints the daemon's answer, and the programs that runs of their own bound.
 pub fn run(options: &StatusOptions) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(on::parts::find);
+    // A daemon that was named is asked for itself alone.
+    let programs = if options.control.is_none() { all() } else { Vec::new() };
+    if !options.json {
+        programs.iter().for_each(|program| print!("{program}"));
+    }
+    if !programs.is_empty() && !path.exists() {
+        if options.json {
+            let answer = json!({ "schema": SCHEMA, "programs": programs });
+            println!("{}", serde_json::to_string_pretty(&answer).map_err(Failure::failed)?);
+        }
+        return Ok(());
+    }
     if let Some(directory) = on::parts::among(&path).filter(|_| !options.json) {
         print!("{}", on::parts::lines(&directory)?);
         // The first part may be off, and that has been reported.
@@ -14,8 +29,9 @@ pub fn run(options: &StatusOptions) -> Result<(), Failure> {
             return Ok(());
         }
     }
-    let status = on::parts::status(&path)?;
+    let mut status = on::parts::status(&path)?;
     if options.json {
+        status.programs.extend(programs);
         println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?);
     } else {
         print!("{status}");

@@ -503,3 +503,179 @@ print(os.getpid(), 'good')
     }
     assert_eq!(String::from_utf8_lossy(&output.stdout), "1 good\n1 good\n", "{said}");
 }
+
+/// A program that is bounded, fills its memory, and then does a round of checks for each line that
+/// it is sent.
+struct Served {
+    run: std::process::Child,
+    lines: std::io::BufReader<std::process::ChildStdout>,
+    pid: u32,
+    scratch: Scratch,
+}
+
+impl Served {
+    const BYTES: u64 = 160 << 20;
+
+    fn start(name: &str) -> Option<Self> {
+        let python = python().filter(|_| can_run(name))?;
+        let scratch = Scratch::new(name);
+        let script = "
+memory = new(160 << 20)
+fill(memory, 8)
+print(os.getpid(), flush=True)
+for line in sys.stdin:
+    print(libc.mlockall(1) == 0 if line == 'lock\n' else check(memory, 8), flush=True)
+";
+        let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+        let limit = format!("{LIMIT_MIB}MiB");
+        let metrics = format!("unix:{}", scratch.0.join("metrics").display());
+        let mut command = Command::new(WEIR);
+        command.args(["run", "--resident", &limit, "--store", "host:512MiB", "--metrics", &metrics]);
+        // A program that becomes another one is bounded anew, under the same number.
+        command.args(["--", "sh", "-c", &format!("exec {python} {}", input.display())]);
+        let mut run = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = std::io::BufReader::new(run.stdout.take().expect("piped"));
+        let pid = line(&mut lines).parse().unwrap();
+        Some(Served { run, lines, pid, scratch })
+    }
+
+    /// Has it check its memory.
+    fn check(&mut self) {
+        self.does("check");
+    }
+
+    fn does(&mut self, what: &str) {
+        let stdin = self.run.stdin.as_mut().expect("piped");
+        std::io::Write::write_all(stdin, format!("{what}\n").as_bytes()).unwrap();
+        assert_eq!(line(&mut self.lines), "True");
+    }
+
+    /// The line of `weir status` about it.
+    fn status(&self) -> serde_json::Value {
+        let output = Command::new(WEIR).args(["status", "--json"]).output().unwrap();
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let programs = status["programs"].as_array().expect("programs").clone();
+        let mut own = programs.into_iter().filter(|program| program["pid"] == self.pid);
+        let found = own.next().expect("it is listed");
+        assert_eq!(own.next(), None, "it is listed once");
+        found
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
+        let process = rustix::process::Pid::from_raw(self.pid.cast_signed()).expect("a process");
+        rustix::process::kill_process(process, signal).unwrap();
+    }
+
+    fn ends(mut self) {
+        drop(self.run.stdin.take());
+        assert!(self.run.wait().unwrap().success());
+    }
+}
+
+fn line(lines: &mut impl std::io::BufRead) -> String {
+    let mut text = String::new();
+    lines.read_line(&mut text).unwrap();
+    text.trim().to_owned()
+}
+
+/// Runs a command about a process; returns its exit code and what it has said.
+fn about(arguments: &[&str]) -> (Option<i32>, String) {
+    let output = Command::new(WEIR).args(arguments).output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8_lossy(&said).into_owned())
+}
+
+#[test]
+fn a_bounded_program_is_listed_and_its_limit_and_memory_change_while_it_runs() {
+    let Some(mut program) = Served::start("a_bounded_program_is_listed") else { return };
+    let pid = program.pid.to_string();
+    let bytes = |program: &Served, key: &str| program.status()[key].as_u64().expect("bytes");
+    let status = program.status();
+    assert_eq!(bytes(&program, "limit_bytes"), (LIMIT_MIB as u64) << 20, "{status}");
+    assert!(status["faults"].as_u64() > Some(0) && status["fault_s"].as_f64() > Some(0.0), "{status}");
+    let (_, text) = about(&["status"]);
+    assert!(text.contains(&format!("program   {pid} ")) && text.contains("of 48MiB resident"), "{text}");
+
+    let (code, said) = about(&["limit", &pid, "128MiB"]);
+    assert_eq!(code, Some(0), "{said}");
+    program.check();
+    program.check();
+    let resident = bytes(&program, "resident_bytes");
+    assert!(resident > 100 << 20 && resident <= 128 << 20, "{resident}");
+    let (code, said) = about(&["limit", &pid, "32MiB"]);
+    assert!(code == Some(0) && said.contains("of 32MiB resident"), "{said}");
+    assert!(bytes(&program, "resident_bytes") <= 32 << 20);
+    program.check();
+
+    let (code, said) = about(&["evict", &pid]);
+    assert!(code == Some(0) && said.contains("are now"), "{said}");
+    let left = bytes(&program, "resident_bytes");
+    assert!(left <= 4 << 20, "{left} are resident");
+    program.check();
+
+    let mut socket = std::os::unix::net::UnixStream::connect(program.scratch.0.join("metrics")).unwrap();
+    std::io::Write::write_all(&mut socket, b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let mut scrape = String::new();
+    socket.read_to_string(&mut scrape).unwrap();
+    let sample = format!("weir_program_limit_bytes{{pid=\"{pid}\",name=\"python");
+    assert!(scrape.contains(&sample), "{scrape}");
+    program.ends();
+    let (code, said) = about(&["evict", &pid]);
+    assert!(code == Some(1) && said.contains(&format!("process {pid}")), "{said}");
+}
+
+#[test]
+fn orders_to_a_program_that_is_stopped_hold_nobody_up_and_are_heeded_when_it_goes_on() {
+    let Some(mut program) = Served::start("orders_to_a_program") else { return };
+    let pid = program.pid.to_string();
+    program.signal(rustix::process::Signal::STOP);
+    let begun = Instant::now();
+    let (code, said) = about(&["limit", &pid, "64MiB"]);
+    assert!(code == Some(1) && said.contains(&format!("kill -CONT {pid}")), "{said}");
+    // Each of these would come to the pager if the daemon asked it again and again.
+    for _ in 0..400 {
+        let _ = program.status();
+        if begun.elapsed() > Duration::from_secs(20) {
+            break;
+        }
+    }
+    assert!(program.status()["silent_s"].as_f64() > Some(5.0), "{}", program.status());
+    let (code, said) = about(&["evict", &pid]);
+    assert!(code == Some(1) && said.contains("is stopped"), "{said}");
+    program.signal(rustix::process::Signal::CONT);
+    let begun = Instant::now();
+    while program.status()["evictions"] != 1 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{}", program.status());
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(program.status()["limit_bytes"], 64 << 20);
+    program.check();
+    assert!(program.status()["stored_bytes"].as_u64() <= Some(Served::BYTES + (4 << 20)));
+    // Locked memory stays, and the answer says so.
+    program.does("lock");
+    let (code, said) = about(&["limit", &pid, "32MiB"]);
+    assert!(code == Some(1) && said.contains("are resident after 10 s: what is locked"), "{said}");
+    // One that dies while somebody waits for it.
+    program.signal(rustix::process::Signal::STOP);
+    let waits = Command::new(WEIR).args(["evict", &pid]).stderr(Stdio::piped()).spawn().unwrap();
+    thread::sleep(Duration::from_millis(500));
+    program.signal(rustix::process::Signal::KILL);
+    let said = waits.wait_with_output().unwrap();
+    assert_eq!(said.status.code(), Some(1));
+    assert_eq!(program.run.wait().unwrap().code(), Some(128 + 9));
+    assert_ne!(String::from_utf8_lossy(&said.stderr), "");
+}
+
+#[test]
+fn an_order_for_what_is_not_bounded_names_the_process_and_the_next_step() {
+    build();
+    for (arguments, code, said) in [
+        (&["limit", "1", "64MiB"][..], 1, "process 1 ("),
+        (&["limit", "1", "64MiB"][..], 1, "is not bounded, or is another user's"),
+        (&["evict", "4294967295"][..], 1, "there is no process 4294967295"),
+        (&["limit", "1", "1MiB"][..], 2, "accepted: 32MiB or more"),
+    ] {
+        let (found, text) = about(arguments);
+        assert!(found == Some(code) && text.contains(said) && text.lines().count() == 1, "{text}");
+    }
+}

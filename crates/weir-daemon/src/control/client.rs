@@ -1,12 +1,15 @@
 //! The client's end of the control socket.
 
-use super::{Line, Moved, PATIENCE, Progress, Refusal, Reply, Request, SCHEMA, Status};
+use super::{Line, Moved, PATIENCE, Program, Progress, Refusal, Reply, Request, SCHEMA, Status};
 use crate::attach::Attachment;
 use crate::error::{Error, ErrorKind};
-use serde::Serialize;
-use std::io::{self, BufRead as _, BufReader, Write as _};
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+
+/// Longest status, in bytes: another user's daemon may send anything.
+const ANSWER_MOST: u64 = 4 << 20;
 
 #[derive(Serialize)]
 struct Envelope {
@@ -83,6 +86,35 @@ pub fn detached(path: &Path, device: u32) -> Result<(), Error> {
     tell(path, Request::Detached { device })
 }
 
+/// Has the daemon at `path` pass a limit or an eviction on.
+///
+/// # Errors
+/// Fails as [`attached`] does.
+pub fn order(path: &Path, request: Request) -> Result<(), Error> {
+    tell(path, request)
+}
+
+/// The bounded programs of the daemon at `path`, with the user whose process answers there.
+///
+/// # Errors
+/// Fails when no daemon answers there.
+pub fn programs(path: &Path) -> Result<(u32, Vec<Program>), Error> {
+    #[derive(Deserialize)]
+    struct Answer {
+        #[serde(default)]
+        programs: Vec<Program>,
+    }
+    let ask = || {
+        let stream = send(path, Request::Status)?;
+        let user = rustix::net::sockopt::socket_peercred(&stream)?.uid.as_raw();
+        let mut line = String::new();
+        BufReader::new(stream.take(ANSWER_MOST)).read_line(&mut line)?;
+        let answer: Answer = serde_json::from_str(&line)?;
+        Ok((user, answer.programs))
+    };
+    ask().map_err(|error| unreachable(path, &error))
+}
+
 fn tell(path: &Path, request: Request) -> Result<(), Error> {
     let line = ask(path, request).map_err(|error| unreachable(path, &error))?;
     let refused = |refusal: Refusal| Err(Error::new(ErrorKind::Refused, refusal.error));
@@ -91,7 +123,7 @@ fn tell(path: &Path, request: Request) -> Result<(), Error> {
 
 fn ask(path: &Path, request: Request) -> io::Result<String> {
     let mut line = String::new();
-    BufReader::new(send(path, request)?).read_line(&mut line)?;
+    BufReader::new(send(path, request)?.take(ANSWER_MOST)).read_line(&mut line)?;
     Ok(line)
 }
 

@@ -4,6 +4,7 @@
 //! Names follow Prometheus' conventions: base units, `_total` behind counters (the encoder adds
 //! both suffixes).
 
+use super::program::Program;
 use super::status::{Export, Status, Traffic};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -74,6 +75,18 @@ const BOUNDS: [u64; 25] = {
 /// The labels of a front end's samples.
 fn labels(export: &Export) -> [Label<'_>; 2] {
     [("kind", &export.kind), ("address", &export.address)]
+}
+
+fn of_programs(status: &Status, add: Levels<'_>, of: fn(&Program) -> f64) {
+    for program in &status.programs {
+        add(&[("pid", &program.pid.to_string()), ("name", &program.name)], of(program));
+    }
+}
+
+fn count_programs(status: &Status, add: Counts<'_>, of: fn(&Program) -> u64) {
+    for program in &status.programs {
+        add(&[("pid", &program.pid.to_string()), ("name", &program.name)], of(program));
+    }
 }
 
 const METRICS: &[Metric] = &[
@@ -300,6 +313,66 @@ const METRICS: &[Metric] = &[
         read: Counter(|status, add| {
             status.exports.iter().for_each(|export| add(&labels(export), export.errors));
         }),
+    },
+    Metric {
+        name: "weir_program_limit",
+        unit: Some(Unit::Bytes),
+        help: "Memory of a bounded program that may be resident",
+        read: Gauge(|status, add| of_programs(status, add, |program| program.limit_bytes as f64)),
+    },
+    Metric {
+        name: "weir_program_resident",
+        unit: Some(Unit::Bytes),
+        help: "Memory of a bounded program that is resident and counts for its limit",
+        read: Gauge(|status, add| of_programs(status, add, |program| program.resident_bytes as f64)),
+    },
+    Metric {
+        name: "weir_program_blocks",
+        unit: None,
+        help: "Blocks of 2 MiB of a bounded program that are in place",
+        read: Gauge(|status, add| of_programs(status, add, |program| program.blocks as f64)),
+    },
+    Metric {
+        name: "weir_program_single_pages",
+        unit: None,
+        help: "Single pages of a bounded program that are in place",
+        read: Gauge(|status, add| of_programs(status, add, |program| program.single_pages as f64)),
+    },
+    Metric {
+        name: "weir_program_faults",
+        unit: None,
+        help: "Page faults of a bounded program that its pager has resolved",
+        read: Counter(|status, add| count_programs(status, add, |program| program.faults)),
+    },
+    Metric {
+        name: "weir_program_fault_time",
+        unit: Some(Unit::Seconds),
+        help: "Time that threads of a bounded program have waited for these, as its pager saw it",
+        read: Gauge(|status, add| of_programs(status, add, |program| program.fault_s)),
+    },
+    Metric {
+        name: "weir_program_prefetched",
+        unit: None,
+        help: "Blocks of a bounded program that were prefetched",
+        read: Counter(|status, add| count_programs(status, add, |program| program.prefetched)),
+    },
+    Metric {
+        name: "weir_program_prefetched_used",
+        unit: None,
+        help: "Prefetched blocks of a bounded program that were used",
+        read: Counter(|status, add| count_programs(status, add, |program| program.prefetched_used)),
+    },
+    Metric {
+        name: "weir_program_lost_blocks",
+        unit: None,
+        help: "Blocks of a bounded program that could not be read back",
+        read: Counter(|status, add| count_programs(status, add, |program| program.lost_blocks)),
+    },
+    Metric {
+        name: "weir_program_silent",
+        unit: Some(Unit::Seconds),
+        help: "Time for which the pager of a bounded program has not answered",
+        read: Gauge(|status, add| of_programs(status, add, |program| program.silent_s)),
     },
     Metric {
         name: "weir_carries_swap",

@@ -5,19 +5,22 @@
 //! `wake` are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
 //! `{"schema":1,"result":{...}}`. `{"schema":1,"request":"attached",...}` with the fields of an
 //! [`Attachment`], and `{"schema":1,"request":"detached","device":N}`, are answered by
-//! `{"schema":1}`. Whatever cannot be done is answered by `{"schema":1,"error":"..."}`. The socket
-//! is its owner's alone (mode 0600).
+//! `{"schema":1}`, as are `{"schema":1,"request":"limit","pid":N,"bytes":N}` and `evict`, once the
+//! program's pager has been told. Whatever cannot be done is answered by
+//! `{"schema":1,"error":"..."}`. The socket is its owner's alone (mode 0600).
 
 mod client;
 mod condition;
 mod health;
 mod metrics;
+mod program;
 mod scrape;
 mod server;
 mod status;
 
-pub use client::{ask_for, attached, detached, status};
+pub use client::{ask_for, attached, detached, order, programs, status};
 pub use condition::Condition;
+pub use program::{Program, printable};
 pub use scrape::Endpoint;
 pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
@@ -30,6 +33,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use weir_pager::link::Order;
 
 /// The version of what travels and of what `weir status --json` prints.
 pub const SCHEMA: u32 = 1;
@@ -75,6 +79,18 @@ pub enum Request {
         /// The device's number.
         device: u32,
     },
+    /// Keep no more than so many bytes of a bounded program resident.
+    Limit {
+        /// The program's process.
+        pid: u32,
+        /// The new limit.
+        bytes: u64,
+    },
+    /// Move everything out that is resident of a bounded program.
+    Evict {
+        /// The program's process.
+        pid: u32,
+    },
 }
 
 /// A daemon's answers to requests at its control socket.
@@ -117,6 +133,12 @@ pub trait Service: Send + Sync + 'static {
     /// # Errors
     /// The error is one line: what is missing.
     fn detached(&self, device: u32) -> Result<(), Error>;
+
+    /// Passes an order to the pager of a bounded program.
+    ///
+    /// # Errors
+    /// The error is one line: the process, and why it does not get it.
+    fn order(&self, pid: u32, order: Order) -> Result<(), Error>;
 }
 
 /// The answer to a request that was done and has nothing to report.

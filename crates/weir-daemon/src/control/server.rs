@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use weir_core::chain;
+use weir_pager::link::Order;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// The most long requests at a time; each has a thread that waits for the worker.
@@ -91,6 +92,12 @@ fn answer(client: UnixStream, service: &Arc<dyn Service>, long: &Arc<AtomicUsize
         }
         Ok(Request::Detached { device }) => {
             acknowledge(&client, service.detached(device).map_err(|error| chain(&error)))
+        }
+        Ok(Request::Limit { pid, bytes }) => {
+            acknowledge(&client, service.order(pid, Order::Limit(bytes)).map_err(|error| chain(&error)))
+        }
+        Ok(Request::Evict { pid }) => {
+            acknowledge(&client, service.order(pid, Order::Evict).map_err(|error| chain(&error)))
         }
         Err(error) => acknowledge(&client, Err(error)),
     }

@@ -2,6 +2,7 @@
 
 use super::condition::Condition;
 use super::health::{self, Problem};
+use super::program::Program;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -41,6 +42,9 @@ pub struct Status {
     /// Devices of the kernel's NBD client that are connected again if the daemon dies.
     #[serde(default)]
     pub attached: Vec<String>,
+    /// The programs that are bounded over this daemon's volume.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub programs: Vec<Program>,
     /// The bound on processors' sleep in bursts; null unless an option asked for it.
     #[serde(default)]
     pub cpu_latency: Option<CpuLatency>,
@@ -538,6 +542,9 @@ impl Status {
         }
         if !self.attached.is_empty() {
             writeln!(f, "{:<10}{}", "attached", self.attached.join(", "))?;
+        }
+        for program in &self.programs {
+            write!(f, "{program}")?;
         }
         if let Some(CpuLatency { held, bursts }) = self.cpu_latency {
             let now = if held { "bounded now" } else { "not bounded now" };

@@ -4,7 +4,10 @@
 //! bounds its memory. So every store of `weir serve` works here too. A hundred programs with pages
 //! on a card need only one context on it.
 
+mod bounded;
 mod program;
+
+pub use bounded::{all, evict, limit};
 
 use crate::cli::RunOptions;
 use rustix::process::{Pid, Signal, WaitOptions};
@@ -27,6 +30,10 @@ use weir_store::StoreUrl;
 
 /// The object that is preloaded into the program.
 const OBJECT: &str = "libweir_preload.so";
+/// The names by which others find a run: of its directory, before the process's number, and of the
+/// daemon's control socket in it.
+const DIRECTORY: &str = "weir-run-";
+const CONTROL: &str = "control";
 /// Processes that can be bounded at a time; each has a thread in the daemon.
 const PROCESSES: u16 = 64;
 /// Background processes are reported if they go on for longer than this.
@@ -161,7 +168,7 @@ fn relay(messages: &UnixDatagram) {
 
 impl Daemon {
     fn start(options: &RunOptions) -> Result<Self, Failure> {
-        let directory = std::env::temp_dir().join(format!("weir-run-{}", std::process::id()));
+        let directory = std::env::temp_dir().join(format!("{DIRECTORY}{}", std::process::id()));
         // A killed run with the same process number may have left the directory.
         let _ = fs::remove_dir_all(&directory);
         fs::DirBuilder::new().mode(0o700).create(&directory).map_err(|error| {
@@ -170,10 +177,14 @@ impl Daemon {
         let mut daemon = Daemon { directory, process: None, relay: None };
         let default = [StoreUrl::Host { size: weir_core::ByteSize(options.resident.0 * TIMES) }];
         let stores = if options.store.is_empty() { &default[..] } else { &options.store };
-        let control = daemon.directory.join("control");
+        let control = daemon.directory.join(CONTROL);
         let mut command = Command::new("/proc/self/exe");
         command.args(["serve", "--log", "warn", "--connections", &PROCESSES.to_string()]);
         command.arg("--share").arg(daemon.share()).arg("--control").arg(&control);
+        command.arg("--programs").arg(daemon.directory.join(directory::PROGRAMS));
+        if let Some(address) = &options.metrics {
+            command.args(["--metrics", &address.to_string()]);
+        }
         for store in stores {
             command.args(["--store", &store.to_string()]);
         }

@@ -26,6 +26,8 @@ pub struct Traits {
     pub maps: bool,
     pub migrates: bool,
     pub limits: bool,
+    /// Everything is moved out now and then.
+    pub evicts: bool,
     pub is_adopted: bool,
     pub unmaps_at_the_end: bool,
     /// Nothing keeps the pager from its limit.
@@ -273,6 +275,9 @@ impl Program {
         }
         if world.random.one_in(8_000) {
             world.entries.iter_mut().for_each(|entry| entry.is_pinned = false);
+        }
+        if self.traits.evicts && world.random.one_in(2_000) {
+            self.shared.evict.store(true, Ordering::SeqCst);
         }
         if self.traits.limits && world.random.one_in(3_000) {
             let limit = 4 + world.random.below(2 * self.traits.limit as u64) as usize;

@@ -12,6 +12,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.fill();
             return true;
         }
+        if self.evict() {
+            return true;
+        }
         if self.is_above()
             && let Some(slot) = self.find(Slot::Free)
         {
@@ -41,22 +44,24 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if !self.events.is_empty() || self.is_heeding {
                 return None;
             }
-            let id = self.policy.victim()?;
+            let id = self.victim()?;
             if self.blocks.get(id).room.is_none() {
                 let room = self.store.claim();
                 if room.is_none() {
                     if !self.is_full {
-                        (self.tell)("the store is full; the program takes more memory than its limit");
+                        self.outside.tell("the store is full; the program takes more memory than its limit");
                     }
                     self.is_full = true;
                     return None;
                 }
                 self.is_full = false;
+                self.rooms += 1;
                 self.blocks.get_mut(id).room = room;
             }
             let at = self.blocks.get(id).at;
             if self.has_ended(id) && self.move_out(at, slot) {
                 self.policy.went(id);
+                self.was_tried();
                 self.blocks.get_mut(id).state = State::Writing(slot);
                 // The room's earlier owner may still have writes under way there. Wait for them, so
                 // that they do not land later.
@@ -66,7 +71,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.writing = Some(Transfer { id, slot, next: 0 });
                 return Some(());
             }
+            // While the address space changes, no block can go. This one keeps its turn.
+            if self.kernel.is_changing() {
+                return None;
+            }
             self.policy.spared(id);
+            self.was_tried();
         }
         None
     }
@@ -138,7 +148,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     pub(super) fn fail(&mut self) {
         if !self.is_broken {
-            (self.tell)("the store fails; the program takes more memory than its limit from here on");
+            self.outside.tell("the store fails; the program takes more memory than its limit from here on");
         }
         self.is_broken = true;
     }
@@ -172,6 +182,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if !self.read(id, slot, next, next + STEP) {
             self.lose(id, slot, Some);
         } else if next + STEP == BLOCK_PAGES {
+            count(&self.shared.counters.ahead, 1);
             self.blocks.get_mut(id).state = State::Ready(slot);
         } else {
             self.filling = Some(Transfer { id, slot, next: next + STEP });
@@ -204,6 +215,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.fail();
         }
         if let Some(room) = self.blocks.get_mut(id).room.take() {
+            self.rooms -= 1;
             self.store.release(room);
         }
     }

@@ -3,13 +3,15 @@
 //! fault to wait for.
 
 mod background;
+mod eviction;
 mod moves;
 mod singles;
 mod space;
 
 use super::blocks::{Block, Blocks, State};
-use super::{BELLS, Scope, Shared, count};
+use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
 use crate::kernel::Kernel;
+use crate::link::{Order, Report};
 use crate::maps::Mapping;
 use crate::uffd::{Event, Stopped};
 use crate::{BLOCK, BLOCK_PAGES, Error, Policy, Store, Tell};
@@ -58,10 +60,20 @@ struct Transfer {
     next: usize,
 }
 
+/// The rest of an eviction. Blocks go in the order in which they came, so what comes meanwhile is
+/// behind them, and an eviction ends.
+#[derive(Clone, Copy, Debug)]
+struct Eviction {
+    /// Number of blocks to try.
+    blocks: usize,
+    /// Number of single pages that should go.
+    singles: usize,
+}
+
 pub(super) struct Work<K: Kernel, S> {
     kernel: K,
     store: S,
-    tell: Tell,
+    outside: Tell,
     /// The store failed: no more blocks are written out.
     is_broken: bool,
     is_full: bool,
@@ -97,12 +109,16 @@ pub(super) struct Work<K: Kernel, S> {
     stuck: Option<Duration>,
     /// Memory for a page that comes alone.
     single: usize,
+    eviction: Option<Eviction>,
+    /// Number of blocks that have room in the store.
+    rooms: usize,
     /// Heard, and not yet heeded.
     events: VecDeque<Event>,
     /// An event is being handled. Meanwhile the tables may have blocks whose memory is gone, or
     /// belongs to another block.
     is_heeding: bool,
-    faults: VecDeque<usize>,
+    /// Pages that threads wait for, and since when.
+    faults: VecDeque<(usize, Duration)>,
     has_ended_all: bool,
 }
 
@@ -110,7 +126,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn new(
         mut kernel: K,
         store: S,
-        tell: Tell,
+        outside: Tell,
         scope: Scope,
         shared: Arc<Shared>,
     ) -> Result<Self, Error> {
@@ -126,7 +142,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(Work {
             kernel,
             store,
-            tell,
+            outside,
             is_broken: false,
             is_full: false,
             scope,
@@ -150,6 +166,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             singles_there: 0,
             stuck: None,
             single,
+            eviction: None,
+            rooms: 0,
             events: VecDeque::new(),
             is_heeding: false,
             faults: VecDeque::new(),
@@ -164,11 +182,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     pub(super) fn run(&mut self) {
         loop {
+            let heard = self.kernel.now();
             self.hear();
             let is_idle = self.events.is_empty() && self.faults.is_empty();
             for _ in 0..self.events.len() {
                 match self.events.pop_front() {
-                    Some(Event::Fault(address)) => self.faults.push_back(address),
+                    Some(Event::Fault(address)) => self.faults.push_back((address, heard)),
                     Some(event) => {
                         self.is_heeding = true;
                         self.apply(event);
@@ -182,9 +201,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 if !self.events.is_empty() {
                     break;
                 }
-                let Some(address) = self.faults.pop_front() else { break };
-                if let Err(Changed) = self.fault(address) {
-                    self.faults.push_back(address);
+                let Some((address, since)) = self.faults.pop_front() else { break };
+                match self.fault(address) {
+                    Err(Changed) => self.faults.push_back((address, since)),
+                    Ok(()) if self.shared.bells.is_one(address) => {}
+                    Ok(()) => {
+                        let waited = self.kernel.now().saturating_sub(since);
+                        count(&self.shared.counters.waited_ns, waited.as_nanos() as u64);
+                    }
                 }
             }
             if self.has_ended_all {
@@ -195,6 +219,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             self.is_settled();
             if self.kernel.now() - self.looked >= LOOK_EVERY {
+                self.attend();
                 self.look_if_changed();
             }
             let is_idle = !self.background() && is_idle;
@@ -389,7 +414,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> Option<usize>) {
         self.slots[slot] = Slot::Free;
         if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
-            (self.tell)("pages cannot be had back; the program gets SIGBUS where it touches them");
+            self.outside.tell("pages cannot be had back; the program gets SIGBUS where it touches them");
         }
         let at = self.blocks.get(id).at;
         self.blocks.get_mut(id).state = State::Lost;

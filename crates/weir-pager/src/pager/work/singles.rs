@@ -8,6 +8,8 @@ use super::*;
 
 /// Number of pages that go at a time.
 const BATCH: usize = 64;
+/// Most pages that are tried in vain for one batch.
+const REFUSED_MAX: usize = 3 * BATCH;
 /// After this many page faults in a row, the rest of the block is brought too.
 const RUN: u8 = 3;
 /// Number of single pages of one block from which on the whole block may be worth bringing; and how
@@ -150,8 +152,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         let Some(slot) = self.find(Slot::Vacant) else { return false };
         let mut gone = Vec::with_capacity(BATCH);
-        for _ in 0..self.singles.len().min(4 * BATCH) {
-            if gone.len() == BATCH {
+        let mut refused = 0;
+        // Old entries cost little, and there may be many of them.
+        for _ in 0..self.singles.len() {
+            if gone.len() == BATCH || refused == REFUSED_MAX {
                 break;
             }
             let Some((id, page)) = self.singles.pop_front() else { break };
@@ -166,7 +170,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 // The page has moved, although the kernel did not count it.
                 Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
                 // The page is in use by a device, locked, shared with a child, or gone.
-                Err(_) => self.singles.push_back((id, page as u32)),
+                Err(_) => {
+                    self.singles.push_back((id, page as u32));
+                    refused += 1;
+                }
             }
         }
         if gone.is_empty() {

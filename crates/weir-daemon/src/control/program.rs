@@ -1,0 +1,84 @@
+//! A bounded program, as its pager reports it.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use weir_core::ByteSize;
+
+/// Reports that are so much older than they should be are said to be.
+const SILENT_S: f64 = 2.0;
+
+/// A program that is bounded over the daemon's volume: `weir run`.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Program {
+    /// The number of its process.
+    pub pid: u32,
+    /// The name of its process.
+    pub name: String,
+    /// Bytes of managed memory that may be resident; 0 before its first report.
+    pub limit_bytes: u64,
+    /// Bytes of managed memory that are resident.
+    pub resident_bytes: u64,
+    /// Blocks of 2 MiB that are in place.
+    pub blocks: u64,
+    /// Single pages of other blocks that are in place.
+    pub single_pages: u64,
+    /// Bytes of the blocks that have room in the stores.
+    pub stored_bytes: u64,
+    /// Page faults that the pager has resolved.
+    pub faults: u64,
+    /// Page faults a second over the last second or more.
+    pub faults_per_s: f64,
+    /// Seconds that threads have waited for these, as the pager saw it.
+    pub fault_s: f64,
+    /// Blocks that were prefetched.
+    pub prefetched: u64,
+    /// Blocks among these that were used.
+    pub prefetched_used: u64,
+    /// `prefetched_used` divided by `prefetched`; null before the first.
+    pub prefetch_hit_rate: Option<f64>,
+    /// Blocks that could not be read back.
+    pub lost_blocks: u64,
+    /// Evictions that have ended.
+    pub evictions: u64,
+    /// `online`, `full` or `failed`.
+    pub store: String,
+    /// Seconds for which the pager has not answered.
+    pub silent_s: f64,
+}
+
+/// A name that a terminal can be given.
+pub fn printable(name: &str) -> String {
+    name.chars().map(|letter| if letter.is_control() { '?' } else { letter }).collect()
+}
+
+impl fmt::Display for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Program {
+            pid, blocks, single_pages, lost_blocks, faults, faults_per_s, fault_s, silent_s, ..
+        } = *self;
+        let (resident, limit) = (ByteSize(self.resident_bytes), ByteSize(self.limit_bytes));
+        // Another user's daemon may have sent it.
+        let name = printable(&self.name);
+        writeln!(
+            f,
+            "program   {pid} {name}: {resident} of {limit} resident, {blocks} blocks and {single_pages} pages"
+        )?;
+        write!(f, "          {faults} faults, {faults_per_s:.0}/s, {fault_s:.1} s lost to them")?;
+        if let Some(rate) = self.prefetch_hit_rate {
+            write!(f, "; prefetch {:.0} % used", rate * 100.0)?;
+        }
+        writeln!(f)?;
+        if silent_s > SILENT_S {
+            writeln!(f, "          no answer for {silent_s:.0} s: it is stopped, or waits for its store")?;
+        }
+        match self.store.as_str() {
+            "full" => writeln!(f, "          its store is full: it takes more memory than its limit")?,
+            "failed" => writeln!(f, "          its store has failed: it takes more memory than its limit")?,
+            _ => {}
+        }
+        if lost_blocks > 0 {
+            writeln!(f, "          {lost_blocks} blocks are lost: it gets SIGBUS where it touches them")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,217 @@
+//! The link between a bounded process's pager and the daemon that has its pages: orders come in,
+//! reports go out. Neither end ever waits for the other.
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+
+/// A request to a pager. Each may come twice, or late.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Send a [`Report`].
+    Report,
+    /// Keep no more than so many bytes resident from now on.
+    Limit(u64),
+    /// Move everything out that is resident now.
+    Evict,
+}
+
+/// A pager's state and its counts since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Bytes that may be resident.
+    pub limit: u64,
+    /// Bytes that are resident, as the limit counts them: blocks, single pages and frames.
+    pub resident: u64,
+    /// Blocks of 2 MiB in place.
+    pub blocks: u64,
+    /// Single pages in place.
+    pub singles: u64,
+    /// Bytes of the blocks that have room in the store.
+    pub stored: u64,
+    /// Page faults that the pager has resolved.
+    pub faults: u64,
+    /// Time for which threads have waited for these, as the pager saw it, in nanoseconds.
+    pub waited_ns: u64,
+    /// Blocks that were prefetched.
+    pub ahead: u64,
+    /// Blocks among these that were used.
+    pub ahead_used: u64,
+    /// Blocks that could not be read back.
+    pub lost: u64,
+    /// Evictions that have ended.
+    pub evictions: u64,
+    /// Whether the store is full (1), or has failed (2).
+    pub store: u64,
+}
+
+const WORDS: usize = 12;
+/// Bytes of a report.
+const BYTES: usize = WORDS * size_of::<u64>();
+
+impl Report {
+    /// [`store`](Self::store) of a store that has no more room.
+    pub const FULL: u64 = 1;
+    /// [`store`](Self::store) of a store that has failed.
+    pub const FAILED: u64 = 2;
+
+    fn words(&self) -> [u64; WORDS] {
+        let Report { limit, resident, blocks, singles, stored, faults, .. } = *self;
+        let Report { waited_ns, ahead, ahead_used, lost, evictions, store, .. } = *self;
+        [
+            limit, resident, blocks, singles, stored, faults, waited_ns, ahead, ahead_used, lost, evictions,
+            store,
+        ]
+    }
+
+    fn from_words(words: [u64; WORDS]) -> Self {
+        let [limit, resident, blocks, singles, stored, faults, rest @ ..] = words;
+        let [waited_ns, ahead, ahead_used, lost, evictions, store] = rest;
+        Report {
+            limit,
+            resident,
+            blocks,
+            singles,
+            stored,
+            faults,
+            waited_ns,
+            ahead,
+            ahead_used,
+            lost,
+            evictions,
+            store,
+        }
+    }
+}
+
+/// The pager's end. Its descriptor belongs to the table of the thread that made it.
+#[derive(Debug)]
+pub struct Link(Option<OwnedFd>);
+
+impl Link {
+    /// Connects to the socket at `path`.
+    ///
+    /// # Errors
+    /// Fails with the system's error.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+        Ok(Link(Some(socket)))
+    }
+
+    /// The next order, if one has come.
+    pub fn order(&mut self) -> Option<Order> {
+        loop {
+            let mut bytes = [0; 16];
+            match rustix::net::recv(self.0.as_ref()?, &mut bytes, RecvFlags::DONTWAIT) {
+                Ok((16, _)) => {
+                    let (kind, value) = bytes.split_at(8);
+                    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
+                    match word(kind) {
+                        0 => return Some(Order::Report),
+                        1 => return Some(Order::Limit(word(value))),
+                        2 => return Some(Order::Evict),
+                        // An order of a later version.
+                        _ => {}
+                    }
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return None,
+                // The daemon has gone.
+                Ok((0, _)) | Err(_) => self.0 = None,
+                Ok(_) => {}
+            }
+        }
+    }
+
+    /// Sends a report. If the daemon does not read, it is dropped: a later one says more.
+    pub fn report(&mut self, report: &Report) {
+        if let Some(socket) = &self.0 {
+            let mut bytes = [0; BYTES];
+            for (into, word) in bytes.chunks_exact_mut(8).zip(report.words()) {
+                into.copy_from_slice(&word.to_ne_bytes());
+            }
+            let _ = rustix::net::send(socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        }
+    }
+}
+
+/// Sends an order to the pager at the other end of `socket`.
+///
+/// # Errors
+/// Fails when the pager has gone, or with `WouldBlock` where it has not read those before.
+pub fn send(socket: impl AsFd, order: Order) -> io::Result<()> {
+    let (kind, value) = match order {
+        Order::Report => (0_u64, 0),
+        Order::Limit(bytes) => (1, bytes),
+        Order::Evict => (2, 0),
+    };
+    let bytes = [kind.to_ne_bytes(), value.to_ne_bytes()];
+    rustix::net::send(socket, bytes.as_flattened(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// The next report of the pager at the other end, if one has come. Whatever is no report is passed
+/// over.
+///
+/// # Errors
+/// Fails when the pager has gone.
+pub fn receive(socket: impl AsFd) -> io::Result<Option<Report>> {
+    let mut bytes = [0; BYTES + 1];
+    match rustix::net::recv(socket, &mut bytes, RecvFlags::DONTWAIT) {
+        Ok((0, _)) => Err(io::ErrorKind::UnexpectedEof.into()),
+        Ok((BYTES, _)) => {
+            let mut words = [0; WORDS];
+            for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+                *word = bytes.try_into().map_or(0, u64::from_ne_bytes);
+            }
+            Ok(Some(Report::from_words(words)))
+        }
+        Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_and_reports_arrive_as_they_were_sent_and_nobody_waits() {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let mut link = Link(Some(theirs));
+        assert_eq!(link.order(), None);
+        let orders = [Order::Limit(64 << 20), Order::Report, Order::Evict];
+        for order in orders {
+            send(&ours, order).unwrap();
+        }
+        assert_eq!(orders.map(|_| link.order()), orders.map(Some));
+        let words: [u64; WORDS] = std::array::from_fn(|at| at as u64 + 1);
+        let report = Report::from_words(words);
+        assert_eq!((report.words(), report.store), (words, 12));
+        link.report(&report);
+        assert_eq!(receive(&ours).unwrap(), Some(report));
+        assert_eq!(receive(&ours).unwrap(), None);
+        // Strange messages are passed over at both ends.
+        rustix::net::send(&ours, &[9; 3], SendFlags::NOSIGNAL).unwrap();
+        rustix::net::send(&ours, &[9; 16], SendFlags::NOSIGNAL).unwrap();
+        send(&ours, Order::Evict).unwrap();
+        assert_eq!(link.order(), Some(Order::Evict));
+        // A pager that reads nothing holds nobody up.
+        let mut sent = 0;
+        while send(&ours, Order::Evict).is_ok() {
+            sent += 1;
+            assert!(sent < 1 << 20);
+        }
+        while link.order().is_some() {}
+        drop(ours);
+        assert_eq!(link.order(), None);
+        link.report(&report);
+        assert!(link.0.is_none(), "the daemon has gone");
+    }
+}

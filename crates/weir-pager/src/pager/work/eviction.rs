@@ -1,0 +1,102 @@
+//! Eviction: everything that is resident moves out once, because somebody asks for that. With it,
+//! the orders and reports of the pager's link.
+
+use super::*;
+
+/// Most orders that are heeded between two steps.
+const ORDERS: usize = 16;
+
+impl<K: Kernel, S: Store> Work<K, S> {
+    /// Heeds the orders that have come.
+    pub(super) fn attend(&mut self) {
+        for _ in 0..ORDERS {
+            match self.outside.order() {
+                Some(Order::Limit(bytes)) => {
+                    let blocks = usize::try_from(bytes).unwrap_or(usize::MAX) / BLOCK;
+                    self.shared.limit.store(blocks.max(LIMIT_MIN), Ordering::Relaxed);
+                }
+                Some(Order::Evict) => self.shared.evict.store(true, Ordering::SeqCst),
+                Some(Order::Report) => {
+                    let report = self.report();
+                    self.outside.report(&report);
+                }
+                None => return,
+            }
+        }
+    }
+
+    fn report(&self) -> Report {
+        let counters = &self.shared.counters;
+        let of = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
+        let store = match (self.is_broken, self.is_full) {
+            (true, _) => Report::FAILED,
+            (false, true) => Report::FULL,
+            _ => 0,
+        };
+        Report {
+            limit: (self.limit() as u64).saturating_mul(BLOCK as u64),
+            resident: ((self.policy.len() + slots) * BLOCK + self.singles_there * PAGE_SIZE) as u64,
+            blocks: self.policy.len() as u64,
+            singles: self.singles_there as u64,
+            stored: (self.rooms * BLOCK) as u64,
+            faults: of(&counters.faults),
+            waited_ns: of(&counters.waited_ns),
+            ahead: of(&counters.ahead),
+            ahead_used: of(&counters.prefetched),
+            lost: of(&counters.lost),
+            evictions: of(&counters.evictions),
+            store,
+        }
+    }
+
+    /// The block to go next. An eviction takes each block once.
+    pub(super) fn victim(&mut self) -> Option<u32> {
+        match self.eviction {
+            Some(_) => self.policy.oldest(),
+            None => self.policy.victim(),
+        }
+    }
+
+    /// Notes that a block has gone, or cannot go.
+    pub(super) fn was_tried(&mut self) {
+        if let Some(eviction) = &mut self.eviction {
+            eviction.blocks = eviction.blocks.saturating_sub(1);
+        }
+    }
+
+    /// One step of an eviction; whether there was one.
+    pub(super) fn evict(&mut self) -> bool {
+        if self.shared.evict.load(Ordering::Relaxed) {
+            self.shared.evict.store(false, Ordering::SeqCst);
+            self.eviction = Some(Eviction { blocks: self.policy.len(), singles: self.singles_there });
+        }
+        let Some(Eviction { blocks, singles }) = self.eviction else { return false };
+        if !self.events.is_empty() {
+            return false;
+        }
+        if self.writing.is_some() {
+            self.write();
+        } else if let Some(slot) = self.find(Slot::Free) {
+            self.scrub(slot);
+        } else if blocks.min(self.policy.len()) > 0 {
+            if self.begin_write().is_none() && (self.is_broken || self.is_full) {
+                self.eviction = Some(Eviction { blocks: 0, singles });
+            }
+        } else if singles > 0 {
+            let before = self.singles_there;
+            let has_written = self.write_singles();
+            let gone = before.saturating_sub(self.singles_there);
+            // While the address space changes, none can go.
+            let goes_on = has_written || self.kernel.is_changing();
+            self.eviction =
+                Some(Eviction { blocks: 0, singles: if goes_on { singles.saturating_sub(gone) } else { 0 } });
+        } else if let Some(id) = self.unused() {
+            self.drop_copy(id);
+        } else {
+            self.eviction = None;
+            count(&self.shared.counters.evictions, 1);
+        }
+        true
+    }
+}

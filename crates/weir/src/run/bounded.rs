@@ -1,0 +1,182 @@
+//! The programs that `weir run` bounds on this machine: found, listed, and given orders.
+//!
+//! Nothing is written down about them. A run's daemon listens at a socket that `/proc/net/unix`
+//! shows, for as long as it lives.
+
+use super::{CONTROL, DIRECTORY};
+use crate::cli::{EvictOptions, LimitOptions};
+use crate::failure;
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+use weir_cli::failure::Failure;
+use weir_core::ByteSize;
+use weir_daemon::control::{self, Program, Request};
+use weir_pager::BLOCK;
+
+/// Longest wait for a program to do as it was told.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Time between two looks meanwhile.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Every bounded program that this user may see.
+pub fn all() -> Vec<Program> {
+    let mut programs: Vec<Program> = found().into_iter().map(|(_, program)| program).collect();
+    programs.sort_by_key(|program| program.pid);
+    programs
+}
+
+/// Changes a program's limit.
+pub fn limit(options: &LimitOptions) -> Result<(), Failure> {
+    let LimitOptions { pid, size } = *options;
+    let (socket, _) = find(pid)?;
+    control::order(&socket, Request::Limit { pid, bytes: size.0 }).map_err(failure::of)?;
+    let whole = size.0 / BLOCK as u64 * BLOCK as u64;
+    let seen = wait(&socket, pid, |program| program.limit_bytes == whole && program.resident_bytes <= whole)?;
+    let resident = ByteSize(seen.resident_bytes);
+    if seen.limit_bytes != whole {
+        return Err(silent(&seen, "takes the limit"));
+    }
+    if seen.resident_bytes > whole {
+        let why = match seen.store.as_str() {
+            "full" => "its store is full; weir run --store takes a larger one",
+            "failed" => "its store has failed; weir run has said why",
+            _ => "what is locked, or a child has too, stays; weir status shows how it goes on",
+        };
+        return Err(Failure::Failed(format!(
+            "process {pid} has the limit of {}, and {resident} are resident after {} s: {why}",
+            ByteSize(whole),
+            PATIENCE.as_secs()
+        )));
+    }
+    println!("process {pid}: {resident} of {} resident", ByteSize(whole));
+    Ok(())
+}
+
+/// Moves everything of a program out.
+pub fn evict(options: EvictOptions) -> Result<(), Failure> {
+    let pid = options.pid;
+    let (socket, before) = find(pid)?;
+    control::order(&socket, Request::Evict { pid }).map_err(failure::of)?;
+    let seen = wait(&socket, pid, |program| program.evictions > before.evictions)?;
+    if seen.evictions <= before.evictions {
+        return Err(silent(&seen, "goes on moving its memory out"));
+    }
+    let (was, is) = (ByteSize(before.resident_bytes), ByteSize(seen.resident_bytes));
+    println!("process {pid}: {was} were resident, {is} are now");
+    Ok(())
+}
+
+/// The failure of an order that was passed on, and not done within the patience.
+fn silent(program: &Program, later: &str) -> Failure {
+    let Program { pid, silent_s, .. } = *program;
+    let stopped = fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't'])));
+    let why = match stopped {
+        true => format!("it is stopped (kill -CONT {pid})"),
+        false => {
+            "it waits for its store, or is busy with page faults; weir status shows how it goes on".to_owned()
+        }
+    };
+    let silence = if silent_s > 1.0 { format!(", silent for {silent_s:.0} s") } else { String::new() };
+    Failure::Failed(format!(
+        "process {pid} is not done after {} s{silence}: {why}; it {later} then",
+        PATIENCE.as_secs()
+    ))
+}
+
+/// Looks at a program until it is as it should be, or patience ends. Returns the last look.
+fn wait(socket: &Path, pid: u32, is_done: impl Fn(&Program) -> bool) -> Result<Program, Failure> {
+    let begun = Instant::now();
+    loop {
+        let (_, programs) = control::programs(socket).map_err(failure::of)?;
+        let Some(program) = programs.into_iter().rev().find(|program| program.pid == pid) else {
+            return Err(Failure::Failed(format!("process {pid} has ended, or runs another program")));
+        };
+        if is_done(&program) || begun.elapsed() > PATIENCE {
+            return Ok(program);
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// The control socket of the daemon that has a program's pages, and the program.
+fn find(pid: u32) -> Result<(PathBuf, Program), Failure> {
+    let found = found();
+    let there: BTreeSet<u32> = found.iter().map(|(_, program)| program.pid).collect();
+    found.into_iter().rev().find(|(_, program)| program.pid == pid).ok_or_else(|| {
+        let what = match fs::read_to_string(format!("/proc/{pid}/comm")) {
+            Ok(name) => format!(
+                "process {pid} ({}) is not bounded, or is another user's",
+                control::printable(name.trim_end())
+            ),
+            Err(_) => format!("there is no process {pid}"),
+        };
+        let others = match there.is_empty() {
+            true => "none is bounded here; weir run --resident SIZE -- program bounds one".to_owned(),
+            false => {
+                format!("bounded are {}", there.iter().map(u32::to_string).collect::<Vec<_>>().join(", "))
+            }
+        };
+        Failure::Failed(format!("{what}; {others}"))
+    })
+}
+
+/// Asks every run at once: one that does not answer costs the patience for one.
+fn found() -> Vec<(PathBuf, Program)> {
+    let sockets = fs::read_to_string("/proc/net/unix").map(|text| sockets(&text)).unwrap_or_default();
+    let ask = |socket: PathBuf| {
+        let (user, programs) = control::programs(&socket).ok()?;
+        // A daemon speaks for processes of its own user. Another user's may name any.
+        let is_its_own = |program: &Program| {
+            user == 0
+                || fs::metadata(format!("/proc/{}", program.pid)).is_ok_and(|process| process.uid() == user)
+        };
+        Some(
+            programs
+                .into_iter()
+                .filter(is_its_own)
+                .map(|program| (socket.clone(), program))
+                .collect::<Vec<_>>(),
+        )
+    };
+    thread::scope(|scope| {
+        let asked: Vec<_> = sockets.into_iter().map(|socket| scope.spawn(move || ask(socket))).collect();
+        asked.into_iter().filter_map(|thread| thread.join().ok().flatten()).flatten().collect()
+    })
+}
+
+/// The control sockets of runs in `/proc/net/unix`. Connections have their listener's path too.
+fn sockets(text: &str) -> BTreeSet<PathBuf> {
+    let is_run = |path: &Path| {
+        let directory = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());
+        let number = directory.and_then(|name| name.strip_prefix(DIRECTORY));
+        path.is_absolute()
+            && path.file_name().is_some_and(|name| name == CONTROL)
+            && number.is_some_and(|number| number.parse::<u32>().is_ok())
+    };
+    let paths = text.lines().filter_map(|line| line.splitn(8, ' ').nth(7));
+    paths.map(|path| PathBuf::from(path.trim_start())).filter(|path| is_run(path)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_found_by_the_sockets_of_their_daemons_and_nothing_else_is_taken_for_one() {
+        let text = "Num       RefCount Protocol Flags    Type St Inode Path
+0000000000000000: 00000002 00000000 00010000 0001 01 20190 /tmp/a b/weir-run-12/control
+0000000000000000: 00000003 00000000 00000000 0001 03 20191 /tmp/a b/weir-run-12/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20192 /tmp/weir-run-13/share
+0000000000000000: 00000002 00000000 00010000 0001 01 20193 @/tmp/weir-run-14/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20194 weir-run-15/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20195 /tmp/weir-run-x/control
+0000000000000000: 00000003 00000000 00000000 0001 03 20196
+";
+        assert_eq!(Vec::from_iter(sockets(text)), [PathBuf::from("/tmp/a b/weir-run-12/control")]);
+    }
+}
