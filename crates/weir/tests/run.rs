@@ -524,7 +524,7 @@ memory = new(160 << 20)
 fill(memory, 8)
 print(os.getpid(), flush=True)
 for line in sys.stdin:
-    print(libc.mlockall(1) == 0 if line == 'lock\n' else check(memory, 8), flush=True)
+    print(libc.mlockall(1) == 0 if line.strip() == 'lock' else check(memory, 8), flush=True)
 ";
         let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
         let limit = format!("{LIMIT_MIB}MiB");
