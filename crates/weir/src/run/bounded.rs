@@ -92,7 +92,12 @@ fn silent(program: &Program, later: &str) -> Failure {
 fn wait(socket: &Path, pid: u32, is_done: impl Fn(&Program) -> bool) -> Result<Program, Failure> {
     let begun = Instant::now();
     loop {
-        let (_, programs) = control::programs(socket).map_err(failure::of)?;
+        let programs = match control::programs(socket) {
+            Ok((_, programs)) => programs,
+            // A run ends with the last of its processes.
+            Err(_) if !Path::new(&format!("/proc/{pid}")).exists() => Vec::new(),
+            Err(error) => return Err(failure::of(error)),
+        };
         let Some(program) = programs.into_iter().rev().find(|program| program.pid == pid) else {
             return Err(Failure::Failed(format!("process {pid} has ended, or runs another program")));
         };
