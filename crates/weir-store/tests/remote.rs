@@ -214,10 +214,18 @@ fn a_write_of_a_connection_that_was_given_up_never_lands_on_a_newer_one() {
     let Some(engines) = engines(1, name) else { return };
     let proxy = Proxy::start(engines[0].port);
     let store = open(&format!("redis://127.0.0.1:{}?size=1MiB", proxy.port));
-    let mut lane = store.lane(8).unwrap();
-    assert_eq!(write(&mut *lane, 3, 1), Ok(()));
-    proxy.holds.store(true, Ordering::SeqCst);
-    assert_eq!(write(&mut *lane, 3, 2), Err(Fault::Timeout));
+    let begun = Instant::now();
+    let mut lane = loop {
+        let mut lane = store.lane(8).unwrap();
+        assert_eq!(write(&mut *lane, 3, 1), Ok(()));
+        proxy.holds.store(true, Ordering::SeqCst);
+        match write(&mut *lane, 3, 2) {
+            Err(Fault::Timeout) => break lane,
+            // This machine stalled, so the lane made another connection, which the proxy lets pass.
+            result => assert!(result == Ok(()) && begun.elapsed() < PATIENCE, "{result:?}"),
+        }
+        proxy.holds.store(false, Ordering::SeqCst);
+    };
     // The connection is given up, and the write is done by the next one.
     let begun = Instant::now();
     let mut settled = false;
