@@ -114,7 +114,7 @@ pub struct Mover {
 struct Job {
     task: Task,
     phase: Phase,
-    /// The slots that it looks at, or pages.
+    /// The slots that the task looks at, or the page numbers.
     range: Range<u32>,
     /// Moves of a batch.
     batch: u32,

@@ -402,8 +402,8 @@ impl Reclaim for FileStore {
         let members = &self.shared.members;
         for (at, member) in members.iter().enumerate() {
             let Err(errno) = member.punch(offset, bytes) else { continue };
-            // If the chunk must stay, it must be whole: earlier members have a hole there, and this
-            // one may have half of one.
+            // The chunk must stay, so its room must be whole again. The members before this one
+            // have a hole there, and this one may have a part of one.
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {

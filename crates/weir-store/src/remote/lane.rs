@@ -47,7 +47,7 @@ struct Operation {
     slot: Slot,
     /// The stamp of a write.
     stamp: Option<u64>,
-    /// The attempt that holds.
+    /// The number of the attempt that counts. Answers to earlier ones are ignored.
     attempt: u32,
     /// The copies that a read has asked for, a bit each.
     asked_for: u8,

@@ -58,8 +58,8 @@ pub(crate) fn answer_limit() -> Duration {
     Duration::from_millis(ANSWER_MS.load(Ordering::Relaxed))
 }
 
-/// Sets that limit for the whole process. It is for tests whose programs act as a card, and which
-/// are as slow as the machine makes them.
+/// Sets the time that a card has to answer, for the whole process. It is for tests in which a
+/// program acts as the card: that is as slow as the machine makes it.
 #[doc(hidden)]
 pub fn set_answer_limit(limit: Duration) {
     ANSWER_MS.store(limit.as_millis() as u64, Ordering::Relaxed);

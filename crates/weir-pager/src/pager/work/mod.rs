@@ -112,7 +112,7 @@ pub(super) struct Work<K: Kernel, S> {
     eviction: Option<Eviction>,
     /// Number of blocks that have room in the store.
     rooms: usize,
-    /// Heard, and not yet heeded.
+    /// Events that were read, and are not handled yet.
     events: VecDeque<Event>,
     /// An event is being handled. Meanwhile the tables may have blocks whose memory is gone, or
     /// belongs to another block.
