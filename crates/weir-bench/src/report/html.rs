@@ -6,9 +6,16 @@ use plotters::prelude::*;
 
 use super::{Better, Report, ReportError, Row, table};
 
-const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}\
-table{border-collapse:collapse}td,th{padding:.2em .7em;border-bottom:1px solid #ddd;text-align:left}\
-td.n{text-align:right;font-variant-numeric:tabular-nums}td.NO{color:#b00;font-weight:bold}svg{max-width:100%;height:auto}";
+/// On a narrow screen each row of the table becomes a block, whose cells carry their headings.
+const STYLE: &str = ":root{color-scheme:light dark;--line:#ddd;--bad:#b00}\
+@media(prefers-color-scheme:dark){:root{--line:#444;--bad:#f66}}\
+body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}\
+table{border-collapse:collapse}td,th{padding:.2em .7em;border-bottom:1px solid var(--line);text-align:left}\
+td.n{text-align:right;font-variant-numeric:tabular-nums}td.NO{color:var(--bad);font-weight:bold}\
+div{overflow-x:auto}svg{min-width:40em;max-width:100%;height:auto}svg text{fill:currentColor}\
+@media(max-width:45em){tr:first-child{display:none}tr{display:flex;flex-wrap:wrap;column-gap:1em;padding:.5em 0;\
+border-bottom:1px solid var(--line)}td{padding:0;border:0}td:empty{display:none}td:first-child{font-weight:bold}\
+td:nth-child(n+4)::before{content:attr(data-of)' ';opacity:.6}}";
 
 const OURS: RGBColor = RGBColor(0x1f, 0x6f, 0xb4);
 const CONTROL: RGBColor = RGBColor(0xb8, 0xbd, 0xc4);
@@ -33,7 +40,8 @@ pub(super) fn page(report: &Report) -> Result<String, ReportError> {
         machine.driver
     ));
     let mut html = format!(
-        "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\"><title>{title}</title><style>{STYLE}</style>\n\
+        "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width\"><title>{title}</title><style>{STYLE}</style>\n\
          <h1>{title}</h1>\n<p>{place}</p>\n<table>\n<tr>"
     );
     for heading in table::headings() {
@@ -42,9 +50,10 @@ pub(super) fn page(report: &Report) -> Result<String, ReportError> {
     html.push_str("</tr>\n");
     for row in &report.rows {
         html.push_str("<tr>");
-        for (cell, class) in table::cells(row).iter().zip(["", "", "n", "", "n", "n", "n", "met"]) {
+        let classes = ["", "", "n", "", "n", "n", "n", "met"];
+        for ((cell, class), of) in table::cells(row).iter().zip(classes).zip(table::headings()) {
             let class = if class == "met" { cell.as_str() } else { class };
-            let _ = write!(html, "<td class=\"{class}\">{}</td>", escape(cell));
+            let _ = write!(html, "<td class=\"{class}\" data-of=\"{of}\">{}</td>", escape(cell));
         }
         html.push_str("</tr>\n");
     }
@@ -60,7 +69,7 @@ pub(super) fn page(report: &Report) -> Result<String, ReportError> {
         let rows: Vec<&Row> = report.rows.iter().filter(|row| row.metric == metric).collect();
         let chart =
             chart(&rows).map_err(|reason| ReportError::Chart { metric: metric.to_owned(), reason })?;
-        let _ = write!(html, "<h2>{} ({direction} is better)</h2>\n{chart}\n", escape(metric));
+        let _ = write!(html, "<h2>{} ({direction} is better)</h2>\n<div>{chart}</div>\n", escape(metric));
     }
     html.push_str("</html>\n");
     Ok(html)
@@ -123,5 +132,10 @@ mod tests {
         assert_eq!(html.matches("#B8BDC4").count(), 2, "{html}");
         assert!(html.contains("120") && html.contains("18.6") && html.contains("512"));
         assert!(!html.contains("a<b>"), "{html}");
+        for phone_and_dark in
+            ["name=\"viewport\"", "data-of=\"control\">semaphore<", "prefers-color-scheme:dark"]
+        {
+            assert!(html.contains(phone_and_dark), "{html}");
+        }
     }
 }
