@@ -28,6 +28,7 @@ pub mod queue;
 pub mod report;
 pub mod restart;
 pub mod share;
+mod steps;
 pub mod store;
 pub mod swap;
 

@@ -21,6 +21,7 @@ mod long;
 mod server;
 
 use crate::report::{Goal, Report, Row, Runs};
+use crate::steps::Steps;
 use echo::Echo;
 pub use long::{Long, run as run_long};
 use server::Server;
@@ -199,6 +200,9 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     fio::fill(&nbdkit, plan.size)?;
     let echo = Echo::start(plan, &sockets)?;
     let mut measured: Vec<Measured> = cases.iter().map(|_| Measured::default()).collect();
+    // Each pass runs nbdkit beside Weir's servers.
+    let servers: usize = passes(plan).iter().map(|present| present.len() + 1).sum();
+    let steps = Steps::new(servers * cases.len() * plan.runs);
     for present in passes(plan) {
         let weirs = present
             .iter()
@@ -213,7 +217,7 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
         let servers: Vec<(usize, &Server)> =
             weirs.iter().map(|(way, server)| (*way, server)).chain([(NBDKIT, &nbdkit)]).collect();
         for (case, into) in cases.iter().zip(&mut measured) {
-            measure(plan, *case, &servers, &echo, into)?;
+            measure(plan, *case, &servers, &echo, into, &steps)?;
         }
     }
     let mut report = Report::new("block", plan.runs);
@@ -239,6 +243,7 @@ fn measure(
     servers: &[(usize, &Server)],
     echo: &Echo,
     into: &mut Measured,
+    steps: &Steps,
 ) -> Result<(), BlockError> {
     if case.id == SCATTERED {
         servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
@@ -250,6 +255,7 @@ fn measure(
         for turn in 0..servers.len() {
             let (way, server) = servers[(run + turn) % servers.len()];
             into.ways[way].push(fio::run(server, case, plan.size, time)?);
+            steps.end();
         }
         if case.is_single() || case.sequential {
             into.bare.push(fio::latencies(&echo.socket, case, plan.size, time)?.0);

@@ -11,6 +11,7 @@ mod fio;
 mod load;
 
 use crate::report::{Goal, Report, Row, Runs};
+use crate::steps::Steps;
 use std::path::PathBuf;
 use std::time::Duration;
 use weir_core::ByteSize;
@@ -123,6 +124,7 @@ pub fn run(options: &Options) -> Result<Report, DiskError> {
     load::fill(&sealed)?;
     load::fill(&clear)?;
     let mut report = Report::new("disk", options.runs);
+    let steps = Steps::new(CASES.len() * options.runs * 3);
     for case in CASES {
         let mut ways: [Way; 3] = Default::default();
         for run in 0..options.runs {
@@ -134,6 +136,7 @@ pub fn run(options: &Options) -> Result<Report, DiskError> {
                     1 => load::run(&clear, case, options.time, run as u64)?,
                     _ => control.run(case)?,
                 });
+                steps.end();
             }
         }
         report.rows.extend(rows(case, &ways));

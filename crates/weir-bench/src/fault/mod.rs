@@ -13,6 +13,7 @@ mod bare;
 mod touch;
 
 use crate::report::{Goal, Report, Row, Runs};
+use crate::steps::Steps;
 use crate::swap::devices::{Device, Kind, Scratch};
 use crate::swap::{self, SwapError};
 use std::collections::BTreeMap;
@@ -86,11 +87,13 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     });
     let mut found: BTreeMap<&str, Vec<Touch>> = BTreeMap::new();
     let mut lacking: Vec<&str> = Vec::new();
+    let steps = Steps::new(plan.runs * ways.len());
     for round in 0..plan.runs {
         for turn in 0..ways.len() {
             // Each way goes first in turn.
             let (name, way) = &ways[(round + turn) % ways.len()];
             if lacking.contains(name) {
+                steps.end();
                 continue;
             }
             match measure(plan, way, &scratch) {
@@ -107,6 +110,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
                     lacking.push(name);
                 }
             }
+            steps.end();
         }
     }
     let mut report = Report::new("fault", plan.runs);

@@ -15,6 +15,7 @@ pub(crate) mod devices;
 mod touch;
 
 use crate::report::{Goal, Report, Row, Runs};
+use crate::steps::Steps;
 use devices::{Device, Kind, Scratch};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -163,6 +164,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
             Err(error) => eprintln!("weir: {} is left out: {}", kind.name(), chain(&error)),
         }
     }
+    let steps = Steps::new(plan.runs * ways.len() * plan.page_clusters.len());
     for run in 0..plan.runs {
         // Each device goes first in turn.
         for turn in 0..ways.len() {
@@ -178,6 +180,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
                     return Err(SwapError::Mismatch { device, mismatches: touched.mismatches });
                 }
                 way.push(&touched);
+                steps.end();
             }
         }
     }

@@ -1,0 +1,25 @@
+//! The progress of a benchmark: a bar on a terminal, and nothing elsewhere.
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// The runs of a benchmark, counted as they end. Dropping this removes the bar.
+pub(crate) struct Steps(ProgressBar);
+
+impl Steps {
+    /// Begins a benchmark of `count` runs.
+    pub fn new(count: usize) -> Self {
+        let style = ProgressStyle::with_template("{bar:30} {pos} of {len} runs in {elapsed}, {eta} left");
+        Steps(ProgressBar::new(count as u64).with_style(style.expect("a valid template")))
+    }
+
+    /// Counts a run that has ended.
+    pub fn end(&self) {
+        self.0.inc(1);
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
