@@ -23,13 +23,14 @@ use rustix::net::{Shutdown, SocketFlags, SocketType};
 use weir_core::Rest;
 use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
+use weir_request::Requests;
 use weir_share::Layout;
 use weir_share::wire::{HELLO_BYTES, Hello, VERSION, WINDOWS_MAX, Welcome};
 use weir_store::OpenError;
 use weir_volume::{Lane, Volume};
 
 use super::loans::Loans;
-use super::session::{Desk, Pending, Session, Violation};
+use super::session::{Asked, Desk, Frames, Session, Violation};
 use super::stats::{Stats, add};
 use weir_core::log::{Level, Log, Throttle};
 use weir_system::local_socket::{self, BindError, SocketFile};
@@ -42,7 +43,7 @@ const GREETING: Duration = Duration::from_secs(2);
 /// memory.
 const ADMIT_PAUSE: Duration = Duration::from_millis(100);
 /// Most requests of all clients that may wait for slow stores.
-const TICKETS: u32 = 256;
+const REQUESTS: u16 = 256;
 /// Number of rounds over the rings between two looks at the sockets.
 const ROUNDS: u32 = 64;
 /// Number of rounds without work between two offers of the CPU to other threads.
@@ -221,7 +222,7 @@ enum Seat {
 struct Porter {
     listener: OwnedFd,
     epoll: OwnedFd,
-    lane: Lane,
+    requests: Requests<Lane>,
     desk: Desk,
     spin: Duration,
     layout: Layout,
@@ -258,11 +259,11 @@ impl Porter {
             references: config.clients * layout.frames().next_multiple_of(64),
             quota: layout.frames(),
         };
-        let tickets = TICKETS.min(lane.volume().config().depth as u32);
+        let requests_most = REQUESTS.min(lane.volume().config().depth as u16);
         let desk = Desk {
             table: Table::new(geometry, loans).map_err(io::Error::other)?,
-            pending: vec![None; tickets as usize],
-            free_tickets: (0..tickets).rev().collect(),
+            asked: vec![Asked::default(); requests_most.into()],
+            idle: (0..requests_most).rev().collect(),
             scratch: Box::new([0; PAGE_SIZE]),
             pages: u64::from(lane.volume().pages()),
             read_only: config.read_only,
@@ -277,7 +278,7 @@ impl Porter {
         Ok(Porter {
             listener,
             epoll,
-            lane,
+            requests: Requests::new(lane, requests_most),
             desk,
             spin,
             layout,
@@ -309,7 +310,7 @@ impl Porter {
             }
             rounds += 1;
             let idle = last_work.elapsed() >= self.spin;
-            if idle && !self.lane.must_poll() {
+            if idle && !self.requests.must_poll() {
                 self.sleep();
                 // A client that rang is served before the next sleep; a spin begins with its
                 // request.
@@ -348,15 +349,15 @@ impl Porter {
         let (mut worked, mut cut) = (false, None);
         for seat in 0..self.used {
             let Seat::Taken { session, .. } = &mut self.seats[seat] else { continue };
-            match session.serve(&mut self.lane, &mut self.desk) {
+            match session.serve(&mut self.requests, &mut self.desk) {
                 Ok(requests) => worked |= requests > 0,
                 Err(violation) => (worked, cut) = (true, Some((seat, violation))),
             }
         }
-        if worked || self.lane.in_flight() > 0 {
-            self.lane.submit();
+        if worked || self.requests.is_busy() {
+            self.requests.submit();
         }
-        if self.lane.in_flight() > 0 || self.lane.must_poll() {
+        if self.requests.is_busy() {
             worked |= self.complete();
         }
         // This comes after the lane's pin has ended, so no writer of the volume waits for it.
@@ -372,19 +373,25 @@ impl Porter {
 
     /// Hands completions of slow stores to their sessions.
     fn complete(&mut self) -> bool {
+        let Porter { requests, desk, seats, .. } = self;
+        let area = |asked: &Asked| match &seats[asked.seat] {
+            // A client that went away meanwhile took its frames with it.
+            Seat::Taken { session, .. } if session.number == asked.session => Some(session.area()),
+            _ => None,
+        };
+        let Desk { asked, scratch, .. } = desk;
+        requests.turn(Instant::now(), &mut Frames { area: &area, asked, scratch });
         let mut finished = false;
-        let (desk, seats) = (&mut self.desk, &mut self.seats);
-        self.lane.poll(Instant::now(), &mut |done| {
+        while let Some(answer) = requests.finished() {
             finished = true;
-            let Some(waiting) = desk.pending[done.ticket as usize].take() else { return };
-            desk.free_tickets.push(done.ticket);
-            // A client that went away meanwhile took its frame with it.
-            if let Seat::Taken { session, .. } = &mut seats[waiting.seat]
-                && session.number == waiting.session
-            {
-                session.finish(desk, waiting, done.result.is_ok(), done.page);
+            let asked = desk.asked[usize::from(answer.id)];
+            match &mut seats[asked.seat] {
+                Seat::Taken { session, .. } if session.number == asked.session => {
+                    session.finish(desk, &answer);
+                }
+                _ => desk.idle.push(answer.id),
             }
-        });
+        }
         finished
     }
 
@@ -407,7 +414,7 @@ impl Porter {
             add(&self.desk.stats.sleeps, 1);
             let wait = [stalled, greeting, pause].into_iter().flatten().min();
             // After any outcome the rings and sockets are looked at next.
-            let _ = weir_request::sleep(&self.lane, Some(self.epoll.as_fd()), wait);
+            let _ = self.requests.sleep(Some(self.epoll.as_fd()), wait);
         }
         sessions().for_each(|session| session.set_asleep(false));
     }
@@ -607,9 +614,11 @@ impl Porter {
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
                 // Other clients may write those pages anew before a slow store has finished these
                 // requests.
-                let pending = &self.desk.pending;
-                let is_its = |waiting: &Pending| waiting.session == session.number;
-                self.lane.forsake(|ticket| pending[ticket as usize].as_ref().is_some_and(is_its));
+                let asked = &self.desk.asked;
+                self.requests.forsake(|id| asked[usize::from(id)].session == session.number);
+                while let Some(answer) = self.requests.finished() {
+                    self.desk.idle.push(answer.id);
+                }
                 session.close(&mut self.desk);
             }
         }

@@ -8,9 +8,9 @@ use std::sync::atomic::{Ordering, fence};
 use rustix::event::EventfdFlags;
 use weir_core::{PageBytes, PageNo, copy};
 use weir_lease::{Connection, Place, Table, Token, TokenRange};
+use weir_request::{Answer, Id, Request, RequestMemory, Requests, Span, errno};
 use weir_share::wire::{Completed, DISCARD_MAX, Op, Spot, Submission};
 use weir_share::{Area, Layout, Ring};
-use weir_store::Progress;
 use weir_volume::{Guard, Lane, Loan, View};
 
 use super::loans::{FRAMES, Loans};
@@ -26,23 +26,59 @@ const HEAD_AHEAD: u32 = 2;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Violation(pub &'static str);
 
-/// A request that waits for a slow store.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Pending {
+/// The client and the frame of a request that the engine has, or had.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Asked {
     pub seat: usize,
     /// The session's number, which tells it from a later session in its seat.
     pub session: u64,
     tag: u32,
-    /// The frame for the page that is read; `None` for a write.
-    frame: Option<u32>,
+    frame: u32,
+}
+
+/// The frames of requests as the engine's memory. A client may change a frame at any time, so the
+/// volume gets a copy.
+pub(super) struct Frames<'a> {
+    /// Finds the area of a request's session; `None` once the client has gone.
+    pub area: &'a dyn Fn(&Asked) -> Option<&'a Area>,
+    pub asked: &'a [Asked],
+    pub scratch: &'a mut PageBytes,
+}
+
+impl RequestMemory for Frames<'_> {
+    fn fetch(&mut self, id: Id) {
+        let asked = &self.asked[usize::from(id)];
+        if let Some(area) = (self.area)(asked) {
+            // SAFETY: the frame lies in this area, as its place came from the table, and frames are
+            // page-aligned. The client may write it meanwhile: then the copy is a mixture of its
+            // bytes, which harms only the client. The copy is what is stored.
+            unsafe { copy::page_from_shared(self.scratch, area.frame(asked.frame).cast()) };
+        }
+    }
+
+    fn data(&self, _id: Id) -> &[u8] {
+        &self.scratch[..]
+    }
+
+    fn pages(&mut self, _id: Id, _at: u32) -> &mut [PageBytes] {
+        std::slice::from_mut(self.scratch)
+    }
+
+    fn filled(&mut self, id: Id, _at: u32, _count: u32) {
+        let asked = &self.asked[usize::from(id)];
+        if let Some(area) = (self.area)(asked) {
+            fill(area, asked.frame, self.scratch);
+        }
+    }
 }
 
 /// The state that all sessions share, on the server's thread.
 pub(super) struct Desk {
     pub table: Table<Loans>,
-    /// Requests that wait for the volume, by ticket.
-    pub pending: Vec<Option<Pending>>,
-    pub free_tickets: Vec<u32>,
+    /// The clients' requests, by the engine's number.
+    pub asked: Vec<Asked>,
+    /// The numbers that no request has.
+    pub idle: Vec<Id>,
     /// A page's copy between a frame, which the client may change at any time, and the volume.
     pub scratch: Box<PageBytes>,
     pub pages: u64,
@@ -159,7 +195,7 @@ impl Session {
     }
 
     /// Takes the client's submissions, one turn's worth, and returns how many requests that were.
-    pub(super) fn serve(&mut self, lane: &mut Lane, desk: &mut Desk) -> Result<u32, Violation> {
+    pub(super) fn serve(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk) -> Result<u32, Violation> {
         let written = self.area.written(Ring::Submissions).load(Ordering::Acquire);
         self.stalled = false;
         if written == self.taken {
@@ -186,16 +222,16 @@ impl Session {
             } else if room == 0 {
                 break;
             } else if submission.op == Op::Read && submission.page < desk.pages {
-                let done = self.read_run(lane, desk, end, room);
+                let done = self.read_run(requests.lane(), desk, end, room);
                 room -= done;
                 if done > 0 {
                     continue;
                 }
-                if !self.read(lane, desk, submission.tag, PageNo(submission.page as u32)) {
+                if !self.read(requests, desk, submission) {
                     break;
                 }
                 room -= 1;
-            } else if !self.request(lane, desk, submission) {
+            } else if !self.request(requests, desk, submission) {
                 break;
             } else {
                 room -= 1;
@@ -208,23 +244,76 @@ impl Session {
     }
 
     /// Does a request, or begins it. `false`: the volume has no room now, so try again later.
-    fn request(&mut self, lane: &mut Lane, desk: &mut Desk, submission: Submission) -> bool {
+    fn request(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk, submission: Submission) -> bool {
         let Submission { op, tag, page, token, count } = submission;
-        let number = PageNo(page as u32);
         match op {
             Op::Write | Op::Discard if desk.read_only => self.fail(tag, rustix::io::Errno::ROFS),
-            Op::Write if page < desk.pages => return self.write(lane, desk, tag, number, Token(token)),
+            Op::Write if page < desk.pages => {
+                let place = desk.table.place(&self.connection, Token(token));
+                let Some(place) = place.filter(|place| place.region == FRAMES) else {
+                    self.fail(tag, rustix::io::Errno::BADF);
+                    return true;
+                };
+                let frame = place.page - self.base;
+                return self.begin(requests, desk, (weir_request::Op::Write, page, 1), (tag, frame));
+            }
             Op::Reserve => match self.free.pop() {
                 Some(frame) => self.hand_out_frame(desk, tag, frame),
                 None => self.over_quota(desk, tag),
             },
             Op::Discard if count <= DISCARD_MAX && page.saturating_add(count.into()) <= desk.pages => {
-                lane.discard(number, count);
-                self.complete(tag, 0, 0, Spot::Nowhere);
+                return self.begin(requests, desk, (weir_request::Op::Discard, page, count), (tag, 0));
             }
             _ => self.fail(tag, rustix::io::Errno::INVAL),
         }
         true
+    }
+
+    /// Gives a request for pages to the engine. `false`: the engine has no room.
+    fn begin(
+        &mut self,
+        requests: &mut Requests<Lane>,
+        desk: &mut Desk,
+        (op, page, count): (weir_request::Op, u64, u32),
+        (tag, frame): (u32, u32),
+    ) -> bool {
+        let Some(id) = desk.idle.pop() else { return false };
+        desk.asked[usize::from(id)] = Asked { seat: self.seat, session: self.number, tag, frame };
+        self.in_flight += 1;
+        let span = Span::pages_from(PageNo(page as u32), count);
+        let area = &self.area;
+        let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
+        requests.begin(id, Request { op, span, fua: false }, &mut frames);
+        // All earlier answers have been taken, so these are this session's.
+        while let Some(answer) = requests.finished() {
+            self.finish(desk, &answer);
+        }
+        true
+    }
+
+    /// Ends a request that the engine has answered.
+    pub(super) fn finish(&mut self, desk: &mut Desk, answer: &Answer) {
+        let Asked { tag, frame, .. } = desk.asked[usize::from(answer.id)];
+        desk.idle.push(answer.id);
+        self.in_flight -= 1;
+        let op = answer.request.op;
+        match answer.result {
+            Ok(()) if op == weir_request::Op::Read => {
+                add(&desk.stats.reads, 1);
+                self.hand_out_frame(desk, tag, frame);
+            }
+            Ok(()) => {
+                add(&desk.stats.writes, u64::from(op == weir_request::Op::Write));
+                self.complete(tag, 0, 0, Spot::Nowhere);
+            }
+            Err(fault) => {
+                if op == weir_request::Op::Read {
+                    self.free.push(frame);
+                }
+                add(&desk.stats.faults, 1);
+                self.fail(tag, errno(fault));
+            }
+        }
     }
 
     /// The page that submission `number` asks for, if it asks for a page that exists.
@@ -272,9 +361,9 @@ impl Session {
             };
             match view {
                 View::Elsewhere => break,
-                View::Fault(_) => {
+                View::Fault(fault) => {
                     faults += 1;
-                    self.fail(tag, rustix::io::Errno::IO);
+                    self.fail(tag, errno(fault));
                 }
                 View::Bytes(_) | View::Fill(_) => match (self.free.pop(), view) {
                     (None, _) => self.over_quota(desk, tag),
@@ -310,97 +399,16 @@ impl Session {
     }
 
     /// Reads a page that does not lie in host memory.
-    fn read(&mut self, lane: &mut Lane, desk: &mut Desk, tag: u32, page: PageNo) -> bool {
-        let Some(ticket) = desk.free_tickets.pop() else { return false };
+    fn read(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk, asked: Submission) -> bool {
         let Some(frame) = self.free.pop() else {
-            desk.free_tickets.push(ticket);
-            self.over_quota(desk, tag);
+            self.over_quota(desk, asked.tag);
             return true;
         };
-        match lane.read(ticket, page, &mut desk.scratch) {
-            Progress::Done(result) => {
-                desk.free_tickets.push(ticket);
-                if result.is_ok() {
-                    fill(&self.area, frame, &desk.scratch);
-                }
-                self.end_read(desk, tag, frame, result.is_ok());
-                true
-            }
-            Progress::Queued => {
-                self.begin(desk, ticket, tag, Some(frame));
-                true
-            }
-            Progress::Full => {
-                desk.free_tickets.push(ticket);
-                self.free.push(frame);
-                false
-            }
-        }
-    }
-
-    fn end_read(&mut self, desk: &mut Desk, tag: u32, frame: u32, fine: bool) {
-        if fine {
-            add(&desk.stats.reads, 1);
-            self.hand_out_frame(desk, tag, frame);
-        } else {
+        let begun = self.begin(requests, desk, (weir_request::Op::Read, asked.page, 1), (asked.tag, frame));
+        if !begun {
             self.free.push(frame);
-            add(&desk.stats.faults, 1);
-            self.fail(tag, rustix::io::Errno::IO);
         }
-    }
-
-    fn write(&mut self, lane: &mut Lane, desk: &mut Desk, tag: u32, page: PageNo, token: Token) -> bool {
-        let place = desk.table.place(&self.connection, token).filter(|place| place.region == FRAMES);
-        let Some(place) = place else {
-            self.fail(tag, rustix::io::Errno::BADF);
-            return true;
-        };
-        let Some(ticket) = desk.free_tickets.pop() else { return false };
-        // SAFETY: the frame lies in this area, as its place came from the table, and frames are
-        // page-aligned. The client may write it meanwhile: then the copy is a mixture of its bytes,
-        // which harms only the client. The copy is what is stored.
-        unsafe { copy::page_from_shared(&mut desk.scratch, self.area.frame(place.page - self.base).cast()) };
-        match lane.write(ticket, page, &desk.scratch) {
-            Progress::Done(result) => {
-                desk.free_tickets.push(ticket);
-                self.end_write(desk, tag, result.is_ok());
-            }
-            Progress::Queued => self.begin(desk, ticket, tag, None),
-            Progress::Full => {
-                desk.free_tickets.push(ticket);
-                return false;
-            }
-        }
-        true
-    }
-
-    fn end_write(&mut self, desk: &mut Desk, tag: u32, fine: bool) {
-        if fine {
-            add(&desk.stats.writes, 1);
-            self.complete(tag, 0, 0, Spot::Nowhere);
-        } else {
-            add(&desk.stats.faults, 1);
-            self.fail(tag, rustix::io::Errno::IO);
-        }
-    }
-
-    fn begin(&mut self, desk: &mut Desk, ticket: u32, tag: u32, frame: Option<u32>) {
-        desk.pending[ticket as usize] = Some(Pending { seat: self.seat, session: self.number, tag, frame });
-        self.in_flight += 1;
-    }
-
-    /// Ends a request that waited for a slow store.
-    pub(super) fn finish(&mut self, desk: &mut Desk, pending: Pending, fine: bool, page: Option<&PageBytes>) {
-        self.in_flight -= 1;
-        match pending.frame {
-            None => self.end_write(desk, pending.tag, fine),
-            Some(frame) => {
-                if let Some(page) = page {
-                    fill(&self.area, frame, page);
-                }
-                self.end_read(desk, pending.tag, frame, fine && page.is_some());
-            }
-        }
+        begun
     }
 
     /// Lends the found pages to the client.
