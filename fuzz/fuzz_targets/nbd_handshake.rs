@@ -16,6 +16,7 @@ fuzz_target!(|data: &[u8]| {
         description: "pages".to_owned(),
         bytes: 1 << 30,
         read_only: how & 0x40 != 0,
+        clears: how & 0x20 != 0,
     };
     let mut handshake = Handshake::new(&export, tls);
     let mut pending: Vec<u8> = Vec::with_capacity(INPUT_MAX);

@@ -14,6 +14,7 @@ fuzz_target!(|data: &[u8]| {
     let rules = Rules {
         bytes: 1 << (how & 0x1f),
         read_only: how & 0x20 != 0,
+        clears: piece & 1 != 0,
         structured: how & 0x40 != 0,
         allocation: how & 0x80 != 0,
         unfragmented_max: 1 << 16,

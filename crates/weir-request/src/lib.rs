@@ -287,6 +287,12 @@ impl<L: PageLane> Requests<L> {
         Some(Answer { id, request, result, at })
     }
 
+    /// Whether an operation is under way, or a request waits for its next turn. A write that is
+    /// [open](Requests::open), and whose pieces have all been written, has neither.
+    pub fn has_work(&self) -> bool {
+        self.lane.in_flight() > 0 || !self.flight.waiting.is_empty() || self.lane.must_poll()
+    }
+
     /// Whether answers are outstanding.
     pub fn is_busy(&self) -> bool {
         self.flight.unfinished > 0
@@ -317,6 +323,15 @@ impl<L: PageLane> Requests<L> {
     /// Fails as [`sleep`] does: never, while its descriptors are open.
     pub fn wait(&mut self, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
         if self.is_ready() { Ok(()) } else { wait(&mut self.rest, &self.lane, also) }
+    }
+
+    /// Waits until the next [`turn`](Requests::turn) may have something to do, or `to` takes more
+    /// bytes.
+    ///
+    /// # Errors
+    /// As [`sleep`].
+    pub fn wait_for_room(&mut self, to: BorrowedFd<'_>) -> Result<(), Errno> {
+        if self.is_ready() { Ok(()) } else { wait_for_room(&mut self.rest, &self.lane, to) }
     }
 
     /// Sleeps as [`sleep`] does, where [`must_poll`](Requests::must_poll) lets it.

@@ -329,6 +329,35 @@ fn a_request_that_is_forsaken_takes_no_effect_and_is_answered_so() {
 }
 
 #[test]
+fn a_write_whose_bytes_are_still_to_come_is_work_only_while_the_device_works_for_it() {
+    let volume = volume(16, None);
+    let mut memory = Pages::new();
+    let request = Request { op: Op::Write, span: Span { offset: 0, length: 2 * PAGE }, fua: false };
+    let mut requests = Requests::new(volume.open().unwrap(), IDS);
+    requests.open(0, request);
+    assert!(!requests.has_work(), "nothing has come");
+    assert_eq!(requests.write_piece(0, 0, &[7; PAGE_SIZE]), PAGE_SIZE);
+    requests.submit();
+    assert!(!requests.has_work() && requests.is_busy(), "its page is written");
+    drop(requests);
+    let mut requests = Requests::new(Moody::new(volume.open().unwrap(), LATE, 1), IDS);
+    requests.open(0, request);
+    assert_eq!(requests.write_piece(0, 0, &[8; PAGE_SIZE]), PAGE_SIZE);
+    requests.submit();
+    assert!(requests.has_work(), "the device has its page");
+    for _ in 0..100 {
+        requests.turn(Instant::now(), &mut memory);
+    }
+    assert!(!requests.has_work() && requests.is_busy(), "the device has answered");
+    assert_eq!(requests.write_piece(0, PAGE, &[9; PAGE_SIZE]), PAGE_SIZE);
+    requests.close(0, Ok(()));
+    assert!(requests.has_work());
+    turns(&mut requests, &mut memory, 100);
+    assert_eq!((next(&mut requests), requests.has_work()), (Some((0, Ok(()))), false));
+    assert_eq!(content(&mut volume.lane().unwrap(), 0, 2), [[8; PAGE_SIZE], [9; PAGE_SIZE]].concat());
+}
+
+#[test]
 fn a_write_of_which_no_more_comes_fails_and_a_read_says_at_which_page_it_did() {
     let volume = volume(64, None);
     let mut requests = Requests::new(volume.open().unwrap(), IDS);

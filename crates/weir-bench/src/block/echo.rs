@@ -28,8 +28,13 @@ impl Echo {
     pub fn start(plan: &Plan, directory: &Directory) -> Result<Echo, BlockError> {
         let socket = directory.socket("echo");
         let listener = UnixListener::bind(&socket).map_err(BlockError::Directory)?;
-        let export =
-            Export { name: String::new(), description: String::new(), bytes: plan.size.0, read_only: false };
+        let export = Export {
+            name: String::new(),
+            description: String::new(),
+            bytes: plan.size.0,
+            read_only: false,
+            clears: true,
+        };
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         std::thread::spawn(move || {

@@ -1,8 +1,8 @@
-//! Requests whose pages are under way at slow stores, and the pages that their reads will fill.
+//! The requests of a connection that the engine has, and the pages that their reads fill.
 //!
-//! A request is an entry that counts its outstanding operations. A completion names its entry by
-//! the ticket. After the last one, the entry is ready to be answered. The size is fixed: requests
-//! that do not fit wait in the socket.
+//! The engine's number of a request is that of its entry. Once the engine has answered a read, the
+//! entry is ready to be answered too. The size is fixed: requests that do not fit wait in the
+//! socket.
 
 use super::pool::{Loan, Pool};
 use super::wire::Errno;
@@ -11,7 +11,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes};
-use weir_store::{Done, Fault, Ticket};
+use weir_request::{Answer, Id, RequestMemory};
+use weir_store::Fault;
 
 /// Bytes of the longest piece of a read that slow stores fetch at once.
 pub(super) const CHUNK_MAX: u32 = 256 << 10;
@@ -25,7 +26,9 @@ const LOANS: usize = 4;
 /// Bytes of a borrowed unit.
 pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
 /// Most requests under way. More would not fit the pages, but writes need none.
-const ENTRIES: usize = 256;
+pub(super) const ENTRIES: u16 = 256;
+/// The end of an entry's pages.
+const END: u16 = u16::MAX;
 
 /// The kind of request that an entry holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -48,22 +51,19 @@ pub(super) struct Entry {
     pub cookie: u64,
     /// The first error, and its offset in the export.
     pub error: Option<(Errno, u64)>,
-    /// Outstanding operations, plus one until all have been issued.
+    /// 1 until the engine has answered; of a stream, its chunks, plus one until all have begun.
     left: u32,
-    span: usize,
-    pages: [u16; SPAN_MAX],
-}
-
-impl Entry {
-    /// The indices of the entry's pages in [`Flight::pages`], in order.
-    pub fn pages(&self) -> &[u16] {
-        &self.pages[..self.span]
-    }
+    /// The entry's first page.
+    first: u16,
+    /// The last page that was asked for, and its index, so that the next one is near.
+    last: (u16, u32),
 }
 
 pub(super) struct Flight {
     entries: Box<[Entry]>,
     idle: Vec<u16>,
+    /// For each page the next one of its entry.
+    next_pages: Box<[u16]>,
     memory: Buffer,
     pool: Arc<Pool>,
     loans: [Option<Loan>; LOANS],
@@ -77,15 +77,16 @@ impl Flight {
     /// Makes the tables; `pool` must have units of [`LOAN_BYTES`].
     pub fn new(pool: &Arc<Pool>) -> io::Result<Flight> {
         let entry =
-            || Entry { work: Work::Idle, cookie: 0, error: None, left: 0, span: 0, pages: [0; SPAN_MAX] };
+            || Entry { work: Work::Idle, cookie: 0, error: None, left: 0, first: END, last: (END, 0) };
         Ok(Flight {
-            entries: std::iter::repeat_with(entry).take(ENTRIES).collect(),
-            idle: (0..ENTRIES as u16).rev().collect(),
+            entries: std::iter::repeat_with(entry).take(ENTRIES.into()).collect(),
+            idle: (0..ENTRIES).rev().collect(),
+            next_pages: vec![END; PAGES].into_boxed_slice(),
             memory: Buffer::new(SPAN_MAX * PAGE_SIZE)?,
             pool: Arc::clone(pool),
             loans: [const { None }; LOANS],
             idle_pages: Self::own_pages(Vec::with_capacity(PAGES)),
-            ready: VecDeque::with_capacity(ENTRIES),
+            ready: VecDeque::with_capacity(ENTRIES.into()),
             writes: 0,
         })
     }
@@ -117,30 +118,27 @@ impl Flight {
         self.idle_pages = Self::own_pages(std::mem::take(&mut self.idle_pages));
     }
 
-    /// The entry that [`begin`](Flight::begin) would take next, if there is room.
-    pub fn next(&self) -> Option<u16> {
-        self.idle.last().copied()
-    }
-
-    /// Takes an entry and `span` pages for it; the caller has checked that there is room. The entry
-    /// is not ready before [`issued`](Flight::issued), however fast its operations are.
+    /// Takes an entry and `span` pages for it; the caller has checked that there is room. Unless it
+    /// is a stream, the engine has it until it has [ended](Flight::end).
     pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
         let index = self.idle.pop().expect("the caller has seen that there is room");
         self.writes += usize::from(work == Work::Write);
-        let entry = &mut self.entries[usize::from(index)];
-        (entry.work, entry.cookie, entry.error, entry.left, entry.span) = (work, cookie, None, 1, span);
-        for page in &mut entry.pages[..span] {
-            *page = self.idle_pages.pop().expect("the caller has seen that there is room");
+        let (mut first, mut last) = (END, END);
+        for _ in 0..span {
+            let page = self.idle_pages.pop().expect("the caller has seen that there is room");
+            self.next_pages[usize::from(page)] = END;
+            match last {
+                END => first = page,
+                _ => self.next_pages[usize::from(last)] = page,
+            }
+            last = page;
         }
+        self.entries[usize::from(index)] =
+            Entry { work, cookie, error: None, left: 1, first, last: (first, 0) };
         if let Work::Read { stream: Some(stream), .. } = work {
             self.entries[usize::from(stream)].left += 1;
         }
         index
-    }
-
-    /// The ticket of the operation on the page at index `at` of an entry.
-    pub fn ticket(index: u16, at: usize) -> Ticket {
-        Ticket::from(index) << 8 | at as Ticket
     }
 
     pub fn entry(&self, index: u16) -> &Entry {
@@ -155,10 +153,16 @@ impl Flight {
         }
     }
 
-    /// The memory of the page at index `at` of an entry.
-    pub fn page_of(&mut self, index: u16, at: usize) -> &mut PageBytes {
-        let number = usize::from(self.entries[usize::from(index)].pages[at]);
-        let (unit, at) = (number / SPAN_MAX, number % SPAN_MAX);
+    /// The numbers of an entry's pages, in order.
+    pub fn pages_of(&self, index: u16) -> impl Iterator<Item = u16> {
+        let there = |page: u16| (page != END).then_some(page);
+        std::iter::successors(there(self.entry(index).first), move |&page| {
+            there(self.next_pages[usize::from(page)])
+        })
+    }
+
+    fn page_mut(&mut self, number: u16) -> &mut PageBytes {
+        let (unit, at) = (usize::from(number) / SPAN_MAX, usize::from(number) % SPAN_MAX);
         match unit.checked_sub(1) {
             None => &mut self.memory.pages_mut()[at],
             Some(loan) => {
@@ -167,13 +171,8 @@ impl Flight {
         }
     }
 
-    /// Adds this many outstanding operations to the entry.
-    pub fn queued(&mut self, index: u16, operations: usize) {
-        self.entries[usize::from(index)].left += operations as u32;
-    }
-
     /// Notes that the entry's request failed at `offset`; the first error counts.
-    pub fn fail(&mut self, index: u16, error: Errno, offset: u64) {
+    fn fail(&mut self, index: u16, error: Errno, offset: u64) {
         let entry = &mut self.entries[usize::from(index)];
         entry.error.get_or_insert((error, offset));
         if let Work::Read { stream: Some(stream), .. } = entry.work {
@@ -181,28 +180,24 @@ impl Flight {
         }
     }
 
-    /// Notes that every operation of the entry has been issued. Returns whether it is finished
-    /// already.
-    pub fn issued(&mut self, index: u16) -> bool {
-        self.one_less(index)
+    /// Notes that every chunk of a stream has begun.
+    pub fn issued(&mut self, stream: u16) {
+        self.one_less(stream);
     }
 
-    /// Takes a completion of the volume.
-    pub fn complete(&mut self, done: &Done<'_>) {
-        let (index, at) = ((done.ticket >> 8) as u16, (done.ticket & 0xff) as usize);
-        match (self.entry(index).work, done.result) {
-            (Work::Read { offset, .. } | Work::Held { offset, .. }, Err(fault)) => {
-                let page = offset / PAGE_SIZE as u64 + at as u64;
-                self.fail(index, errno(fault), (page * PAGE_SIZE as u64).max(offset));
-            }
-            (_, Err(fault)) => self.fail(index, errno(fault), 0),
-            (Work::Read { .. } | Work::Held { .. }, Ok(())) => match done.page {
-                Some(page) => *self.page_of(index, at) = *page,
-                None => self.fail(index, Errno::Io, 0),
-            },
-            (_, Ok(())) => {}
+    /// Takes the engine's answer.
+    pub fn end(&mut self, answer: &Answer) {
+        if let Err(fault) = answer.result {
+            let at = match self.entry(answer.id).work {
+                Work::Read { offset, .. } | Work::Held { offset, .. } => {
+                    let page = offset / PAGE_SIZE as u64 + u64::from(answer.at);
+                    (page * PAGE_SIZE as u64).max(offset)
+                }
+                _ => 0,
+            };
+            self.fail(answer.id, errno(fault), at);
         }
-        self.one_less(index);
+        self.one_less(answer.id);
     }
 
     /// Whether a held entry is finished. The function that began it waits for this.
@@ -210,16 +205,15 @@ impl Flight {
         self.entry(index).left == 0
     }
 
-    fn one_less(&mut self, index: u16) -> bool {
+    fn one_less(&mut self, index: u16) {
         let entry = &mut self.entries[usize::from(index)];
         entry.left -= 1;
-        if entry.left == 0 && !matches!(entry.work, Work::Held { .. }) {
+        if entry.left == 0 && matches!(entry.work, Work::Read { .. } | Work::Stream) {
             self.ready.push_back(index);
         }
-        entry.left == 0
     }
 
-    /// The finished entries, in the order in which they finished.
+    /// The finished reads, in the order in which they finished.
     pub fn ready(&self) -> &VecDeque<u16> {
         &self.ready
     }
@@ -237,7 +231,11 @@ impl Flight {
         let entry = &mut self.entries[usize::from(index)];
         let work = std::mem::replace(&mut entry.work, Work::Idle);
         self.writes -= usize::from(work == Work::Write);
-        self.idle_pages.extend_from_slice(&entry.pages[..entry.span]);
+        let mut page = std::mem::replace(&mut entry.first, END);
+        while page != END {
+            self.idle_pages.push(page);
+            page = self.next_pages[usize::from(page)];
+        }
         self.idle.push(index);
         if let Work::Read { stream: Some(stream), .. } = work {
             self.one_less(stream);
@@ -252,7 +250,7 @@ impl Flight {
         self.writes = 0;
         self.ready.clear();
         self.idle.clear();
-        self.idle.extend((0..ENTRIES as u16).rev());
+        self.idle.extend((0..ENTRIES).rev());
         self.give_back();
     }
 
@@ -263,12 +261,31 @@ impl Flight {
 
     /// Number of entries that have begun and are not released.
     pub fn begun(&self) -> usize {
-        ENTRIES - self.idle.len()
+        usize::from(ENTRIES) - self.idle.len()
     }
 
     /// Whether nothing is under way and everything has been answered.
     pub fn is_empty(&self) -> bool {
         self.begun() == 0
+    }
+}
+
+/// Reads fill the pages of their entries. Writes come in pieces.
+impl RequestMemory for Flight {
+    fn data(&self, _id: Id) -> &[u8] {
+        &[]
+    }
+
+    fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes] {
+        let entry = &mut self.entries[usize::from(id)];
+        if entry.last.1 > at {
+            entry.last = (entry.first, 0);
+        }
+        while entry.last.1 < at {
+            entry.last = (self.next_pages[usize::from(entry.last.0)], entry.last.1 + 1);
+        }
+        let number = entry.last.0;
+        std::slice::from_mut(self.page_mut(number))
     }
 }
 
@@ -283,6 +300,14 @@ pub(super) fn errno(fault: Fault) -> Errno {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use weir_request::{Op, Request, Span};
+
+    /// The engine's answer to a read.
+    fn answer(id: Id, result: Result<(), (Fault, u32)>) -> Answer {
+        let request = Request { op: Op::Read, span: Span { offset: 0, length: 0 }, fua: false };
+        let (result, at) = result.map_or_else(|(fault, at)| (Err(fault), at), |()| (Ok(()), 0));
+        Answer { id, request, result, at }
+    }
 
     #[test]
     fn a_stream_is_ready_only_after_its_last_chunk_and_carries_the_first_error() {
@@ -290,22 +315,12 @@ mod tests {
         let stream = flight.begin(Work::Stream, 7, 0);
         let read = |offset| Work::Read { offset, length: 2 * PAGE_SIZE as u32, stream: Some(stream) };
         let (first, second) = (flight.begin(read(0), 7, 2), flight.begin(read(8192), 7, 2));
-        for index in [first, second] {
-            flight.queued(index, 1);
-            flight.queued(index, 1);
-            assert!(!flight.issued(index));
-        }
         flight.issued(stream);
-        let page = [3; PAGE_SIZE];
-        let mut done = |index, at, result: Result<(), Fault>| {
-            let page = result.is_ok().then_some(&page);
-            flight.complete(&Done { ticket: Flight::ticket(index, at), result, page });
-            flight.ready().iter().copied().collect::<Vec<_>>()
-        };
-        assert_eq!(done(second, 1, Err(Fault::Corrupt)), []);
-        assert_eq!(done(second, 0, Ok(())), [second]);
-        assert_eq!(done(first, 0, Ok(())), [second]);
-        assert_eq!(done(first, 1, Err(Fault::Lost)), [second, first]);
+        let ready = |flight: &Flight| flight.ready().iter().copied().collect::<Vec<_>>();
+        flight.end(&answer(second, Err((Fault::Corrupt, 1))));
+        assert_eq!(ready(&flight), [second]);
+        flight.end(&answer(first, Err((Fault::Lost, 0))));
+        assert_eq!(ready(&flight), [second, first]);
         flight.release_ready(2);
         assert_eq!(*flight.ready(), [stream], "only once its chunks were answered");
         assert_eq!(flight.entry(stream).error, Some((Errno::Io, 8192 + 4096)));
@@ -314,19 +329,17 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_of_a_completion_land_in_their_page() {
+    fn the_pages_of_an_entry_are_its_own_and_keep_their_order() {
         let mut flight = Flight::new(&Pool::new(4, LOAN_BYTES).unwrap()).unwrap();
-        let index = flight.begin(Work::Read { offset: 0, length: 8192, stream: None }, 1, 2);
-        flight.queued(index, 1);
-        *flight.page_of(index, 0) = [1; PAGE_SIZE];
-        assert!(!flight.issued(index));
-        flight.complete(&Done {
-            ticket: Flight::ticket(index, 1),
-            result: Ok(()),
-            page: Some(&[2; PAGE_SIZE]),
-        });
-        let numbers = flight.entry(index).pages();
-        assert_eq!((flight.page(numbers[0])[9], flight.page(numbers[1])[9]), (1, 2));
+        let read = Work::Read { offset: 0, length: 12288, stream: None };
+        let [one, two] = [(); 2].map(|()| flight.begin(read, 1, 3));
+        for (at, index) in [2, 0, 1].into_iter().flat_map(|at| [(at, one), (at, two)]) {
+            flight.pages(index, at)[0].fill(10 * index as u8 + at as u8);
+        }
+        for index in [one, two] {
+            let found: Vec<u8> = flight.pages_of(index).map(|number| flight.page(number)[9]).collect();
+            assert_eq!(found, [0, 1, 2].map(|at| 10 * index as u8 + at));
+        }
     }
 
     #[test]
@@ -338,11 +351,11 @@ mod tests {
         while flight.has_room(SPAN_MAX) {
             begun.push(flight.begin(Work::Held { offset: 0, length: CHUNK_MAX }, 0, SPAN_MAX));
             let mark = begun.len() as u8;
-            (0..SPAN_MAX).for_each(|at| flight.page_of(begun[begun.len() - 1], at).fill(mark));
+            (0..SPAN_MAX as u32).for_each(|at| flight.pages(begun[begun.len() - 1], at)[0].fill(mark));
         }
         assert_eq!(begun.len(), 5);
         let marked = |index: u16, mark: u8| {
-            flight.entry(index).pages().iter().all(|number| *flight.page(*number) == [mark; PAGE_SIZE])
+            flight.pages_of(index).all(|number| *flight.page(number) == [mark; PAGE_SIZE])
         };
         assert!(begun.iter().zip(1..).all(|(index, mark)| marked(*index, mark)), "no page is two entries'");
         // The room left for another entry becomes less, but never zero.
@@ -354,7 +367,8 @@ mod tests {
         assert_eq!(room.count(), 3);
         assert!(flight.has_room(0), "writes need no pages");
         for index in begun {
-            assert!(flight.issued(index) && flight.is_finished(index));
+            flight.end(&answer(index, Ok(())));
+            assert!(flight.is_finished(index));
             flight.release(index);
         }
         assert!(flight.is_empty());

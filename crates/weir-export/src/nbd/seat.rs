@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
+use weir_device::PageLane;
 
 /// The state that all seats share.
 pub(super) struct Seats {
@@ -77,7 +78,7 @@ impl Seats {
     }
 
     /// The work of a seat's thread: serves each connection that it is given, until it must leave.
-    pub fn sit(&self, number: usize, worker: &mut Worker) {
+    pub fn sit<L: PageLane>(&self, number: usize, worker: &mut Worker<L>) {
         weir_core::seal::on_io_thread(|| {
             while let Some(socket) = self.seats[number].wait() {
                 self.serve(number, worker, socket);
@@ -105,7 +106,7 @@ impl Seats {
         Sitting(self, number)
     }
 
-    fn serve(&self, number: usize, worker: &mut Worker, socket: OwnedFd) {
+    fn serve<L: PageLane>(&self, number: usize, worker: &mut Worker<L>, socket: OwnedFd) {
         let seat = &self.seats[number];
         seat.counters.connections.add(1);
         let mut early = [0; INPUT_MAX];

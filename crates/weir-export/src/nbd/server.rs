@@ -14,8 +14,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use weir_core::log::Log;
 use weir_core::swap_safety::{self, Children, Unprotected};
+use weir_device::{PageDevice, PageLane};
 use weir_store::OpenError;
-use weir_volume::Volume;
 
 /// Stack of a thread; with `mlockall` all of it is resident.
 const STACK_BYTES: usize = 256 << 10;
@@ -129,20 +129,18 @@ impl Server {
     ///
     /// # Errors
     /// Fails with a [`ServeError`]; nothing is left running or listening then.
-    pub fn start(
-        volume: &Arc<Volume>,
+    pub fn start<D>(
+        device: &Arc<D>,
         config: &Config,
         listen: &[Listen],
         log: &Log,
-    ) -> Result<Server, ServeError> {
+    ) -> Result<Server, ServeError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+    {
         check(config, listen)?;
         let resources = |source| ServeError::Resources { connections: config.connections, source };
-        let export = Export {
-            name: config.name.clone(),
-            description: config.description.clone(),
-            bytes: volume.bytes(),
-            read_only: config.read_only,
-        };
         let listeners = listen.iter().map(Listener::bind).collect::<Result<Vec<_>, _>>()?;
         let addresses = listeners.iter().map(|listener| listener.bound.clone()).collect();
         let bell = Arc::new(Bell::new().map_err(resources)?);
@@ -155,7 +153,14 @@ impl Server {
             threads: Vec::with_capacity(config.connections),
             memory_locked: true,
         };
-        server.start_seats(volume, config)?;
+        let bytes = server.start_seats(device, config)?;
+        let export = Export {
+            name: config.name.clone(),
+            description: config.description.clone(),
+            bytes,
+            read_only: config.read_only,
+            clears: D::Lane::CLEARS,
+        };
         let (ready, started) = mpsc::channel();
         let log = Arc::clone(log);
         let send_patience = config.send_patience;
@@ -173,16 +178,23 @@ impl Server {
         Ok(server)
     }
 
-    fn start_seats(&mut self, volume: &Arc<Volume>, config: &Config) -> Result<(), ServeError> {
+    /// Starts the threads, and returns the device's size in bytes.
+    fn start_seats<D>(&mut self, device: &Arc<D>, config: &Config) -> Result<u64, ServeError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+    {
         let connections = config.connections;
         let resources = |source| ServeError::Resources { connections, source };
         let (ready, started) = mpsc::channel();
         let shared = Shared::new(connections).map_err(resources)?;
         self.memory_locked &= shared.is_locked();
+        let mut bytes = 0;
         for number in 0..connections {
-            let lane = volume.lane()?;
+            let lane = device.open()?;
             let mut worker = Worker::new(lane, &shared).map_err(resources)?;
             self.memory_locked &= worker.is_locked();
+            bytes = worker.bytes();
             let seats = Arc::clone(&self.seats);
             let arrive = arrival(config, &ready);
             let serve = move || {
@@ -208,7 +220,7 @@ impl Server {
                 Err(missing) => return Err(ServeError::Flusher(missing)),
             }
         }
-        Ok(())
+        Ok(bytes)
     }
 
     /// The addresses on which the server listens, with the ports that the system chose.

@@ -175,6 +175,8 @@ pub struct Rules {
     pub bytes: u64,
     /// Whether writes are refused.
     pub read_only: bool,
+    /// Whether pages can be discarded and zeroed.
+    pub clears: bool,
     /// Whether structured replies were negotiated.
     pub structured: bool,
     /// Whether `base:allocation` was selected.
@@ -196,6 +198,7 @@ impl Rules {
         let flags = command_flag::FUA
             | match request.command {
                 READ if self.structured => command_flag::DF,
+                TRIM | WRITE_ZEROES if !self.clears => return Err(Errno::Invalid),
                 WRITE_ZEROES => command_flag::NO_HOLE | command_flag::FAST_ZERO,
                 BLOCK_STATUS => command_flag::REQ_ONE,
                 READ | WRITE | DISC | FLUSH | TRIM | CACHE => 0,
@@ -377,6 +380,7 @@ mod tests {
         Rules {
             bytes: 1 << 30,
             read_only: false,
+            clears: true,
             structured: true,
             allocation: true,
             unfragmented_max: 1 << 18,
@@ -463,7 +467,7 @@ mod tests {
             flags in 0u16..64, command in 0u16..10, offset: u64, length: u32, bytes in 0u64..1 << 40,
             read_only: bool, structured: bool, allocation: bool,
         ) {
-            let rules = Rules { bytes, read_only, structured, allocation, unfragmented_max: 1 << 18 };
+            let rules = Rules { bytes, read_only, clears: true, structured, allocation, unfragmented_max: 1 << 18 };
             for offset in [offset, offset % (bytes + 2)] {
                 let request = Request { flags, command, cookie: 0, offset, length };
                 if rules.check(&request).is_ok() && !matches!(command, command::DISC | command::FLUSH) {
@@ -536,6 +540,9 @@ mod tests {
             let writes = matches!(command, WRITE | TRIM | WRITE_ZEROES);
             let expected = if writes { Err(Errno::NotPermitted) } else { Ok(()) };
             assert_eq!(check(read_only, 0, command, 0, 4096), expected, "{command}");
+            let disk = Rules { clears: false, ..rules() };
+            let expected = if matches!(command, TRIM | WRITE_ZEROES) { Err(Errno::Invalid) } else { Ok(()) };
+            assert_eq!(check(disk, 0, command, 0, 4096), expected, "{command}");
             assert_eq!(check(rules(), command_flag::FUA, command, 0, 4096), Ok(()), "{command}");
             assert_eq!(check(rules(), 1 << 9, command, 0, 4096), Err(Errno::Invalid), "{command}");
         }

@@ -4,13 +4,14 @@ use super::super::transmission::{self as reply, Request};
 use super::super::wire::{command_flag, extent_flag};
 use super::{Connection, Ending, HEAD_MAX};
 use weir_core::{PAGE_SIZE, PageNo};
+use weir_device::PageLane;
 
 /// Most extents in one block status.
 const EXTENTS_MAX: usize = 512;
 
-impl Connection<'_> {
+impl<L: PageLane> Connection<'_, L> {
     pub(super) fn block_status(&mut self, request: &Request) -> Result<(), Ending> {
-        let lane = &self.desk.lane;
+        let lane = &*self.desk.requests.lane();
         let flags = |page: u64| {
             let page = PageNo(page as u32);
             match (lane.mapped(page), lane.known_zero(page)) {

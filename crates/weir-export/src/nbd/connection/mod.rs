@@ -16,7 +16,7 @@ mod write;
 
 pub(super) use ending::Ending;
 
-use super::flight::{CHUNK_MAX, Flight, LOAN_BYTES, PAGES};
+use super::flight::{CHUNK_MAX, ENTRIES, Flight, LOAN_BYTES, PAGES};
 use super::handshake::Negotiated;
 use super::pool::Pool;
 use super::stats::Counters;
@@ -31,9 +31,10 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use weir_core::{PAGE_SIZE, PageNo, Rest};
-use weir_request::Span;
-use weir_volume::Lane;
+use weir_core::{PAGE_SIZE, PageNo};
+use weir_device::{Coming, PageLane};
+use weir_request::{Op, Requests, Span};
+use weir_store::Fault;
 
 /// The most bytes of one `recv`: a queue depth of 16 with 16 KiB each; larger payloads stream
 /// through it.
@@ -69,8 +70,8 @@ struct Read {
 struct Write {
     cookie: u64,
     error: Option<Errno>,
-    /// The write's entry, if one of its operations did not finish at once.
-    entry: Option<u16>,
+    /// The write's entry, unless the write was refused.
+    index: Option<u16>,
 }
 
 /// The state that all connections share: memory for long requests, since few of them are answered
@@ -106,14 +107,14 @@ impl Shared {
 }
 
 /// The memory of a connection's thread, all taken before the process is sealed.
-pub(super) struct Worker {
+pub(super) struct Worker<L> {
     input: Buffer,
-    work: Desk,
+    work: Desk<L>,
 }
 
 /// All of a worker but its input, which is borrowed while this works.
-struct Desk {
-    lane: Lane,
+struct Desk<L> {
+    requests: Requests<L>,
     flight: Flight,
     reads: Vec<Read>,
     acks: Vec<u8>,
@@ -121,29 +122,27 @@ struct Desk {
     rest: Buffer,
     rests: Arc<Pool>,
     write: Option<Write>,
-    /// Counts looks at operations that no descriptor announces.
-    looks: Rest,
 }
 
 /// A connection, for as long as it is served.
-struct Connection<'a> {
+struct Connection<'a, L> {
     socket: BorrowedFd<'a>,
     rules: Rules,
     counters: &'a Counters,
-    desk: &'a mut Desk,
+    desk: &'a mut Desk<L>,
     presence: Presence<'a>,
 }
 
-impl Worker {
+impl<L: PageLane> Worker<L> {
     /// Takes the memory of one thread.
     ///
     /// # Errors
     /// Fails when the memory cannot be had.
-    pub fn new(lane: Lane, shared: &Shared) -> io::Result<Worker> {
+    pub fn new(lane: L, shared: &Shared) -> io::Result<Self> {
         Ok(Worker {
             input: Buffer::new(INPUT_BYTES)?,
             work: Desk {
-                lane,
+                requests: Requests::new(lane, ENTRIES),
                 flight: Flight::new(&shared.chunks)?,
                 reads: Vec::with_capacity(READS_MAX),
                 acks: Vec::with_capacity(HEADS_BYTES),
@@ -151,9 +150,13 @@ impl Worker {
                 rest: Buffer::new(OWN_PIECE_MAX as usize + 2 * HEADS_BYTES)?,
                 rests: Arc::clone(&shared.rests),
                 write: None,
-                looks: Rest::default(),
             },
         })
+    }
+
+    /// The device's size in bytes.
+    pub fn bytes(&mut self) -> u64 {
+        u64::from(self.work.requests.lane().pages()) * PAGE_SIZE as u64
     }
 
     /// Whether the thread's memory is locked in RAM.
@@ -175,8 +178,9 @@ impl Worker {
         counters: &Counters,
     ) -> Ending {
         let rules = Rules {
-            bytes: self.work.lane.volume().bytes(),
+            bytes: self.bytes(),
             read_only,
+            clears: L::CLEARS,
             structured: negotiated.structured,
             allocation: negotiated.allocation,
             unfragmented_max: CHUNK_MAX,
@@ -191,7 +195,7 @@ impl Worker {
     }
 }
 
-impl Connection<'_> {
+impl<L: PageLane> Connection<'_, L> {
     fn run(&mut self, input: &mut [u8], early: &[u8], spin: &mut Spin<'_>) -> Result<Ending, Ending> {
         let mut parser = Parser::new();
         input[..early.len()].copy_from_slice(early);
@@ -239,25 +243,28 @@ impl Connection<'_> {
     /// Announces the received requests, so that the stores know how much comes before the first
     /// operation.
     fn plan(&mut self, parser: &Parser, received: &[u8]) {
-        let Some(mut batch) = self.desk.lane.batch() else { return };
-        // Do not announce more pages than can be under way at once.
-        let mut room = PAGES as u32;
-        let writes = parser.survey(received, |request| {
-            if request.command == command::READ && request.length > 0 && self.rules.check(request).is_ok() {
-                let first = (request.offset / PAGE_SIZE as u64) as u32;
-                let last = ((request.offset + u64::from(request.length) - 1) / PAGE_SIZE as u64) as u32;
-                let pages = room.min(last - first + 1);
-                room -= pages;
-                batch.reads((first..first + pages).map(PageNo));
-            }
+        let rules = self.rules;
+        // A device that ignores announcements does not run this.
+        let coming = std::iter::once_with(|| {
+            // Do not announce more pages than can be under way at once.
+            let (mut reads, mut count, mut room) = ([None; PAGES], 0, PAGES as u32);
+            let writes = parser.survey(received, |request| {
+                let is_read = request.command == command::READ && request.length > 0;
+                if is_read && room > 0 && rules.check(request).is_ok() {
+                    let span = whole(request);
+                    let pages = room.min(span.pages());
+                    reads[count] = Some(Coming::Reads(PageNo(span.first() as u32), pages));
+                    (count, room) = (count + 1, room - pages);
+                }
+            });
+            reads.into_iter().map_while(|read| read).chain([Coming::Writes(writes as u32)])
         });
-        batch.writes(writes);
-        batch.announce();
+        self.desk.requests.lane().announce(coming.flatten());
     }
 
     /// Waits for bytes of the client. 0 means that no more will come.
     fn receive(&mut self, into: &mut [u8], spin: &mut Spin<'_>) -> Result<usize, Ending> {
-        while !self.desk.flight.is_empty() {
+        while self.is_busy() {
             // Look at the store first: clients wait for its completions.
             if !self.take_completions()?
                 && let Some(received) = self.listen(into)?
@@ -299,12 +306,7 @@ impl Connection<'_> {
             (command::WRITE, checked) => {
                 counters.writes.add(1);
                 counters.bytes_written.add(u64::from(request.length));
-                let write = Write { cookie: request.cookie, error: checked.err(), entry: None };
-                if request.length == 0 {
-                    return self.end_write(write);
-                }
-                self.desk.write = Some(write);
-                Ok(())
+                self.open_write(&request, checked.err())
             }
             (_, Err(error)) => self.refuse(&request, error),
             (command::READ, Ok(())) => {
@@ -325,19 +327,16 @@ impl Connection<'_> {
                 Ok(())
             }
             (command::TRIM, Ok(())) => {
-                self.see_client()?;
                 counters.trims.add(1);
-                self.clear_pages(whole_pages(&request), Lane::discard)?;
-                self.acknowledge(&simple_reply(request.cookie, None))
+                self.trim(&request)
             }
             (command::WRITE_ZEROES, Ok(())) => {
-                self.see_client()?;
                 counters.trims.add(1);
                 self.write_zeroes(&request)
             }
+            (command::FLUSH, Ok(())) => self.change(&request, Op::Flush, Span { offset: 0, length: 0 }),
             (command::BLOCK_STATUS, Ok(())) => self.block_status(&request),
-            // FLUSH never waits: an acknowledged page is already in the map that every connection
-            // shares. CACHE needs no work: the page already lies in the fastest place that it can.
+            // CACHE needs no work: the page already lies in the fastest place that it can.
             _ => self.acknowledge(&simple_reply(request.cookie, None)),
         }
     }
@@ -373,7 +372,7 @@ impl Connection<'_> {
         if self.desk.acks.is_empty() {
             return Ok(());
         }
-        self.desk.lane.submit();
+        self.desk.requests.submit();
         self.send(&[], |desk, slices| slices.push(&desk.acks))?;
         self.desk.acks.clear();
         Ok(())
@@ -385,9 +384,7 @@ impl Connection<'_> {
         if !self.presence.is_closing() {
             return Ok(());
         }
-        if let Some(write) = self.desk.write.take() {
-            self.end_write(Write { error: Some(Errno::Io), ..write })?;
-        }
+        self.close_write(Err(Fault::Io(rustix::io::Errno::IO.raw_os_error())))?;
         self.send_acks()?;
         self.finish_flight()
     }
@@ -397,8 +394,8 @@ impl Connection<'_> {
     fn end_batch(&mut self) -> Result<(), Ending> {
         self.answer_reads()?;
         self.send_acks()?;
-        self.desk.lane.submit();
-        if !self.desk.flight.is_empty() {
+        self.desk.requests.submit();
+        if self.is_busy() {
             self.take_completions()?;
         }
         Ok(())
@@ -408,24 +405,26 @@ impl Connection<'_> {
     /// under way take no effect any more, unless the client disconnected in order. It may have sent
     /// them again on another connection, and newer ones after them.
     fn clear(&mut self) {
-        let Desk { lane, flight, reads, acks, write, .. } = &mut *self.desk;
+        let Desk { requests, flight, reads, acks, write, .. } = &mut *self.desk;
         if !self.presence.is_leaving() {
-            lane.forsake(|_| true);
+            requests.forsake(|_| true);
         }
-        lane.submit();
-        loop {
-            lane.poll(Instant::now(), &mut |done| flight.complete(&done));
-            if lane.in_flight() == 0 {
-                break;
+        if let Some(index) = write.take().and_then(|write| write.index) {
+            requests.close(index, Err(Fault::Forsaken));
+        }
+        requests.submit();
+        while requests.is_busy() {
+            requests.turn(Instant::now(), flight);
+            if requests.is_busy() {
+                // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short sleep
+                // delays no client.
+                std::thread::sleep(std::time::Duration::from_millis(1));
             }
-            // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short sleep delays
-            // no client.
-            std::thread::sleep(std::time::Duration::from_millis(1));
         }
+        while requests.finished().is_some() {}
         flight.reset();
         reads.clear();
         acks.clear();
-        *write = None;
     }
 }
 
@@ -438,8 +437,13 @@ fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<usize>,
     }
 }
 
+/// The range of a request.
+fn whole(request: &Request) -> Span {
+    Span { offset: request.offset, length: request.length.into() }
+}
+
 /// The pages that a range covers completely; an empty range if there are none.
 pub(super) fn whole_pages(request: &Request) -> std::ops::Range<u32> {
-    let (_, whole, _) = Span { offset: request.offset, length: request.length.into() }.parts();
-    whole.start as u32..whole.end as u32
+    let (_, pages, _) = whole(request).parts();
+    pages.start as u32..pages.end as u32
 }

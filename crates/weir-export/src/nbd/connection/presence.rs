@@ -15,6 +15,7 @@ use rustix::net::RecvFlags;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use weir_device::PageLane;
 
 /// The time when the client was last seen, and how it leaves.
 pub(super) struct Presence<'a> {
@@ -57,7 +58,7 @@ impl<'a> Presence<'a> {
     }
 }
 
-impl Connection<'_> {
+impl<L: PageLane> Connection<'_, L> {
     /// Checks that the client was there a moment ago: within a tick of the kernel, 1 to 10 ms.
     ///
     /// # Errors

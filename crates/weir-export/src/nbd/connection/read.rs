@@ -9,20 +9,20 @@ use super::slow::push_pages;
 use super::{Connection, Desk, Ending, HEAD_MAX, OWN_PIECE_MAX, PIECE_MAX, Read, ZEROS};
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageNo};
-use weir_volume::{Guard, View};
+use weir_device::{PageGuard, PageLane, View};
 
 /// Longest time that pages are kept in place while the client takes them; the rest is copied then.
 /// A client that reads has room for more within microseconds.
 const PINNED_WAIT: Duration = Duration::from_millis(1);
 
-impl Connection<'_> {
+impl<L: PageLane> Connection<'_, L> {
     /// Answers the reads of the batch together with its acknowledgements, and begins reads from
     /// slow stores.
     pub(super) fn answer_reads(&mut self) -> Result<(), Ending> {
         if self.desk.reads.is_empty() {
             return Ok(());
         }
-        self.desk.lane.submit();
+        self.desk.requests.submit();
         let mut at = 0;
         while at < self.desk.reads.len() {
             at = self.round(at)?;
@@ -42,14 +42,14 @@ impl Connection<'_> {
     /// Sends one `sendmsg`: the acknowledgements, and as many reads from index `at` on as fit.
     /// Returns the first read that was not reached, or not completely answered.
     fn round(&mut self, mut at: usize) -> Result<usize, Ending> {
-        let Desk { lane, reads, acks, heads, rest, rests, .. } = &mut *self.desk;
+        let Desk { requests, reads, acks, heads, rest, rests, .. } = &mut *self.desk;
         // Borrow memory if the waiting reads are more than the connection's own buffer takes.
         let mut loan = is_long(&reads[at..]).then(|| rests.borrow()).flatten();
         let (rest, piece_max): (&mut [u8], u32) = match &mut loan {
             Some(loan) => (loan, PIECE_MAX),
             None => (rest, OWN_PIECE_MAX),
         };
-        let guard = lane.pin();
+        let guard = requests.lane().pin();
         let mut heads: &mut [u8] = heads;
         let mut slices = Slices::new();
         if !acks.is_empty() {
@@ -147,12 +147,12 @@ impl Connection<'_> {
         loan: &mut Option<Loan>,
     ) -> Result<Result<(), Errno>, Ending> {
         let head = head.as_ref().map_or(&[][..], |head| head);
-        let Desk { lane, rest, .. } = &mut *self.desk;
+        let Desk { requests, rest, .. } = &mut *self.desk;
         let rest: &mut [u8] = match loan {
             Some(loan) => loan,
             None => rest,
         };
-        let guard = lane.pin();
+        let guard = requests.lane().pin();
         let mut slices = Slices::new();
         slices.push(head);
         let found = view_range(&guard, offset, length, &mut slices);
@@ -171,7 +171,6 @@ impl Connection<'_> {
             Found::Elsewhere => {}
         }
         let index = self.begin(Work::Held { offset, length }, 0, offset, length)?;
-        self.desk.flight.issued(index);
         while !self.desk.flight.is_finished(index) {
             self.make_room()?;
         }
@@ -204,7 +203,7 @@ enum Composed {
 
 /// Adds the answer for the next `length` bytes of `read` to `slices`, if those lie in memory.
 fn compose<'a>(
-    guard: &'a Guard<'_>,
+    guard: &'a impl PageGuard,
     read: &Read,
     length: u32,
     structured: bool,
@@ -249,14 +248,14 @@ fn compose<'a>(
 enum Found {
     /// All bytes of the range, verified. `zeros`: all are known to be zeros.
     Bytes { zeros: bool },
-    /// Some bytes lie in a store that only [`Lane::read`] reaches.
+    /// Some bytes lie in a store that only [`PageLane::read`] reaches.
     Elsewhere,
     /// The page that contains byte `at` cannot be read.
     Fault { error: Errno, at: u64 },
 }
 
 /// Adds the bytes of a range to `slices`, page by page, from where they lie.
-fn view_range<'a>(guard: &'a Guard<'_>, offset: u64, length: u32, slices: &mut Slices<'a>) -> Found {
+fn view_range<'a>(guard: &'a impl PageGuard, offset: u64, length: u32, slices: &mut Slices<'a>) -> Found {
     let (end, mut at, mut zeros) = (offset + u64::from(length), offset, true);
     while at < end {
         let page = at / PAGE_SIZE as u64;

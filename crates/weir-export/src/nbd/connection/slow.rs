@@ -1,23 +1,23 @@
 //! Requests at slow stores: begun, waited for, and answered as the pages arrive.
 
-use super::super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work, errno};
+use super::super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work};
 use super::super::slices::{Slices, take_front};
 use super::super::transmission::{data_chunk, error_offset_chunk, none_chunk, simple_reply};
 use super::{Connection, Desk, Ending, HEAD_MAX, Read};
 use std::time::Instant;
-use weir_core::{PAGE_SIZE, PageNo};
-use weir_store::Progress;
+use weir_core::PAGE_SIZE;
+use weir_device::PageLane;
+use weir_request::{Op, Request, Span};
 
 /// A piece of a read of at least this many bytes is started by itself; shorter ones wait for the
 /// batch.
 const PIPED: u32 = 64 << 10;
 
-impl Connection<'_> {
+impl<L: PageLane> Connection<'_, L> {
     /// Waits until a slow store may have a completion, or, if `client`, until the client has sent
     /// bytes.
     pub(super) fn wait(&mut self, client: bool) -> Result<(), Ending> {
-        let Desk { lane, looks, .. } = &mut *self.desk;
-        Ok(weir_request::wait(looks, lane, client.then_some(self.socket))?)
+        Ok(self.desk.requests.wait(client.then_some(self.socket))?)
     }
 
     /// Begins the rest of a read at slow stores.
@@ -37,12 +37,11 @@ impl Connection<'_> {
             let whole = CHUNK_MAX - (offset % PAGE_SIZE as u64) as u32;
             let left = request.length - done;
             let length = if stream.is_some() { left.min(whole) } else { left };
-            let index = self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
-            self.desk.flight.issued(index);
+            self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             if length >= PIPED {
                 // The store works on this chunk while the next is begun, and on the next while this
                 // one is verified and sent.
-                self.desk.lane.submit();
+                self.desk.requests.submit();
             }
             done += length;
         }
@@ -52,50 +51,66 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Begins an entry and queues its reads.
+    /// Begins an entry, and has the engine read its range.
     pub(super) fn begin(&mut self, work: Work, cookie: u64, offset: u64, length: u32) -> Result<u16, Ending> {
-        let first = offset / PAGE_SIZE as u64;
-        let span = ((offset + u64::from(length)).div_ceil(PAGE_SIZE as u64) - first) as usize;
-        while !self.desk.flight.has_room(span) {
+        let span = Span { offset, length: length.into() };
+        self.begin_request(work, cookie, Request { op: Op::Read, span, fua: false })
+    }
+
+    /// Begins an entry, and gives its request to the engine.
+    pub(super) fn begin_request(&mut self, work: Work, cookie: u64, request: Request) -> Result<u16, Ending> {
+        let pages = if request.op == Op::Read { request.span.pages() as usize } else { 0 };
+        while !self.desk.flight.has_room(pages) {
             self.make_room()?;
         }
-        let index = self.desk.flight.begin(work, cookie, span);
-        let mut at = 0;
-        while at < span {
-            let Desk { lane, flight, .. } = &mut *self.desk;
-            let number = first + at as u64;
-            let begun = lane.queue_reads(Flight::ticket(index, at), PageNo(number as u32), span - at);
-            if begun > 0 {
-                flight.queued(index, begun);
-                at += begun;
-                continue;
-            }
-            match lane.read(Flight::ticket(index, at), PageNo(number as u32), flight.page_of(index, at)) {
-                Progress::Done(Ok(())) => {}
-                Progress::Done(Err(fault)) => {
-                    flight.fail(index, errno(fault), (number * PAGE_SIZE as u64).max(offset));
-                }
-                Progress::Queued => flight.queued(index, 1),
-                Progress::Full => {
-                    self.make_room()?;
-                    continue;
-                }
-            }
-            at += 1;
-        }
+        let Desk { requests, flight, .. } = &mut *self.desk;
+        let index = flight.begin(work, cookie, pages);
+        requests.begin(index, request, flight);
+        self.take_answers()?;
         Ok(index)
+    }
+
+    /// Takes the engine's answers. The next send acknowledges requests without data; reads become
+    /// ready. Returns whether there were any.
+    pub(super) fn take_answers(&mut self) -> Result<bool, Ending> {
+        let mut any = false;
+        while let Some(answer) = self.desk.requests.finished() {
+            any = true;
+            let flight = &mut self.desk.flight;
+            flight.end(&answer);
+            let entry = flight.entry(answer.id);
+            if entry.work == Work::Write {
+                let (cookie, error) = (entry.cookie, entry.error.map(|(error, _)| error));
+                flight.release(answer.id);
+                self.count_error(error);
+                self.acknowledge(&simple_reply(cookie, error))?;
+            }
+        }
+        Ok(any)
+    }
+
+    /// Whether a request is under way, or waits for its answer. A write whose payload is still
+    /// arriving is under way only while a store works for it.
+    pub(super) fn is_busy(&self) -> bool {
+        self.has_begun() || self.desk.requests.has_work()
+    }
+
+    /// Whether a request has begun whose payload is not still arriving.
+    fn has_begun(&self) -> bool {
+        let arriving = self.desk.write.is_some_and(|write| write.index.is_some());
+        self.desk.flight.begun() > usize::from(arriving)
     }
 
     /// Waits until an operation under way has ended, and answers the finished requests.
     pub(super) fn make_room(&mut self) -> Result<(), Ending> {
-        self.desk.lane.submit();
-        let before = self.desk.lane.in_flight();
+        self.desk.requests.submit();
+        let before = self.desk.requests.lane().in_flight();
         // An operation that has ended made room, whether or not its request is finished.
-        if self.take_completions()? || self.desk.lane.in_flight() < before {
+        if self.take_completions()? || self.desk.requests.lane().in_flight() < before {
             return Ok(());
         }
         // If nothing is in flight, a write may wait for a slot.
-        if before == 0 && !self.desk.lane.must_poll() {
+        if before == 0 && !self.desk.requests.must_poll() {
             return Ok(());
         }
         self.send_acks()?;
@@ -106,8 +121,7 @@ impl Connection<'_> {
     /// Answers all requests under way, except a write whose payload is still arriving: this thread
     /// must receive it.
     pub(super) fn finish_flight(&mut self) -> Result<(), Ending> {
-        let arriving = self.desk.write.and_then(|write| write.entry).is_some();
-        while self.desk.flight.begun() > usize::from(arriving) {
+        while self.has_begun() {
             self.make_room()?;
         }
         Ok(())
@@ -117,9 +131,12 @@ impl Connection<'_> {
     /// whether there were any.
     pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
         self.collect()?;
-        let any = !self.desk.flight.ready().is_empty();
+        let any = self.take_answers()? || !self.desk.flight.ready().is_empty();
         while !self.desk.flight.ready().is_empty() {
             self.answer_ready()?;
+        }
+        if any {
+            self.send_acks()?;
         }
         Ok(any)
     }
@@ -132,11 +149,8 @@ impl Connection<'_> {
             // connection.
             self.look_for_client()?;
         }
-        let Desk { lane, flight, looks, .. } = &mut *self.desk;
-        lane.poll(Instant::now(), &mut |done| {
-            looks.end();
-            flight.complete(&done);
-        });
+        let Desk { requests, flight, .. } = &mut *self.desk;
+        requests.turn(Instant::now(), flight);
         Ok(())
     }
 
@@ -149,11 +163,11 @@ impl Connection<'_> {
     pub(super) fn send(
         &mut self,
         head: &[u8],
-        mut gather: impl for<'a> FnMut(&'a mut Desk, &mut Slices<'a>),
+        mut gather: impl for<'a> FnMut(&'a mut Desk<L>, &mut Slices<'a>),
     ) -> Result<(), Ending> {
         let mut sent = 0;
         loop {
-            let is_idle = self.desk.lane.in_flight() == 0;
+            let is_idle = self.desk.requests.lane().in_flight() == 0;
             let mut slices = Slices::new();
             slices.push(head);
             gather(self.desk, &mut slices);
@@ -168,26 +182,27 @@ impl Connection<'_> {
     /// Takes completions of slow stores without an answer to them, and waits until there are more
     /// or the client has room.
     fn collect_until_room(&mut self) -> Result<(), Ending> {
-        self.desk.lane.submit();
+        self.desk.requests.submit();
         self.collect()?;
-        let Desk { lane, looks, .. } = &mut *self.desk;
-        Ok(weir_request::wait_for_room(looks, lane, self.socket)?)
+        Ok(self.desk.requests.wait_for_room(self.socket)?)
     }
 
-    /// Sends one `sendmsg` with the answers to finished requests.
+    /// Sends one `sendmsg` with the acknowledgements and the answers to finished reads.
     fn answer_ready(&mut self) -> Result<(), Ending> {
         let structured = self.rules.structured;
         let (mut count, mut errors) = (usize::MAX, 0);
         let sent = self.send(&[], |desk, slices| {
+            slices.push(&desk.acks);
             (count, errors) = gather_ready(&desk.flight, count, &mut desk.heads, structured, slices);
         });
+        self.desk.acks.clear();
         self.desk.flight.release_ready(count);
         self.counters.errors.add(errors);
         sent
     }
 }
 
-/// Adds the answers to finished requests: to as many as fit, and `most` at most. Returns their
+/// Adds the answers to finished reads: to as many as fit, and `most` at most. Returns their
 /// number, and how many of them report an error.
 fn gather_ready<'a>(
     flight: &'a Flight,
@@ -240,7 +255,7 @@ pub(super) fn push_pages<'a>(
     slices: &mut Slices<'a>,
 ) {
     let (end, mut at) = (offset + u64::from(length), offset);
-    for &number in flight.entry(index).pages() {
+    for number in flight.pages_of(index) {
         let within = (at % PAGE_SIZE as u64) as usize;
         let take = (PAGE_SIZE - within).min((end - at) as usize);
         slices.push(&flight.page(number)[within..within + take]);

@@ -1,133 +1,82 @@
 //! Writes: pages go to the volume from the input buffer.
 
-use super::super::flight::{Flight, Work, errno};
+use super::super::flight::Work;
 use super::super::transmission::{Payload, Request, simple_reply};
 use super::super::wire::{Errno, command_flag};
-use super::{Connection, Ending, Write, ZEROS, whole_pages};
-use std::ops::Range;
-use weir_core::{PAGE_SIZE, PageNo};
-use weir_request::{STEP, Span};
-use weir_store::Progress;
-use weir_volume::Lane;
+use super::{Connection, Ending, Write, whole, whole_pages};
+use weir_core::PageNo;
+use weir_device::PageLane;
+use weir_request::{Op, Request as Change, Span};
+use weir_store::Fault;
 
-impl Connection<'_> {
-    pub(super) fn payload(&mut self, payload: &Payload<'_>) -> Result<(), Ending> {
-        let mut write = self.desk.write.take().expect("the parser gives payload after its write");
-        if write.error.is_none() {
-            self.see_client()?;
-            let first = (payload.offset / PAGE_SIZE as u64) as u32;
-            let within = (payload.offset % PAGE_SIZE as u64) as usize;
-            let (pages, part) = payload.bytes.as_chunks::<PAGE_SIZE>();
-            if within == 0 && part.is_empty() {
-                let mut done = self.desk.lane.write_run(PageNo(first), pages);
-                while let Some(page) = pages.get(done) {
-                    let (number, mut queued) = (PageNo(first + done as u32), 0);
-                    self.write_with(&mut write, |lane, ticket| {
-                        queued = lane.queue_writes(ticket, number, &pages[done..]);
-                        if queued > 0 { Progress::Queued } else { lane.write(ticket, number, page) }
-                    })?;
-                    done += queued.max(1);
-                    self.see_client()?;
-                }
-            } else {
-                let bytes = payload.bytes;
-                self.write_with(&mut write, |lane, ticket| {
-                    lane.write_part(ticket, PageNo(first), within, bytes)
-                })?;
-            }
-        }
-        if payload.left > 0 {
-            self.desk.write = Some(write);
-            return Ok(());
-        }
-        self.end_write(write)
-    }
-
-    /// Issues one operation of `write`, which happens now or later.
-    fn write_with(
-        &mut self,
-        write: &mut Write,
-        mut operation: impl FnMut(&mut Lane, u32) -> Progress,
-    ) -> Result<(), Ending> {
-        loop {
-            let Some(index) = write.entry.or(self.desk.flight.next()) else {
+impl<L: PageLane> Connection<'_, L> {
+    /// Begins a write, whose payload follows.
+    pub(super) fn open_write(&mut self, request: &Request, refused: Option<Errno>) -> Result<(), Ending> {
+        let mut write = Write { cookie: request.cookie, error: refused, index: None };
+        if refused.is_none() {
+            while !self.desk.flight.has_room(0) {
                 self.make_room()?;
-                continue;
-            };
-            match operation(&mut self.desk.lane, Flight::ticket(index, 0)) {
-                Progress::Done(Ok(())) => {}
-                Progress::Done(Err(fault)) => write.error = Some(errno(fault)),
-                Progress::Queued => {
-                    let flight = &mut self.desk.flight;
-                    let entry =
-                        *write.entry.get_or_insert_with(|| flight.begin(Work::Write, write.cookie, 0));
-                    flight.queued(entry, 1);
-                }
-                Progress::Full => {
-                    self.make_room()?;
-                    // The write may have waited for a slot for long.
-                    self.see_client()?;
-                    continue;
-                }
             }
-            return Ok(());
+            let index = self.desk.flight.begin(Work::Write, request.cookie, 0);
+            self.desk.requests.open(index, change(request, Op::Write, whole(request)));
+            write.index = Some(index);
         }
+        self.desk.write = Some(write);
+        if request.length == 0 { self.close_write(Ok(())) } else { Ok(()) }
     }
 
-    /// Notes that the last operation of `write` has been issued.
-    pub(super) fn end_write(&mut self, write: Write) -> Result<(), Ending> {
-        match write.entry {
-            None => {
-                self.count_error(write.error);
-                self.acknowledge(&simple_reply(write.cookie, write.error))
-            }
-            Some(entry) => {
-                if let Some(error) = write.error {
-                    self.desk.flight.fail(entry, error, 0);
-                }
-                self.desk.flight.issued(entry);
-                Ok(())
+    pub(super) fn payload(&mut self, payload: &Payload<'_>) -> Result<(), Ending> {
+        let write = self.desk.write.expect("the parser gives payload after its write");
+        let (mut offset, mut bytes) = (payload.offset, payload.bytes);
+        while let Some(index) = write.index.filter(|_| !bytes.is_empty()) {
+            // The write may have waited for a slot for long.
+            self.see_client()?;
+            let issued = self.desk.requests.write_piece(index, offset, bytes);
+            (offset, bytes) = (offset + issued as u64, &bytes[issued..]);
+            if issued == 0 {
+                self.make_room()?;
             }
         }
+        if payload.left > 0 { Ok(()) } else { self.close_write(Ok(())) }
+    }
+
+    /// Notes that all payload of the write has come, or that no more will.
+    pub(super) fn close_write(&mut self, came: Result<(), Fault>) -> Result<(), Ending> {
+        let Some(Write { cookie, error, index }) = self.desk.write.take() else { return Ok(()) };
+        let Some(index) = index else {
+            self.count_error(error);
+            return self.acknowledge(&simple_reply(cookie, error));
+        };
+        self.desk.requests.close(index, came);
+        self.take_answers().map(drop)
+    }
+
+    /// Discards whole pages; parts of pages stay.
+    pub(super) fn trim(&mut self, request: &Request) -> Result<(), Ending> {
+        let pages = whole_pages(request);
+        let span = Span::pages_from(PageNo(pages.start), pages.end.saturating_sub(pages.start));
+        self.change(request, Op::Discard, span)
     }
 
     pub(super) fn write_zeroes(&mut self, request: &Request) -> Result<(), Ending> {
-        let pages = whole_pages(request);
-        if pages.is_empty() && request.length > 0 && request.flags & command_flag::FAST_ZERO != 0 {
+        if whole_pages(request).is_empty()
+            && request.length > 0
+            && request.flags & command_flag::FAST_ZERO != 0
+        {
             // Zeroing parts of pages takes as long as writing them.
             return self.refuse(request, Errno::NotSupported);
         }
-        let mut write = Write { cookie: request.cookie, error: None, entry: None };
-        let (head, _, tail) = Span { offset: request.offset, length: request.length.into() }.parts();
-        for edge in [head, tail].iter().filter(|edge| edge.length > 0) {
-            let (piece, page) = (edge.piece(0), PageNo(edge.first() as u32));
-            let zeros = &ZEROS[..piece.len];
-            self.write_with(&mut write, |lane, ticket| lane.write_part(ticket, page, piece.within, zeros))?;
-        }
-        let holes = request.flags & command_flag::NO_HOLE == 0;
-        self.clear_pages(pages, |lane, first, count| lane.zero(first, count, holes))?;
-        self.end_write(write)
+        let op = if request.flags & command_flag::NO_HOLE == 0 { Op::Hole } else { Op::Zero };
+        self.change(request, op, whole(request))
     }
 
-    /// Discards whole pages or makes them zero, by `clear`, a bounded number at a time. In between,
-    /// answers are sent, and freed slots can be used.
-    pub(super) fn clear_pages(
-        &mut self,
-        pages: Range<u32>,
-        clear: impl Fn(&mut Lane, PageNo, u32),
-    ) -> Result<(), Ending> {
-        let mut first = pages.start;
-        while first < pages.end {
-            let count = (pages.end - first).min(STEP);
-            clear(&mut self.desk.lane, PageNo(first), count);
-            first += count;
-            if first < pages.end {
-                self.desk.lane.submit();
-                self.take_completions()?;
-                self.send_acks()?;
-                self.see_client()?;
-            }
-        }
-        Ok(())
+    /// Begins a request without data. A long one goes on whenever completions are taken.
+    pub(super) fn change(&mut self, request: &Request, op: Op, span: Span) -> Result<(), Ending> {
+        self.see_client()?;
+        self.begin_request(Work::Write, request.cookie, change(request, op, span)).map(drop)
     }
+}
+
+fn change(request: &Request, op: Op, span: Span) -> Change {
+    Change { op, span, fua: request.flags & command_flag::FUA != 0 }
 }

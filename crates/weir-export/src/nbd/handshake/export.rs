@@ -14,6 +14,8 @@ pub struct Export {
     pub bytes: u64,
     /// Whether writes are refused.
     pub read_only: bool,
+    /// Whether pages can be discarded and zeroed.
+    pub clears: bool,
 }
 
 impl Export {
@@ -24,7 +26,11 @@ impl Export {
             SEND_TRIM, SEND_WRITE_ZEROES,
         };
         let always = HAS_FLAGS | SEND_FLUSH | SEND_FUA | CAN_MULTI_CONN | SEND_CACHE;
-        let access = if self.read_only { READ_ONLY } else { SEND_TRIM | SEND_WRITE_ZEROES | SEND_FAST_ZERO };
+        let access = match self {
+            Export { read_only: true, .. } => READ_ONLY,
+            Export { clears: true, .. } => SEND_TRIM | SEND_WRITE_ZEROES | SEND_FAST_ZERO,
+            _ => 0,
+        };
         always | access | if structured { SEND_DF } else { 0 }
     }
 }

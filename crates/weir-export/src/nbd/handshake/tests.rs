@@ -3,7 +3,13 @@ use crate::nbd::wire::{transmission_flag, u16_at};
 use proptest::prelude::*;
 
 fn export() -> Export {
-    Export { name: "weir".into(), description: "a test".into(), bytes: 1 << 30, read_only: false }
+    Export {
+        name: "weir".into(),
+        description: "a test".into(),
+        bytes: 1 << 30,
+        read_only: false,
+        clears: true,
+    }
 }
 
 fn option(number: u32, data: &[u8]) -> Vec<u8> {
