@@ -437,13 +437,13 @@ impl World {
     }
 }
 
-/// Names the seed of a history that fails.
+/// Names the seed of a history that fails. Seeds count from 0.
 struct Ending(u64);
 
 impl Drop for Ending {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("seed {} failed", self.0);
+            eprintln!("seed {} failed: history {} failed", self.0, self.0 + 1);
         }
     }
 }

@@ -32,6 +32,24 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
+/// The number of histories begun. It is named if one fails, for `tests/mutants`.
+struct Begun(u64);
+
+impl Begun {
+    fn play(&mut self, seed: u64) -> Tally {
+        self.0 += 1;
+        History::play(seed)
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("history {} failed", self.0);
+        }
+    }
+}
+
 #[test]
 fn every_acknowledged_page_is_read_back_or_an_error_and_every_error_was_injected() {
     if let Some(seed) = number("WEIR_SIMULATOR_SEED") {
@@ -45,15 +63,15 @@ fn every_acknowledged_page_is_read_back_or_an_error_and_every_error_was_injected
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock past 1970");
     let mut fresh = Chance::new(now.as_nanos() as u64);
     let started = Instant::now();
-    let mut total = Tally::default();
-    kept().for_each(|seed| total.add(&History::play(seed)));
+    let (mut total, mut begun) = (Tally::default(), Begun(0));
+    kept().for_each(|seed| total.add(&begun.play(seed)));
     // A simulator without events would prove nothing: the seeds in the file alone must have every
     // kind of event.
     for (what, times) in total.events() {
         assert!(times > 0, "none of the kept histories has {what}");
     }
     for _ in 0..count {
-        total.add(&History::play(fresh.bits()));
+        total.add(&begun.play(fresh.bits()));
     }
     println!("{count} histories and the kept ones in {:.1?}: {total:#?}", started.elapsed());
     println!("figure: simulator histories {count} higher");
