@@ -47,7 +47,7 @@ fn what_a_node_changes_replays_swaps_or_loses_is_an_error_and_counted() {
     let engine = &engines[0];
     let store = open(&url(&engines, "size=1MiB"));
     let mut lane = store.lane(8).unwrap();
-    let key = |slot: u32| format!("{}{slot}", store.key_prefix());
+    let key = |slot: u32| store.key(Slot(slot));
     for slot in 0..8 {
         assert_eq!(write(&mut *lane, slot, slot), Ok(()));
     }

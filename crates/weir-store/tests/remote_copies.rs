@@ -2,7 +2,7 @@
 
 mod engine;
 
-use engine::{PATIENCE, all, engines, open, page, read, url, write};
+use engine::{PATIENCE, Stop, all, engines, open, page, read, url, write};
 use rustix::process::Signal;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -124,6 +124,7 @@ fn under_load_a_node_may_die_stand_still_or_be_replaced_again_and_again() {
     let begun = Instant::now();
     let mut faults = 0;
     let (done, versions) = std::thread::scope(|scope| {
+        let stopping = Stop(&stop);
         let worker = scope.spawn(|| load(&store, &slots, seed, &stop));
         let mut state = seed;
         while !worker.is_finished() && (faults < 6 || full && begun.elapsed() < Duration::from_secs(600)) {
@@ -153,7 +154,7 @@ fn under_load_a_node_may_die_stand_still_or_be_replaced_again_and_again() {
                 std::thread::sleep(Duration::from_micros(200));
             }
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(stopping);
         worker.join().unwrap()
     });
     let mut lane = store.lane(32).unwrap();

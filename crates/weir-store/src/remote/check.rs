@@ -16,11 +16,13 @@ pub(super) fn check(
     node: &str,
     connection: &mut Connection,
     url: &RemoteUrl,
+    cluster: bool,
 ) -> Result<(), OpenError> {
-    let cluster: RedisResult<String> = redis::cmd("INFO").arg("cluster").query(connection);
-    let cluster = cluster.map_err(|error| no_answer(store, node, &error))?;
-    if cluster.contains("cluster_enabled:1") {
-        let what = format!("node {node} is part of a cluster, which moves keys: name nodes that are not");
+    if is_in_cluster(connection).map_err(|error| no_answer(store, node, &error))? != cluster {
+        let (is, others) = if cluster { ("no part of a", "are") } else { ("part of a", "are not") };
+        let what = format!(
+            "node {node} is {is} cluster, and others {others}: name nodes of one cluster, or of none"
+        );
         return Err(OpenError::new(OpenErrorKind::Layout, store, what));
     }
     if !url.check {
@@ -56,6 +58,12 @@ pub(super) fn check(
         return Err(OpenError::new(OpenErrorKind::NoMemory { wanted: needed(url), had: most }, store, what));
     }
     Ok(())
+}
+
+/// Whether an engine is part of a cluster.
+pub(super) fn is_in_cluster(connection: &mut Connection) -> RedisResult<bool> {
+    let about: String = redis::cmd("INFO").arg("cluster").query(connection)?;
+    Ok(about.contains("cluster_enabled:1"))
 }
 
 /// The error of a node that is not there.

@@ -139,7 +139,13 @@ impl RemoteLane {
         let entry = &mut self.table[operation];
         (entry.attempt, entry.patient) = (attempt, patient);
         for node in chosen.into_iter().flatten() {
-            self.send(operation, node, Kind::Write(stamp), patient);
+            self.send(
+                operation,
+                node,
+                Kind::Write(stamp),
+                patient && !self.core.placement.is_cluster(),
+                false,
+            );
         }
     }
 
@@ -169,21 +175,29 @@ impl RemoteLane {
         let node_of = |copy| placement.node(slot, copy).expect("the copy is on a node");
         let is_online = |copy: &usize| self.senders.nodes[node_of(*copy)].state() == State::Online;
         let Some(copy) = left.iter().flatten().copied().find(is_online).or(left[0]) else { return false };
-        let (node, waits) = (node_of(copy), placement.copies() == 1);
+        let (node, waits) = (node_of(copy), placement.copies() == 1 && !placement.is_cluster());
         let least = self.core.ledger.get(slot).stamp();
         let attempt = self.operations.begin(operation, 1, None);
         let entry = &mut self.table[operation];
         (entry.attempt, entry.asked) = (attempt, None);
         entry.asked_for |= 1 << copy;
         entry.rests = false;
-        self.send(operation, node, Kind::Read(least), waits);
+        self.send(operation, node, Kind::Read(least), waits, false);
         true
     }
 
-    fn send(&mut self, operation: usize, node: usize, kind: Kind, waits: bool) {
+    /// Sends an operation to a node that its page is on its way to.
+    fn send_asking(&mut self, operation: usize, node: usize) {
+        let Operation { slot, stamp, .. } = self.table[operation];
+        let least = self.core.ledger.get(slot).stamp();
+        self.table[operation].attempt = self.operations.begin(operation, 1, None);
+        self.send(operation, node, stamp.map_or(Kind::Read(least), Kind::Write), false, true);
+    }
+
+    fn send(&mut self, operation: usize, node: usize, kind: Kind, waits: bool, asking: bool) {
         let Operation { slot, attempt, .. } = self.table[operation];
         let lane = Arc::clone(&self.operations);
-        let job = Job { lane, operation, attempt, slot, kind, waits };
+        let job = Job { lane, operation, attempt, slot, kind, waits, asking };
         let sender = match kind {
             Kind::Read(_) | Kind::Probe => &mut self.senders.reads[node],
             Kind::Write(_) | Kind::Copy(_) => &mut self.senders.writes[node],
@@ -197,10 +211,18 @@ impl RemoteLane {
     /// Hands over an operation that was answered, or has it asked anew.
     fn finish(&mut self, operation: usize, done: &mut dyn FnMut(Done<'_>)) {
         let Operation { ticket, slot, stamp, is_late, patient, .. } = self.table[operation];
-        let result = self.operations.with_answer(operation, |answer| answer.result);
+        let (result, ask) = self.operations.with_answer(operation, |answer| (answer.result, answer.ask));
+        if let Some(node) = ask.filter(|_| !is_late) {
+            return self.send_asking(operation, node);
+        }
         match (stamp, result) {
             (Some(stamp), Err(Fault::Timeout)) if !is_late && !patient => {
                 return self.send_write(operation, stamp, true);
+            }
+            (Some(_), Err(Fault::Timeout)) if !is_late => {
+                let entry = &mut self.table[operation];
+                (entry.rests, entry.asked) = (true, None);
+                return;
             }
             (Some(stamp), _) => {
                 let entry = self.core.ledger.get(slot);
@@ -249,7 +271,7 @@ impl RemoteLane {
             }
             let started = *entry.started.get_or_insert(now);
             let asked = *entry.asked.get_or_insert(now);
-            let Operation { ticket, rests, .. } = *entry;
+            let Operation { ticket, slot, stamp, rests, .. } = *entry;
             let is_read = entry.stamp.is_none();
             if !is_read && now >= asked + ALONE_AFTER && self.operations.is_kept_alone(operation) {
                 // The other node's thread does its later writes after this one in any case.
@@ -260,7 +282,9 @@ impl RemoteLane {
                 self.free.push(operation);
                 done(Done { ticket, result: Ok(()), page: None });
             } else if now >= started + LIMIT {
-                if is_read {
+                // A write that rests is on its way to no node.
+                if is_read || rests {
+                    self.settled.extend((!is_read).then_some(slot));
                     self.operations.void(operation);
                     at -= 1;
                     self.sent.swap_remove(at);
@@ -271,7 +295,11 @@ impl RemoteLane {
                 }
                 done(Done { ticket, result: Err(Fault::Timeout), page: None });
             } else if rests && now >= asked + RETRY_AFTER {
-                self.send_read(operation, true);
+                entry.rests = false;
+                match stamp {
+                    Some(stamp) => self.send_write(operation, stamp, true),
+                    None => _ = self.send_read(operation, true),
+                }
             } else if is_read && !rests && now >= asked + HEDGE_AFTER && self.send_read(operation, false) {
                 self.table[operation].unanswered = true;
             }

@@ -12,6 +12,7 @@
 
 mod alarm;
 mod check;
+mod cluster;
 mod lane;
 mod ledger;
 mod node;
@@ -26,11 +27,11 @@ pub use url::RemoteUrl;
 
 use crate::{Condition, Lane, OpenError, OpenErrorKind, Report, State, Store, Tell, TellChange};
 use alarm::Alarm;
-use check::{check, no_answer};
+use check::{check, is_in_cluster, no_answer};
 use lane::RemoteLane;
 use ledger::Ledger;
-use node::{Core, Counts, Node, Senders, Worker};
-use placement::Placement;
+use node::{Cluster, Core, Counts, Node, SPARE, Senders, Worker};
+use placement::{HASH_SLOTS, Placement};
 use rebuilder::Rebuilder;
 use rustix::rand::GetRandomFlags;
 use seal::Seal;
@@ -70,6 +71,8 @@ pub struct RemoteCounts {
     pub lacking: u64,
     /// Copies that nodes held which are other processes since.
     pub gone: u64,
+    /// Operations that another node of a cluster served than the one that was asked.
+    pub redirected: u64,
 }
 
 impl std::fmt::Debug for RemoteStore {
@@ -95,19 +98,27 @@ impl RemoteStore {
             }
             None => None,
         };
-        let node = |number: usize| {
-            let cannot = |error| OpenError::io(&name, format!("cannot use {}", url.nodes[number]), error);
-            let node = Node::new(number, url, password.as_deref()).map_err(cannot)?;
-            let connected = node.connect().map_err(|error| no_answer(&name, &node.name, &error));
-            check(&name, &node.name, &mut connected?, url)?;
-            Ok(Arc::new(node))
+        let make = |number: usize| {
+            let made = Node::new(number, url, password.as_deref());
+            made.map(Arc::new).map_err(|error| OpenError::io(&name, "cannot make a node", error))
         };
-        let nodes: Box<[Arc<Node>]> = (0..url.nodes.len()).map(node).collect::<Result<_, OpenError>>()?;
+        let map = find_cluster(&name, url, make)?;
+        let is_cluster = map.is_some();
+        let names = map.as_ref().map_or_else(|| url.nodes.clone(), |map| map.nodes.clone());
+        let count = names.len() + if is_cluster { SPARE } else { 0 };
+        let nodes: Box<[Arc<Node>]> = (0..count).map(make).collect::<Result<_, OpenError>>()?;
+        let url = &RemoteUrl { nodes: names.clone(), ..url.clone() };
+        for (node, at) in nodes.iter().zip(&names) {
+            node.assign(at);
+            let mut connection = node.connect().map_err(|error| no_answer(&name, at, &error))?;
+            check(&name, at, &mut connection, url, is_cluster)?;
+        }
 
         let slots = (url.size.0 / PAGE_SIZE as u64) as u32;
         let mut number = [0; 8];
         let drawn = rustix::rand::getrandom(&mut number, GetRandomFlags::empty());
         drawn.map_err(|errno| OpenError::io(&name, "cannot draw a random number", errno))?;
+        let number = u64::from_ne_bytes(number);
         let copies = usize::from(url.copies);
         let Some(ledger) = Ledger::new(slots, copies) else {
             let bytes = u64::from(slots) * size_of::<AtomicU64>() as u64;
@@ -117,12 +128,16 @@ impl RemoteStore {
             name: name.clone(),
             url: url.clone(),
             seal: Seal::ephemeral().map_err(|error| OpenError::io(&name, "cannot make a key", error))?,
-            prefix: format!("weir:{:016x}:", u64::from_ne_bytes(number)),
-            placement: Placement::new(&url.nodes, slots, copies),
+            number,
+            placement: match map {
+                Some(map) => Placement::of_cluster(number, slots, &map.owners, count),
+                None => Placement::new(&names, slots, copies),
+            },
             ledger,
             last_stamp: AtomicU64::new(0),
             counts: Counts::default(),
             alarm: Alarm::default(),
+            cluster: is_cluster.then(|| Cluster::new(nodes.clone())),
         });
         let mut store = RemoteStore {
             core,
@@ -166,6 +181,7 @@ impl RemoteStore {
             copied: counts.copied.load(Ordering::Relaxed),
             lacking: self.core.ledger.lacking(),
             gone: counts.gone.load(Ordering::Relaxed),
+            redirected: counts.redirected.load(Ordering::Relaxed),
         }
     }
 
@@ -178,9 +194,9 @@ impl RemoteStore {
         }
     }
 
-    /// The beginning of each of its keys.
-    pub fn key_prefix(&self) -> &str {
-        &self.core.prefix
+    /// The name of a slot's value on its node.
+    pub fn key(&self, slot: Slot) -> String {
+        self.core.key(slot)
     }
 }
 
@@ -216,17 +232,23 @@ impl Store for RemoteStore {
         Ok(Box::new(opened.map_err(|error| OpenError::io(&self.name, "cannot open a lane", error))?))
     }
 
+    /// A cluster is one member: it moves slots between its nodes.
     fn members(&self) -> u32 {
-        self.nodes.len() as u32
+        if self.core.cluster.is_some() { 1 } else { self.nodes.len() as u32 }
     }
 
     fn member(&self, slot: Slot) -> u32 {
-        self.core.placement.node(slot, 0).unwrap_or(0) as u32
+        if self.core.cluster.is_some() { 0 } else { self.core.placement.node(slot, 0).unwrap_or(0) as u32 }
     }
 
     /// With two copies, the pages of a node that is away are served by the others, as long as only
     /// that one is. New pages rather go where both copies can be kept.
     fn state(&self, member: u32) -> State {
+        if self.core.cluster.is_some() {
+            let nodes = self.nodes.iter().enumerate();
+            let owners = nodes.filter(|(number, _)| self.core.placement.has_hash_slots(*number));
+            return owners.map(|(_, node)| node.state()).max().unwrap_or(State::Online);
+        }
         let Some(node) = self.nodes.get(member as usize) else { return State::Lost };
         let others_online = || {
             self.nodes
@@ -259,7 +281,7 @@ impl Store for RemoteStore {
 
 impl Report for RemoteStore {
     fn conditions(&self) -> Vec<Condition> {
-        self.nodes.iter().map(|node| node.condition()).collect()
+        self.nodes.iter().filter(|node| node.name().is_some()).map(|node| node.condition()).collect()
     }
 
     fn when_changed(&self, tell: TellChange) {
@@ -271,4 +293,57 @@ impl Report for RemoteStore {
     }
 
     fn when_joined(&self, _tell: Tell) {}
+}
+
+/// A cluster as it is when the store is opened: the nodes with hash slots, and which has which.
+struct Map {
+    nodes: Vec<String>,
+    owners: Vec<u16>,
+}
+
+/// Asks the nodes of `url`, in turn, for the map of their cluster; `None` if they are none.
+fn find_cluster(
+    store: &str,
+    url: &RemoteUrl,
+    make: impl Fn(usize) -> Result<Arc<Node>, OpenError>,
+) -> Result<Option<Map>, OpenError> {
+    let mut last = None;
+    for at in &url.nodes {
+        let node = make(0)?;
+        node.assign(at);
+        let ask = |connection: &mut redis::Connection| {
+            is_in_cluster(connection)?.then(|| cluster::map(connection, at)).transpose()
+        };
+        let ranges = match node.connect().and_then(|mut connection| ask(&mut connection)) {
+            Ok(None) => return Ok(None),
+            Ok(Some(ranges)) => ranges,
+            // Any other node of a cluster knows the map too.
+            Err(error) => {
+                last = last.or(Some(no_answer(store, at, &error)));
+                continue;
+            }
+        };
+        if url.copies > 1 {
+            let what = "copies=2 is for nodes that are no cluster: a cluster has replicas of its own; leave copies out";
+            return Err(OpenError::new(OpenErrorKind::Layout, store, what));
+        }
+        let (mut nodes, mut owners) = (Vec::new(), vec![None; HASH_SLOTS]);
+        for (first, last, address) in ranges {
+            let number = nodes.iter().position(|node| *node == address).unwrap_or(nodes.len());
+            if number == nodes.len() {
+                nodes.push(address);
+            }
+            owners[first..=last.max(first)].fill(Some(number as u16));
+        }
+        return match owners.into_iter().collect::<Option<Vec<u16>>>() {
+            Some(owners) => Ok(Some(Map { nodes, owners })),
+            None => {
+                let what = format!(
+                    "the cluster of {at} has hash slots without a node: see redis-cli --cluster check {at}"
+                );
+                Err(OpenError::new(OpenErrorKind::Layout, store, what))
+            }
+        };
+    }
+    Err(last.unwrap_or_else(|| OpenError::new(OpenErrorKind::NoDevice, store, "it names no node".to_owned())))
 }

@@ -14,6 +14,7 @@
 
 use super::alarm::Alarm;
 use super::check::check;
+use super::cluster::redirection;
 use super::ledger::Ledger;
 use super::operations::{Job, Kind};
 use super::placement::Placement;
@@ -27,7 +28,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_queue::{Closed, Receiver, Sender};
@@ -57,8 +58,8 @@ pub(super) struct Core {
     pub(super) name: String,
     pub(super) url: RemoteUrl,
     pub(super) seal: Seal,
-    /// The beginning of each key: `weir:`, the store's random number, `:`.
-    pub(super) prefix: String,
+    /// The store's random number, which its keys begin with after `weir:`.
+    pub(super) number: u64,
     pub(super) placement: Placement,
     pub(super) ledger: Ledger,
     /// The last stamp that was given to a write.
@@ -66,11 +67,13 @@ pub(super) struct Core {
     pub(super) counts: Counts,
     /// Wakes the thread that makes copies anew.
     pub(super) alarm: Alarm,
+    /// The nodes, where they are a cluster.
+    pub(super) cluster: Option<Cluster>,
 }
 
 impl Core {
-    fn key(&self, slot: Slot) -> String {
-        format!("{}{}", self.prefix, slot.0)
+    pub(super) fn key(&self, slot: Slot) -> String {
+        self.placement.key(self.number, slot)
     }
 
     /// Whether a write of the slot may have reached a node.
@@ -92,14 +95,17 @@ pub(super) struct Counts {
     pub(super) copied: AtomicU64,
     /// Pages that nodes held which are other processes since.
     pub(super) gone: AtomicU64,
+    /// Operations that another node of the cluster served than the one that was asked.
+    pub(super) redirected: AtomicU64,
 }
 
 /// One engine.
 pub(super) struct Node {
-    pub(super) name: String,
-    /// Its place in the URL.
+    /// Its name, and how to reach it. A place for a node that joins a cluster has none yet.
+    address: OnceLock<(String, Client)>,
+    login: RedisConnectionInfo,
+    /// Its place in the list of nodes.
     number: usize,
-    client: Client,
     away: AtomicBool,
     /// The run of its process, as the process names it; empty: not met yet. Whoever has the lock
     /// may rely on it.
@@ -111,12 +117,8 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Node `number` of `url`. Does not connect.
+    /// Node `number`, which has no name yet.
     pub(super) fn new(number: usize, url: &RemoteUrl, password: Option<&str>) -> io::Result<Self> {
-        let name = &url.nodes[number];
-        let (host, port) = name.rsplit_once(':').expect("the URL's parser looked");
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        let address = ConnectionAddr::Tcp(host.to_owned(), port.parse().expect("likewise"));
         let mut login = RedisConnectionInfo::default();
         if let Some(user) = &url.user {
             login = login.set_username(user);
@@ -124,15 +126,11 @@ impl Node {
         if let Some(password) = password {
             login = login.set_password(password);
         }
-        let info: ConnectionInfo = address.into_connection_info().map_err(io::Error::other)?;
-        // A batch ends within a segment, which would wait for an acknowledgement.
-        let settings = TcpSettings::default().set_nodelay(true);
-        let info = info.set_redis_settings(login).set_tcp_settings(settings);
         Ok(Node {
-            name: name.clone(),
+            address: OnceLock::new(),
+            login,
             number,
             run: Mutex::default(),
-            client: Client::open(info).map_err(io::Error::other)?,
             away: AtomicBool::new(false),
             condition: Mutex::new((SystemTime::now(), None)),
             tell: Mutex::new(None),
@@ -140,9 +138,30 @@ impl Node {
         })
     }
 
+    /// Names the node, as `HOST:PORT`. False where that is no address, or it has a name.
+    pub(super) fn assign(&self, name: &str) -> bool {
+        let client = || {
+            let (host, port) = name.rsplit_once(':')?;
+            let host = host.trim_start_matches('[').trim_end_matches(']');
+            let address = ConnectionAddr::Tcp(host.to_owned(), port.parse().ok()?);
+            let info: ConnectionInfo = address.into_connection_info().ok()?;
+            // A batch ends within a segment, which would wait for an acknowledgement.
+            let settings = TcpSettings::default().set_nodelay(true);
+            Client::open(info.set_redis_settings(self.login.clone()).set_tcp_settings(settings)).ok()
+        };
+        client().is_some_and(|client| self.address.set((name.to_owned(), client)).is_ok())
+    }
+
+    pub(super) fn name(&self) -> Option<&str> {
+        self.address.get().map(|(name, _)| name.as_str())
+    }
+
     /// Opens a connection, without a greeting yet.
     pub(super) fn connect(&self) -> RedisResult<Connection> {
-        let connection = self.client.get_connection_with_timeout(CONNECT_LIMIT)?;
+        let Some((_, client)) = self.address.get() else {
+            return Err(io::Error::from(io::ErrorKind::NotFound).into());
+        };
+        let connection = client.get_connection_with_timeout(CONNECT_LIMIT)?;
         connection.set_read_timeout(Some(CONNECT_LIMIT))?;
         connection.set_write_timeout(Some(SILENCE_LIMIT))?;
         Ok(connection)
@@ -156,8 +175,9 @@ impl Node {
             return Ok(None);
         }
         let mut note = None;
+        let name = self.name().unwrap_or_default();
         if !known.is_empty() {
-            if let Err(unfit) = check(&core.name, &self.name, connection, &core.url) {
+            if let Err(unfit) = check(&core.name, name, connection, &core.url, core.cluster.is_some()) {
                 let why = unfit.to_string();
                 if self.condition().why.as_ref() != Some(&why) {
                     self.say(why.clone());
@@ -185,7 +205,9 @@ impl Node {
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
-        if let Some(copy) = core.placement.copy_on(slot, self.number).filter(|_| is_same) {
+        // In a cluster the slot may be another node's by now, and the page went with it.
+        let copy = core.placement.copy_on(slot, self.number).or(core.cluster.is_some().then_some(0));
+        if let Some(copy) = copy.filter(|_| is_same) {
             core.ledger.kept(slot, copy, stamp);
         }
         is_same
@@ -204,16 +226,23 @@ impl Node {
         let mut connection = self.connect();
         while let (Ok(connection), Some(_)) = (&mut connection, slots.peek()) {
             let mut unlink = redis::cmd("UNLINK");
-            slots.by_ref().take(UNLINK_BATCH).for_each(|slot| {
+            let mut first = None;
+            for _ in 0..UNLINK_BATCH {
+                // A command to a cluster is about one hash slot.
+                let is_near = |slot: &Slot| {
+                    core.cluster.is_none() || Placement::are_together(*first.get_or_insert(*slot), *slot)
+                };
+                let Some(slot) = slots.next_if(is_near) else { break };
                 unlink.arg(core.key(slot));
-            });
+            }
             let done: RedisResult<i64> = unlink.query(connection);
             if done.is_err() || begun.elapsed() > CLEAN_UP_LIMIT {
                 break;
             }
         }
         if slots.peek().is_some() {
-            self.say(format!("keys {}* are left there, sealed by a key that is gone", core.prefix));
+            let keys = format!("weir:*{:016x}*", core.number);
+            self.say(format!("keys {keys} are left there, sealed by a key that is gone"));
         }
     }
 
@@ -224,7 +253,7 @@ impl Node {
     pub(super) fn condition(&self) -> Condition {
         let (since, why) = self.condition.lock().unwrap_or_else(PoisonError::into_inner).clone();
         Condition {
-            part: self.name.clone(),
+            part: self.name().unwrap_or_default().to_owned(),
             state: self.state(),
             ways: vec!["redis"],
             missing: Vec::new(),
@@ -249,10 +278,13 @@ impl Node {
             .is_ok_and(|ready| ready > 0)
     }
 
-    fn is_away(&self, why: String) {
-        if !self.away.swap(true, Ordering::Relaxed) {
+    /// Whether it was online until now.
+    fn is_away(&self, why: String) -> bool {
+        let was_online = !self.away.swap(true, Ordering::Relaxed);
+        if was_online {
             self.say(why);
         }
+        was_online
     }
 
     fn is_back(&self, note: Option<String>) {
@@ -267,6 +299,36 @@ impl Node {
         if let Some(tell) = tell {
             tell(&self.condition());
         }
+    }
+}
+
+/// Nodes that may join while the store is open.
+pub(super) const SPARE: usize = 8;
+
+/// The nodes of a cluster: those that are known, and places for others.
+pub(super) struct Cluster {
+    nodes: Box<[Arc<Node>]>,
+    naming: Mutex<()>,
+}
+
+impl Cluster {
+    pub(super) fn new(nodes: Box<[Arc<Node>]>) -> Self {
+        Cluster { nodes, naming: Mutex::new(()) }
+    }
+
+    pub(super) fn nodes(&self) -> &[Arc<Node>] {
+        &self.nodes
+    }
+
+    /// The number of the node at `address`, which may be new. `None` where there is no place for
+    /// another.
+    pub(super) fn find(&self, address: &str) -> Option<usize> {
+        let _naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.nodes.iter().position(|node| node.name() == Some(address));
+        known.or_else(|| {
+            let free = self.nodes.iter().position(|node| node.name().is_none())?;
+            self.nodes[free].assign(address).then_some(free)
+        })
     }
 }
 
@@ -333,7 +395,7 @@ impl Worker {
                         self.core.alarm.wake();
                     }
                     Err(error) => {
-                        self.node.is_away(error.to_string());
+                        self.goes_away(&error);
                         self.give_up(&mut waiting);
                         is_sought = true;
                         continue;
@@ -344,9 +406,19 @@ impl Worker {
             if let Err(error) = self.turn(opened, &mut waiting) {
                 broken = Some(opened.name.clone());
                 (session, is_sought) = (None, true);
-                self.node.is_away(error.to_string());
+                self.goes_away(&error);
                 self.give_up(&mut waiting);
             }
+        }
+    }
+
+    /// Notes that the node does not answer. A cluster may have another one in its place.
+    fn goes_away(&self, error: &RedisError) {
+        // The system calls a read that took too long "temporarily unavailable".
+        let why =
+            if error.is_timeout() { "it does not answer in time".to_owned() } else { error.to_string() };
+        if self.node.is_away(why) {
+            self.core.alarm.wake();
         }
     }
 
@@ -393,12 +465,12 @@ impl Worker {
             }
             match (job.kind, self.is_due(job)) {
                 (Kind::Probe, _) => _ = commands.cmd("PING"),
-                (Kind::Read(_), _) => _ = commands.cmd("GET").arg(self.core.key(job.slot)),
+                (Kind::Read(_), _) => _ = begin(&mut commands, job).cmd("GET").arg(self.core.key(job.slot)),
                 (Kind::Write(stamp) | Kind::Copy(stamp), true)
                     if job.lane.copy_page(job.operation, job.attempt, &mut page) =>
                 {
                     self.core.seal.close(job.slot, stamp, &page, &mut sealed);
-                    commands.cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..]);
+                    begin(&mut commands, job).cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..]);
                 }
                 // Its lane has gone, or a newer write is there.
                 _ => {
@@ -418,6 +490,11 @@ impl Worker {
         let outcome = loop {
             if answered == sent {
                 break Ok(());
+            }
+            if waiting[answered].asking
+                && let Err(error) = connection.recv_response()
+            {
+                break Err(error);
             }
             let answer = match connection.recv_response() {
                 // A node that is starting, or is not the master, will do it later.
@@ -450,6 +527,19 @@ impl Worker {
     /// Answers a job by what the process `run` said. Fails if the node is another process since.
     fn answer(&self, run: &str, job: &Job, value: Value, page: &mut PageBytes) -> RedisResult<()> {
         let core = &self.core;
+        if let (Some(cluster), Value::ServerError(error)) = (&core.cluster, &value)
+            && ["MOVED", "ASK"].contains(&error.code())
+        {
+            core.counts.redirected.fetch_add(1, Ordering::Relaxed);
+            let said = redirection(error.details().unwrap_or_default(), self.node.name().unwrap_or_default());
+            let found = said.and_then(|(hash, address)| Some((hash, cluster.find(&address)?)));
+            if let Some((hash, node)) = found.filter(|_| error.code() == "MOVED") {
+                core.placement.moved(hash, node);
+            }
+            let ask = found.filter(|_| error.code() == "ASK").map(|(_, node)| node);
+            job.lane.redirect(job.operation, job.attempt, ask);
+            return Ok(());
+        }
         let mut read = None;
         let result = match (job.kind, value) {
             (Kind::Probe, _) => Ok(()),
@@ -491,6 +581,12 @@ impl Worker {
         job.lane.answer(job.operation, job.attempt, result, read.map(|stamp| (&*page, stamp)));
         Ok(())
     }
+}
+
+/// Begins a job's command. The node of a cluster serves a page that is on its way there only if it
+/// is told to.
+fn begin<'a>(commands: &'a mut Pipeline, job: &Job) -> &'a mut Pipeline {
+    if job.asking { commands.cmd("ASKING") } else { commands }
 }
 
 /// Whether a node's error may go away by itself.

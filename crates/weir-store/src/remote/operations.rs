@@ -30,6 +30,8 @@ struct Content {
     page: Page,
     /// The stamp of a page that was read.
     stamp: u64,
+    /// Another node to ask, as a node of a cluster said.
+    ask: Option<usize>,
     /// Answers that are still to come.
     left: u32,
     /// The best answer so far: a copy that was kept is enough.
@@ -42,6 +44,8 @@ pub(super) struct Answer<'a> {
     /// The page, and its stamp, of a read that succeeded.
     pub(super) page: &'a PageBytes,
     pub(super) stamp: u64,
+    /// The node of a cluster that is to be asked instead.
+    pub(super) ask: Option<usize>,
 }
 
 /// A node's part of an operation.
@@ -53,6 +57,8 @@ pub(super) struct Job {
     pub(super) kind: Kind,
     /// Whether it waits for a node that is away; else it is answered with a timeout at once.
     pub(super) waits: bool,
+    /// Whether the node of a cluster is to serve it though the page is only on its way there.
+    pub(super) asking: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,7 +82,7 @@ impl Operations {
     pub(super) fn new(depth: usize) -> io::Result<Self> {
         let cell = || Cell {
             attempt: AtomicU32::new(0),
-            content: Mutex::new(Content { page: Page::zeroed(), stamp: 0, left: 0, result: None }),
+            content: Mutex::new(Content { page: Page::zeroed(), stamp: 0, ask: None, left: 0, result: None }),
         };
         Ok(Operations {
             cells: (0..depth).map(|_| cell()).collect(),
@@ -98,7 +104,7 @@ impl Operations {
         if let Some(page) = page {
             content.page.copy_from_slice(page);
         }
-        (content.left, content.result) = (answers, None);
+        (content.left, content.result, content.ask) = (answers, None, None);
         self.clear(operation);
         // Within the lock: a thread that answers the attempt before finds itself void.
         cell.attempt.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
@@ -137,7 +143,7 @@ impl Operations {
     pub(super) fn with_answer<R>(&self, operation: usize, take: impl FnOnce(Answer<'_>) -> R) -> R {
         let content = hold(&self.cells[operation].content);
         let result = content.result.unwrap_or(Err(Fault::Timeout));
-        take(Answer { result, page: &content.page, stamp: content.stamp })
+        take(Answer { result, page: &content.page, stamp: content.stamp, ask: content.ask })
     }
 
     /// Whether one copy of a write is kept, and others have not answered.
@@ -161,6 +167,18 @@ impl Operations {
             to.copy_from_slice(&*content.page);
         }
         wanted
+    }
+
+    /// Answers a job that another node of the cluster serves by now: `ask`, or else the one that
+    /// the placement names.
+    pub(super) fn redirect(&self, operation: usize, attempt: u32, ask: Option<usize>) {
+        {
+            let mut content = hold(&self.cells[operation].content);
+            if self.is_wanted(operation, attempt) {
+                content.ask = ask;
+            }
+        }
+        self.answer(operation, attempt, Err(Fault::Timeout), None);
     }
 
     /// Answers a job; a read that succeeded brings its page and stamp. Of several copies of a write

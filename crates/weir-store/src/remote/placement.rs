@@ -3,17 +3,30 @@
 //! extents that it wins or had.
 
 use super::url::COPIES_MAX;
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 use weir_core::Slot;
+
+/// Hash slots of a cluster.
+pub(super) const HASH_SLOTS: usize = 1 << 14;
 
 /// Slots of an extent: as many as a volume places together, so that a node that is away stops new
 /// pages on its own extents only.
 const EXTENT: u32 = 1024;
 
-/// For each extent its nodes, the first one first.
+/// For each extent its nodes.
 #[derive(Debug)]
 pub(super) struct Placement {
     extents: Box<[[u16; COPIES_MAX]]>,
     copies: usize,
+    /// Of a cluster. An extent has its hash slot in place of nodes.
+    owners: Option<Owners>,
+}
+
+/// The node of each hash slot, and how many each node has.
+#[derive(Debug)]
+struct Owners {
+    nodes: Box<[AtomicU16]>,
+    counts: Box<[AtomicU32]>,
 }
 
 impl Placement {
@@ -26,7 +39,45 @@ impl Placement {
             order.sort_by_key(|node| std::cmp::Reverse(score(node)));
             std::array::from_fn(|copy| order[copy.min(copies - 1)] as u16)
         };
-        Placement { extents: (0..slots.div_ceil(EXTENT)).map(place).collect(), copies }
+        Placement { extents: (0..slots.div_ceil(EXTENT)).map(place).collect(), copies, owners: None }
+    }
+
+    /// Places `slots` slots by the hash slots of a cluster, as the store of this number names them.
+    /// `owners` has the node of each, of `nodes` nodes at most.
+    pub(super) fn of_cluster(store: u64, slots: u32, owners: &[u16], nodes: usize) -> Self {
+        let count = |node| owners.iter().filter(|owner| usize::from(**owner) == node).count() as u32;
+        let owners = Owners {
+            nodes: owners.iter().copied().map(AtomicU16::new).collect(),
+            counts: (0..nodes).map(|node| AtomicU32::new(count(node))).collect(),
+        };
+        let place = |extent| [hash_slot(&tag(store, extent)); COPIES_MAX];
+        let extents = (0..slots.div_ceil(EXTENT)).map(place).collect();
+        Placement { extents, copies: 1, owners: Some(owners) }
+    }
+
+    pub(super) fn is_cluster(&self) -> bool {
+        self.owners.is_some()
+    }
+
+    /// A node of the cluster serves that hash slot now.
+    pub(super) fn moved(&self, hash: usize, node: usize) {
+        let Some(owners) = &self.owners else { return };
+        let before = owners.nodes[hash].swap(node as u16, Ordering::Relaxed);
+        owners.counts[node].fetch_add(1, Ordering::Relaxed);
+        owners.counts[usize::from(before)].fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether a node of the cluster has hash slots. One that has none is of no interest.
+    pub(super) fn has_hash_slots(&self, node: usize) -> bool {
+        self.owners.as_ref().is_some_and(|owners| owners.counts[node].load(Ordering::Relaxed) > 0)
+    }
+
+    /// The key of a slot in the store of this number.
+    pub(super) fn key(&self, store: u64, slot: Slot) -> String {
+        match self.owners {
+            None => format!("weir:{store:016x}:{}", slot.0),
+            Some(_) => format!("weir:{{{}}}:{}", tag(store, slot.0 / EXTENT), slot.0),
+        }
     }
 
     /// The node of a copy of the slot; `None` past the last copy.
@@ -35,7 +86,10 @@ impl Placement {
             return None;
         }
         let extent = self.extents.get((slot.0 / EXTENT) as usize)?;
-        Some(usize::from(extent[copy]))
+        Some(usize::from(match &self.owners {
+            None => extent[copy],
+            Some(owners) => owners.nodes[usize::from(extent[0])].load(Ordering::Relaxed),
+        }))
     }
 
     /// The copy of the slot that a node keeps; `None` if it keeps none.
@@ -43,10 +97,28 @@ impl Placement {
         (0..self.copies).find(|copy| self.node(slot, *copy) == Some(node))
     }
 
+    /// Whether two slots are in the same extent, and so in the same hash slot.
+    pub(super) fn are_together(a: Slot, b: Slot) -> bool {
+        a.0 / EXTENT == b.0 / EXTENT
+    }
+
     /// How many nodes keep each slot.
     pub(super) fn copies(&self) -> usize {
         self.copies
     }
+}
+
+/// The part of an extent's keys that a cluster hashes, so that they stay together.
+fn tag(store: u64, extent: u32) -> String {
+    format!("{store:016x}-{extent}")
+}
+
+/// The hash slot of a tag, by CRC-16 (XMODEM), as the cluster's specification has it.
+fn hash_slot(tag: &str) -> u16 {
+    let crc = tag.bytes().fold(0u16, |crc, byte| {
+        (0..8).fold(crc ^ u16::from(byte) << 8, |crc, _| crc << 1 ^ if crc >> 15 == 1 { 0x1021 } else { 0 })
+    });
+    crc % HASH_SLOTS as u16
 }
 
 /// FNV-1a, 64 bits.
@@ -83,6 +155,23 @@ mod tests {
             counts[first] += 1;
         }
         assert!(counts.iter().all(|count| (900..1100).contains(count)), "{counts:?}");
+    }
+
+    #[test]
+    fn a_hash_slot_is_the_one_that_clusters_use() {
+        // The example of the cluster's specification: the CRC of 123456789 is 31C3.
+        assert_eq!(hash_slot("123456789"), 0x31c3);
+        let owners: Vec<u16> = (0..HASH_SLOTS).map(|hash| hash as u16 % 3).collect();
+        let placement = Placement::of_cluster(7, 3000 * EXTENT, &owners, 10);
+        let slot = Slot(5 * EXTENT + 1);
+        assert_eq!(placement.key(7, slot), "weir:{0000000000000007-5}:5121");
+        let hash = usize::from(hash_slot("0000000000000007-5"));
+        assert_eq!(placement.node(slot, 0), Some(hash % 3));
+        assert!(placement.has_hash_slots(2) && !placement.has_hash_slots(9));
+        (0..HASH_SLOTS).filter(|hash| hash % 3 == 2).for_each(|hash| placement.moved(hash, 1));
+        placement.moved(hash, 9);
+        assert!(!placement.has_hash_slots(2) && placement.has_hash_slots(9));
+        assert_eq!((placement.node(slot, 0), placement.node(slot, 1)), (Some(9), None));
     }
 
     #[test]

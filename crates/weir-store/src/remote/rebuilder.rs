@@ -5,8 +5,9 @@
 //! see [`Kind::Copy`].
 
 use super::alarm::Call;
+use super::cluster::map;
 use super::ledger::Entry;
-use super::node::{Core, Senders};
+use super::node::{Core, Node, Senders};
 use super::operations::{Answer, Job, Kind, Operations};
 use super::rebuild::{BATCH, Rebuild, Step};
 use crate::State;
@@ -22,6 +23,8 @@ const BATCH_LIMIT: Duration = Duration::from_secs(5);
 /// How often each node is asked whether it answers, and writes that were kept on one node alone are
 /// looked for. A node that nobody uses could come back as another process, or not at all.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
+/// How often a cluster is asked for its map while a node of it is away.
+const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 
 /// The thread that copies.
 pub(super) struct Rebuilder {
@@ -48,6 +51,7 @@ impl Rebuilder {
                     Duration::ZERO
                 }
                 Step::Rest(until) => until.saturating_duration_since(Instant::now()),
+                Step::Idle if self.follow() => FOLLOW_EVERY,
                 Step::Idle => LOOK_EVERY,
             };
             match self.core.alarm.wait(rest) {
@@ -66,15 +70,45 @@ impl Rebuilder {
         }
     }
 
+    /// Asks a cluster of which a node is away where its hash slots are. Whether to ask again soon.
+    fn follow(&self) -> bool {
+        let Some(cluster) = &self.core.cluster else { return false };
+        let is_online = |node: &&Arc<Node>| node.name().is_some() && node.state() == State::Online;
+        let has_slots = |number: usize| self.core.placement.has_hash_slots(number);
+        let nodes = cluster.nodes();
+        if nodes.iter().enumerate().all(|(number, node)| is_online(&node) || !has_slots(number)) {
+            return false;
+        }
+        for node in nodes.iter().filter(is_online) {
+            let Ok(mut connection) = node.connect() else { continue };
+            let Ok(ranges) = map(&mut connection, node.name().unwrap_or_default()) else { continue };
+            for (first, last, address) in ranges {
+                if let Some(owner) = cluster.find(&address) {
+                    (first..=last).for_each(|hash| self.core.placement.moved(hash, owner));
+                }
+            }
+            break;
+        }
+        true
+    }
+
     /// Has each node answer. Its thread notes if it does not.
     fn probe(&mut self) {
-        for node in 0..self.senders.nodes.len() {
+        let named = |node: &usize| self.senders.nodes[*node].name().is_some();
+        for node in (0..self.senders.nodes.len()).filter(named).collect::<Vec<_>>() {
             let attempt = self.operations.begin(node % BATCH, 1, None);
             let lane = Arc::clone(&self.operations);
             let (operation, slot, kind) = (node % BATCH, Slot(0), Kind::Probe);
             // Full: probes wait there already.
-            let _ =
-                self.senders.reads[node].try_send(Job { lane, operation, attempt, slot, kind, waits: false });
+            let _ = self.senders.reads[node].try_send(Job {
+                lane,
+                operation,
+                attempt,
+                slot,
+                kind,
+                waits: false,
+                asking: false,
+            });
         }
     }
 
@@ -130,7 +164,7 @@ impl Rebuilder {
         let node = self.core.placement.node(slot, copy).expect("the copy is on a node");
         let attempt = self.operations.begin(operation, 1, None);
         let lane = Arc::clone(&self.operations);
-        let job = Job { lane, operation, attempt, slot, kind, waits: false };
+        let job = Job { lane, operation, attempt, slot, kind, waits: false, asking: false };
         let paths =
             if matches!(kind, Kind::Read(_)) { &mut self.senders.reads } else { &mut self.senders.writes };
         // Never full: there are at most a batch's.

@@ -8,7 +8,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_store::{Fault, Lane, Progress, RemoteStore, StoreUrl};
@@ -23,22 +23,19 @@ pub struct Engine {
     pub port: u16,
     pub directory: PathBuf,
     login: &'static str,
+    /// The port on which engines of a cluster speak to each other.
+    pub bus: String,
 }
 
 impl Engine {
     /// Starts one; `None` where there is no `redis-check-rdb`.
     pub fn start(flags: &[&str]) -> Option<Self> {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let directory = std::env::temp_dir().join(format!("weir-redis-{}-{number}", std::process::id()));
+        let port = free_port();
+        let directory = std::env::temp_dir().join(format!("weir-redis-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
-        // Below the kernel's own range, and never dealt twice: else another engine could take the
-        // port of one that is killed.
-        let port = (0..100).map(|turn| 10_000 + (std::process::id() * 64 + number + turn * 640) % 20_000);
-        let mut port = port.map(|port| port as u16);
-        let port = port.find(|&port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).unwrap();
         let login = if flags.contains(&"--requirepass") { ":0123@" } else { "" };
-        let engine = Self { child: spawn(port, &directory, flags)?, port, directory, login };
+        let engine =
+            Engine { child: spawn(port, &directory, flags)?, port, directory, login, bus: String::new() };
         engine.wait();
         Some(engine)
     }
@@ -74,19 +71,32 @@ impl Engine {
     }
 
     pub fn call(&self, words: &[&str]) -> Option<redis::Value> {
+        self.try_call(words).ok()
+    }
+
+    fn try_call(&self, words: &[&str]) -> redis::RedisResult<redis::Value> {
         let mut command = redis::cmd(words[0]);
         words[1..].iter().for_each(|word| {
             command.arg(*word);
         });
         let client = redis::Client::open(format!("redis://{}{}/", self.login, self.name())).unwrap();
-        let mut connection = client.get_connection_with_timeout(Duration::from_secs(5)).ok()?;
-        command.query(&mut connection).ok()
+        let mut connection = client.get_connection_with_timeout(Duration::from_secs(5))?;
+        command.query(&mut connection)
     }
 
     pub fn bytes(&self, key: &str) -> Vec<u8> {
         match self.call(&["GET", key]) {
             Some(redis::Value::BulkString(bytes)) => bytes,
             other => panic!("{key}: {other:?}"),
+        }
+    }
+
+    pub fn text(&self, words: &[&str]) -> String {
+        match self.try_call(words) {
+            Ok(redis::Value::BulkString(bytes)) => String::from_utf8(bytes).unwrap(),
+            Ok(redis::Value::SimpleString(text)) => text,
+            Ok(redis::Value::Okay) => "OK".to_owned(),
+            other => panic!("{words:?}: {other:?}"),
         }
     }
 
@@ -134,6 +144,66 @@ impl Drop for Engine {
     }
 }
 
+/// Stops a thread of a test that fails, which would run for ever.
+pub struct Stop<'a>(pub &'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A port that no other engine of this process had. Ports are below the kernel's own range, and
+/// never given out twice: else another engine could take the port of one that is killed.
+fn free_port() -> u16 {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let port = (0..100).map(|turn| 10_000 + (std::process::id() * 64 + number + turn * 640) % 20_000);
+    let mut port = port.map(|port| port as u16);
+    port.find(|&port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).unwrap()
+}
+
+/// A cluster of `count` engines, of which the first `owners` share the hash slots; `None`, and a
+/// line that says so, where there are no engines.
+pub fn cluster(count: usize, owners: usize, test: &str) -> Option<Vec<Engine>> {
+    let mut engines = Vec::new();
+    for _ in 0..count {
+        let bus = free_port().to_string();
+        let mut flags = vec!["--cluster-enabled", "yes", "--cluster-port", &bus];
+        flags.extend(["--cluster-node-timeout", "5000", "--cluster-require-full-coverage", "no"]);
+        let Some(mut engine) = Engine::start(&flags) else {
+            println!("\nskipped: {test}: redis-tools is not installed");
+            return None;
+        };
+        engine.bus = bus;
+        engines.push(engine);
+    }
+    for (at, engine) in engines[..owners].iter().enumerate() {
+        let bound = |at: usize| at * 16_384 / owners;
+        let (first, last) = (bound(at).to_string(), (bound(at + 1) - 1).to_string());
+        engine.call(&["CLUSTER", "ADDSLOTSRANGE", &first, &last]).unwrap();
+    }
+    for engine in &engines[1..] {
+        let port = engine.port.to_string();
+        engines[0].call(&["CLUSTER", "MEET", "127.0.0.1", &port, &engine.bus]).unwrap();
+    }
+    let begun = Instant::now();
+    let is_whole = |engine: &Engine| {
+        let about = String::from_utf8(match engine.call(&["CLUSTER", "INFO"]) {
+            Some(redis::Value::BulkString(about)) => about,
+            Some(redis::Value::VerbatimString { text, .. }) => text.into_bytes(),
+            other => panic!("{other:?}"),
+        });
+        let about = about.unwrap();
+        about.contains("cluster_state:ok") && about.contains(&format!("cluster_known_nodes:{count}\r"))
+    };
+    while !engines.iter().all(is_whole) {
+        assert!(begun.elapsed() < PATIENCE, "the engines are no cluster");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Some(engines)
+}
+
 /// So many engines; `None`, and a line that says so, where there are none.
 pub fn engines(count: usize, test: &str) -> Option<Vec<Engine>> {
     let engines: Option<Vec<Engine>> = (0..count).map(|_| Engine::start(&[])).collect();
@@ -169,6 +239,8 @@ pub fn all(
 ) -> Vec<(Result<(), Fault>, PageBytes)> {
     let mut results = vec![None; operations.len()];
     let mut next = 0;
+    // A stall of this machine is no time that a node has had.
+    let (mut now, mut seen) = (Instant::now(), Instant::now());
     while results.iter().any(Option::is_none) {
         while let Some((slot, write)) = operations.get(next) {
             let progress = match write {
@@ -183,7 +255,9 @@ pub fn all(
             next += 1;
         }
         lane.submit();
-        lane.poll(Instant::now(), &mut |done| {
+        now += seen.elapsed().min(Duration::from_millis(100));
+        seen = Instant::now();
+        lane.poll(now, &mut |done| {
             let page = done.page.copied().unwrap_or([0; PAGE_SIZE]);
             assert!(results[done.ticket as usize].replace((done.result, page)).is_none());
         });

@@ -1,0 +1,77 @@
+//! Answers in which the nodes of a cluster say where hash slots are.
+//!
+//! A cluster moves hash slots between its nodes at any time. A node that no longer serves one says
+//! where it is (`MOVED`), or, while it moves, where the keys are that have gone (`ASK`). A node
+//! that has died says nothing: then the others are asked for the whole map.
+
+use super::placement::HASH_SLOTS;
+use redis::{Connection, RedisResult, Value};
+
+/// Hash slots, from the first to the last, and the address of their node.
+pub(super) type Range = (usize, usize, String);
+
+/// Reads a node's answer that refers to another node: `MOVED 3999 127.0.0.1:6381`. An address
+/// without a host is on the host that was asked.
+pub(super) fn redirection(details: &str, asked: &str) -> Option<(usize, String)> {
+    let (hash, address) = details.split_once(' ')?;
+    let hash = hash.parse().ok().filter(|hash| *hash < HASH_SLOTS)?;
+    let (host, port) = address.split_once(' ').map_or(address, |(address, _)| address).rsplit_once(':')?;
+    let port: u16 = port.parse().ok().filter(|port| *port > 0)?;
+    Some((hash, join(host, port, asked)))
+}
+
+fn join(host: &str, port: u16, asked: &str) -> String {
+    match host {
+        "" | "?" => format!("{}:{port}", asked.rsplit_once(':').map_or(asked, |(host, _)| host)),
+        host => format!("{host}:{port}"),
+    }
+}
+
+/// The map as the node at `asked` sees it.
+pub(super) fn map(connection: &mut Connection, asked: &str) -> RedisResult<Vec<Range>> {
+    let ranges: Vec<Vec<Value>> = redis::cmd("CLUSTER").arg("SLOTS").query(connection)?;
+    Ok(ranges.iter().filter_map(|range| read_range(range, asked)).collect())
+}
+
+fn read_range(range: &[Value], asked: &str) -> Option<Range> {
+    let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = range else { return None };
+    let [host, Value::Int(port), ..] = &master[..] else { return None };
+    let host = match host {
+        Value::BulkString(host) => String::from_utf8(host.clone()).ok()?,
+        _ => String::new(),
+    };
+    let hash = |value: &i64| usize::try_from(*value).ok().filter(|hash| *hash < HASH_SLOTS);
+    let port = u16::try_from(*port).ok().filter(|port| *port > 0)?;
+    Some((hash(first)?, hash(last)?, join(&host, port, asked)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_redirection_names_hash_slot_and_node_and_anything_else_is_none() {
+        let read = |details| redirection(details, "10.0.0.7:6379");
+        assert_eq!(read("3999 127.0.0.1:6381"), Some((3999, "127.0.0.1:6381".to_owned())));
+        assert_eq!(read("1 ::1:6381"), Some((1, "::1:6381".to_owned())));
+        assert_eq!(read("1 :6381"), Some((1, "10.0.0.7:6381".to_owned())));
+        for wrong in
+            ["", "1", "1 ", "1 host", "1 host:0", "1 host:99999", "16384 host:1", "-1 host:1", "x host:1"]
+        {
+            assert_eq!(read(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_range_of_the_map_is_read_and_anything_else_is_none() {
+        let master = |host: &str, port| Value::Array(vec![Value::BulkString(host.into()), Value::Int(port)]);
+        let read = |range: &[Value]| read_range(range, "10.0.0.7:6379");
+        let range = [Value::Int(0), Value::Int(5460), master("10.0.0.1", 6379), master("10.0.0.4", 6379)];
+        assert_eq!(read(&range), Some((0, 5460, "10.0.0.1:6379".to_owned())));
+        assert_eq!(read(&range[..2]), None, "no master");
+        assert_eq!(read(&[Value::Int(0), Value::Int(16384), master("x", 1)]), None);
+        assert_eq!(read(&[Value::Int(0), Value::Int(1), master("", 70_000)]), None);
+        let nameless = Value::Array(vec![Value::Nil, Value::Int(7)]);
+        assert_eq!(read(&[Value::Int(0), Value::Int(1), nameless]), Some((0, 1, "10.0.0.7:7".to_owned())));
+    }
+}
