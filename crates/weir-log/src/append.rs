@@ -32,6 +32,7 @@ struct Open {
     next: u32,
     /// Number of writes, with the summary's, that may still land.
     waits: u32,
+    generation: usize,
     summary: Written,
 }
 
@@ -82,7 +83,7 @@ impl Appender {
                 };
                 let life = log.segments.open(segment, generation);
                 let (next, waits, summary) = (0, 0, Written::NotYet);
-                self.open[at] = Some(Open { segment, life, row, next, waits, summary });
+                self.open[at] = Some(Open { segment, life, row, next, waits, generation, summary });
                 self.current[generation] = Some(at);
                 at
             }
@@ -107,13 +108,28 @@ impl Appender {
         is_full
     }
 
-    /// Writes the summaries that are due, as far as there is room below.
+    /// Gives the record of a place its version, once its page has been written. In a scratch log it
+    /// does nothing.
+    pub fn publish(&self, log: &Shared, place: u32, version: u64) {
+        if log.durable.is_none() {
+            return;
+        }
+        let (segment, within) = log.shape.split(place);
+        let open = self.find(log, place).and_then(|at| self.open[at].as_ref());
+        let open = open.expect("a segment whose write had no answer is open");
+        log.rows.publish_version(open.row, within, version);
+        log.segments.mark(segment);
+    }
+
+    /// Writes the summaries that are due, as far as there is room below. The summary of a durable
+    /// log says which pages were written, so it waits for their answers.
     pub fn write_summaries(&mut self, log: &Shared, below: &mut dyn Lane) {
         for at in 0..OPEN_MAX {
-            let Some(open) = self.open[at].as_mut().filter(|open| open.summary == Written::Wanted) else {
-                continue;
-            };
-            summary::write(&log.rows, open.row, open.segment, open.life, &mut self.page);
+            let is_due =
+                |open: &&mut Open| open.summary == Written::Wanted && (log.durable.is_none() || open.waits == 0);
+            let Some(open) = self.open[at].as_mut().filter(is_due) else { continue };
+            let about = (open.segment, open.life, open.generation);
+            summary::write(&log.rows, open.row, about, log.identity(), &mut self.page);
             let slot = Slot(log.shape.place(open.segment, log.shape.places()));
             match below.write(self.tickets + at as Ticket, slot, &self.page) {
                 Progress::Full => break,
@@ -132,7 +148,9 @@ impl Appender {
     fn summary_written(&mut self, log: &Shared, at: usize, result: Result<(), Fault>) {
         let Some(open) = self.open[at].as_mut() else { return };
         open.summary = if result.is_ok() { Written::Done } else { Written::Never };
-        if result.is_err() {
+        if result.is_ok() {
+            log.segments.has_summary(open.segment);
+        } else {
             log.counters.write_errors.fetch_add(1, Relaxed);
             log.segments.blame(open.segment);
         }
@@ -175,7 +193,8 @@ impl Appender {
         if let Some(current) = self.current.iter_mut().find(|current| **current == Some(at)) {
             *current = None;
             if let Some(open) = self.open[at].as_mut() {
-                open.summary = Written::Never;
+                // A scratch log's summary would name the page that failed.
+                open.summary = if log.durable.is_some() { Written::Wanted } else { Written::Never };
             }
             self.end(log, at);
         }
@@ -188,7 +207,8 @@ impl Appender {
 
     /// Lets a segment go that is completely written.
     fn end(&mut self, log: &Shared, at: usize) {
-        let over = |open: &&Open| open.waits == 0 && matches!(open.summary, Written::Done | Written::Never);
+        let over =
+            |open: &&Open| open.waits == 0 && matches!(open.summary, Written::Done | Written::Never);
         let Some(&Open { segment, row, summary, .. }) = self.open[at].as_ref().filter(over) else { return };
         if summary == Written::Done {
             log.rows.unpin(row);

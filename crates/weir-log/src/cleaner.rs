@@ -7,10 +7,14 @@
 //! that were not: so frequently written pages leave segments that die by themselves. Pages that do
 //! not fill a segment wait in memory; meanwhile they are read in their old place.
 //!
+//! In a durable log the cleaner also [commits](crate::commit): for flushes, and to free the segments
+//! that have died.
+//!
 //! A page that cannot be read or verified stays in its place. Its segment is stuck: it is tried
 //! again only now and then, when there is no other.
 
 use crate::append::{Appender, OPEN_MAX};
+use crate::commit::{Committer, Stepped};
 use crate::segment::{GENERATIONS, State, Word};
 use crate::summary::{Record, Summary};
 use crate::{Log, LogError, Shared};
@@ -30,6 +34,7 @@ const WINDOW: u32 = 4096;
 /// Most dead pages between two live ones for which both are read in one operation. To read 64 KiB
 /// more takes a disk no longer than a second operation.
 const GAP: u32 = 16;
+const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
 /// Time that stuck segments are left alone.
 const AGAIN: Duration = Duration::from_millis(100);
 
@@ -56,6 +61,8 @@ pub struct Cleaner {
     log: Arc<Shared>,
     below: Box<dyn Lane>,
     parts: Parts,
+    /// Commits what was written, if the log is durable.
+    committer: Option<Committer>,
     /// The segment at which the next choice begins to look.
     cursor: u32,
     /// The time when a stuck segment may be tried again.
@@ -126,6 +133,8 @@ impl Cleaner {
             waits: 0,
             failed: false,
         };
+        let commit = |durable| Committer::open(&log, durable);
+        let committer = log.durable.as_ref().map(commit).transpose()?;
         let room = ((VICTIMS + 1) * pages + OPEN_MAX).next_multiple_of(pages);
         Ok(Cleaner {
             below: log.below.lane(room)?,
@@ -134,6 +143,7 @@ impl Cleaner {
                 victims: (0..VICTIMS).map(|_| victim()).collect(),
             },
             log,
+            committer,
             cursor: 0,
             again_at: None,
             rest: Rest::default(),
@@ -142,6 +152,22 @@ impl Cleaner {
 
     /// Does one bounded piece of work.
     pub fn step(&mut self, now: Instant) -> Next {
+        let stepped = match (&mut self.committer, &self.log.durable) {
+            (Some(committer), Some(durable)) => committer.step(&self.log, durable, now),
+            _ => Stepped::Idle,
+        };
+        match (stepped, self.clean(now, stepped == Stepped::Idle)) {
+            (Stepped::Worked, _) => {
+                self.rest.end();
+                Next::Step
+            }
+            (Stepped::Waits, Next::Work) => Next::Answers,
+            (_, next) => next,
+        }
+    }
+
+    /// Does one bounded piece of cleaning. `is_idle`: no commit is under way.
+    fn clean(&mut self, now: Instant, is_idle: bool) -> Next {
         let Cleaner { log, below, parts, rest, .. } = self;
         below.poll(now, &mut |done| {
             rest.end();
@@ -169,7 +195,9 @@ impl Cleaner {
             if self.write_what_is_here() {
                 return Next::Step;
             }
-            let is_short = self.log.segments.free() <= crate::RESERVE;
+            // A commit may free segments.
+            let is_short = self.log.segments.free() <= crate::RESERVE
+                && (!self.log.segments.are_durable() || is_idle && self.log.segments.dead() == 0);
             self.log.is_full.store(is_short && !self.parts.is_busy(), SeqCst);
             if self.parts.is_busy() {
                 return Next::Answers;
@@ -186,11 +214,16 @@ impl Cleaner {
         match next {
             Next::Step => {}
             Next::Answers => {
-                let Some(fd) = self.below.wake_fd().filter(|_| self.below.in_flight() > 0) else {
+                let fd = self.below.wake_fd().filter(|_| self.below.in_flight() > 0);
+                let commit = self.committer.as_ref().filter(|committer| committer.in_flight() > 0);
+                let commit = commit.and_then(Committer::wake_fd);
+                if fd.is_none() && commit.is_none() {
                     return self.rest.until_next();
-                };
+                }
+                let mut fds = vec![listen(also)];
+                fds.extend(fd.into_iter().chain(commit).map(listen));
                 // A signal only makes the sleep shorter.
-                let _ = rustix::event::poll(&mut [listen(also), listen(fd)], Some(&nap));
+                let _ = rustix::event::poll(&mut fds, Some(&nap));
             }
             Next::Work => {
                 self.log.asleep.store(true, SeqCst);
@@ -209,7 +242,8 @@ impl Cleaner {
         let moves = |victim: &&Victim| victim.phase != Phase::Write || victim.waits > 0;
         let taken = self.parts.victims.iter().filter(|victim| victim.segment.is_some());
         let soon = taken.filter(moves).count() as u32;
-        !self.parts.is_crowded() && self.log.segments.free() + soon < self.log.low()
+        let free = self.log.segments.free() + self.log.segments.dead();
+        !self.parts.is_crowded() && free + soon < self.log.low()
     }
 
     /// Chooses the segment that is most worth cleaning: with many dead pages, and live ones that
@@ -307,7 +341,10 @@ impl Cleaner {
                         victim.targets[at] = place;
                         victim.waits += 1;
                     }
-                    Progress::Done(Ok(())) => victim.moved(log, at, place),
+                    Progress::Done(Ok(())) => {
+                        appender.publish(log, place, record.version);
+                        victim.moved(log, at, place);
+                    }
                     _ => {
                         // The page is written again, to another segment.
                         appender.failed(log, place);
@@ -411,7 +448,10 @@ impl Parts {
         }
         let place = victim.targets[at as usize];
         match result {
-            Ok(()) => victim.moved(log, at as usize, place),
+            Ok(()) => {
+                self.appender.publish(log, place, victim.records[at as usize].version);
+                victim.moved(log, at as usize, place);
+            }
             // The page is in its old place, and here; it is written again, to another segment.
             Err(_) => victim.states[at as usize] = PageState::Here,
         }
@@ -526,5 +566,11 @@ impl Drop for Cleaner {
         }
         // The cleaner's segments stay open: their writes may land as long as the cleaner's lane
         // lives.
+        if let Some(durable) = &self.log.durable
+            && let Some(number) = durable.asked()
+        {
+            // Nobody else commits.
+            durable.answer(number, Err(Fault::Io(EIO)));
+        }
     }
 }

@@ -36,6 +36,8 @@ struct Parts {
     /// Reads that have something to issue or to answer.
     again: Vec<u16>,
     flush: Option<Ticket>,
+    /// Of a durable log: the flush's number.
+    flush_number: u64,
     /// Whether a write has found no free segment since the last poll.
     is_starved: bool,
 }
@@ -47,6 +49,8 @@ struct Operation {
     place: u32,
     /// The life of the place's segment: content read there in another life proves nothing.
     life: u32,
+    /// Of a write: its number.
+    version: u64,
     state: State,
 }
 
@@ -73,7 +77,7 @@ impl LogLane {
         // The depth is a multiple of a segment, so that the disks' lane need not split one in its
         // memory.
         let room = (depth * 2 + OPEN_MAX).next_multiple_of(log.shape.segment_pages as usize);
-        let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, state: State::Idle };
+        let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, version: 0, state: State::Idle };
         let turn = log.seats.load(Relaxed);
         Ok(LogLane {
             below: Some(log.below.lane(room)?),
@@ -85,6 +89,7 @@ impl LogLane {
                 idle: (0..depth as u16).rev().collect(),
                 again: Vec::with_capacity(depth),
                 flush: None,
+                flush_number: 0,
                 is_starved: false,
             },
         })
@@ -222,12 +227,13 @@ impl Parts {
             return self.appender.summary_answered(&self.log, ticket, result);
         }
         let at = (ticket % SUMMARY) as u16;
-        let Operation { page, place, state, .. } = &mut self.operations[usize::from(at)];
-        let (page, place) = (*page, *place);
+        let Operation { page, place, version, state, .. } = &mut self.operations[usize::from(at)];
+        let (page, place, version) = (*page, *place, *version);
         match state {
             State::Idle => {}
             State::Write => {
                 if result.is_ok() {
+                    self.appender.publish(&self.log, place, version);
                     self.log.publish(page, place);
                 }
                 self.appender.answered(&self.log, place, result);
@@ -257,6 +263,16 @@ impl Parts {
                     }
                 }
             }
+        }
+    }
+
+    /// Hands over the flush if a commit has answered it.
+    fn take_commit(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        let Some(durable) = self.log.durable.as_ref().filter(|_| self.flush.is_some()) else { return };
+        if let Some(result) = durable.answer_to(self.flush_number)
+            && let Some(ticket) = self.flush.take()
+        {
+            done(Done { ticket, result, page: None });
         }
     }
 
@@ -305,6 +321,7 @@ impl Lane for LogLane {
             log.ring();
             return Progress::Full;
         };
+        let version = log.next_version();
         let progress = below.write(at.into(), Slot(place), page);
         if progress == Progress::Full {
             return Progress::Full;
@@ -312,12 +329,15 @@ impl Lane for LogLane {
         let record = Record::of(slot.0, page);
         let is_full = appender.take(log, 0, record, progress == Progress::Queued);
         match progress {
-            Progress::Done(Ok(())) => log.publish(slot.0, place),
+            Progress::Done(Ok(())) => {
+                appender.publish(log, place, version);
+                log.publish(slot.0, place);
+            }
             Progress::Done(Err(_)) => appender.failed(log, place),
             _ => {
                 idle.pop();
                 operations[usize::from(at)] =
-                    Operation { ticket, page: slot.0, place, life: 0, state: State::Write };
+                    Operation { ticket, page: slot.0, place, life: 0, version, state: State::Write };
             }
         }
         log.counters.written.fetch_add(1, Relaxed);
@@ -339,7 +359,7 @@ impl Lane for LogLane {
         };
         let Some(at) = parts.idle.pop() else { return Progress::Full };
         let state = State::Read { content: Part::Wanted, summary: Part::No, proof: None, tries: 0 };
-        parts.operations[usize::from(at)] = Operation { ticket, page: slot.0, place, life, state };
+        parts.operations[usize::from(at)] = Operation { ticket, page: slot.0, place, life, version: 0, state };
         let mut found = Page::zeroed();
         match parts.begin_read(at, below, &mut found) {
             Some(result) => {
@@ -366,6 +386,12 @@ impl Lane for LogLane {
         if self.parts.flush.is_some() {
             return Progress::Full;
         }
+        if let Some(durable) = &self.parts.log.durable {
+            self.parts.flush_number = durable.ask();
+            self.parts.flush = Some(ticket);
+            self.parts.log.wake();
+            return Progress::Queued;
+        }
         let progress = self.below().flush(FLUSH);
         if progress == Progress::Queued {
             self.parts.flush = Some(ticket);
@@ -384,6 +410,7 @@ impl Lane for LogLane {
         below.poll(now, &mut |below_done| parts.answered(&below_done, done));
         below.settled(&mut |slot| parts.appender.settled(&parts.log, slot.0));
         parts.appender.write_summaries(&parts.log, below);
+        parts.take_commit(done);
         if !parts.again.is_empty() {
             parts.go_on(below, done);
             below.submit();
@@ -394,10 +421,11 @@ impl Lane for LogLane {
         self.parts.operations.len() - self.parts.idle.len() + usize::from(self.parts.flush.is_some())
     }
 
-    /// No descriptor announces a segment that has become free, nor an operation that can be issued
-    /// again.
+    /// No descriptor announces a segment that has become free, nor a commit, nor an operation that
+    /// can be issued again.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        let must_poll = self.parts.is_starved || !self.parts.again.is_empty();
+        let Parts { log, again, flush, is_starved, .. } = &self.parts;
+        let must_poll = *is_starved || !again.is_empty() || log.durable.is_some() && flush.is_some();
         self.below.as_ref().filter(|_| !must_poll)?.wake_fd()
     }
 }

@@ -11,30 +11,50 @@
 //! of a stripe in turns. Pages that are written again leave holes. The [`Cleaner`] moves the rest
 //! of a segment and makes the segment free. It is a step function that its owner drives.
 //!
-//! Nothing here outlives the process. Nothing starts a thread or reads a clock, and only
-//! [`Cleaner::wait`] sleeps.
+//! A log is *scratch* or *durable*. A [scratch](Log::create) log ends with its process. A
+//! [durable](Log::make) one has a superblock and a journal, and is [opened](Log::open) again: after
+//! a power cut it has every page that was written before the last flush that succeeded. Its flushes
+//! are the cleaner's work too. [`check`] verifies it while nobody uses it. docs/log-format.md has
+//! the format.
+//!
+//! Nothing starts a thread or reads a clock. [`Cleaner::wait`] sleeps, and so does what makes, opens
+//! and checks a durable log.
 
 mod append;
+mod blocking;
+mod check;
 mod cleaner;
+mod commit;
+mod durable;
+mod journal;
 mod lane;
+mod recover;
 mod segment;
+mod size;
 mod status;
 mod summary;
+mod superblock;
 mod words;
 
+pub use blocking::Clock;
+pub use check::{BadPage, CheckReport, check};
 pub use cleaner::{Cleaner, Next};
-pub use status::LogStatus;
+pub use recover::DamagedError;
+pub use status::{DurableStatus, LogStatus};
+pub use superblock::MAGIC;
 
+use durable::Durable;
 use lane::LogLane;
 use rustix::event::EventfdFlags;
 use segment::Segments;
+use size::{Kind, Sizes};
 use status::Counters;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
-use summary::{PLACES_MAX, Rows};
+use summary::Rows;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{Lane, OpenError, OpenErrorKind, State, Store};
 use words::Words;
@@ -43,13 +63,15 @@ use words::Words;
 const RESERVE: u32 = 4;
 /// Number of free segments that the cleaner provides for the writers, besides one for each lane.
 const AHEAD: u32 = 8;
+/// The same in a durable log, where a segment is free only after a commit.
+const DURABLE_AHEAD: u32 = 32;
 
 /// The settings of a log.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     /// The log's size in pages; 0: four fifths of the pages that its segments hold.
     pub pages: u32,
-    /// Pages of a segment with its summary, at most 511.
+    /// Pages of a segment with its summary, at most 285.
     pub segment_pages: u32,
     /// Number of members of the store below, on which segments lie in turns.
     pub members: u32,
@@ -71,7 +93,7 @@ impl Default for Config {
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// A segment has too many pages or too few, or there is no member or lane.
-    #[error("a log has segments of 2 to 511 pages, a member and a lane; asked for {0}")]
+    #[error("a log has segments of 2 to 285 pages, a member and a lane; asked for {0}")]
     Shape(String),
     /// The log would have more pages than the cleaner can handle.
     #[error(
@@ -92,6 +114,39 @@ pub enum LogError {
     /// There is no memory for the map.
     #[error("cannot take memory for the log's map")]
     Memory(#[source] io::Error),
+    /// The store below carries no durable log.
+    #[error("{0} carries no durable log; weir cache create --durable makes one")]
+    NoLog(String),
+    /// A later version of Weir made the durable log.
+    #[error("{store} carries a durable log of format {version}; this version of Weir reads 1: use a later one")]
+    Later {
+        /// The name of the store below.
+        store: String,
+        /// The format's version.
+        version: u32,
+    },
+    /// The disks are not those of the log, or not in its order.
+    #[error("{store}: {what}")]
+    Members {
+        /// The name of the store below.
+        store: String,
+        /// What is wrong, and the next step.
+        what: String,
+    },
+    /// The durable log is damaged.
+    #[error("{0}; weir cache check says what is left")]
+    Damaged(#[source] DamagedError),
+    /// The store below cannot be written.
+    #[error("cannot write to {store}: {fault}")]
+    Write {
+        /// The name of the store below.
+        store: String,
+        /// The reason why it failed.
+        fault: weir_store::Fault,
+    },
+    /// The caller ended it.
+    #[error("stopped before it was done")]
+    Stopped(#[source] io::Error),
 }
 
 /// A log over a store; see the [crate's introduction](crate). A clone is the same log.
@@ -109,6 +164,8 @@ struct Shared {
     map: Words,
     segments: Segments,
     rows: Rows,
+    /// What a durable log has besides.
+    durable: Option<Durable>,
     /// Number of lanes that may still be opened.
     seats: AtomicU32,
     counters: Counters,
@@ -148,43 +205,30 @@ impl Log {
     /// # Errors
     /// Fails when the store is too small, or memory is missing.
     pub fn create(below: Arc<dyn Store>, config: Config) -> Result<Self, LogError> {
-        let Config { segment_pages, members, lanes, .. } = config;
-        if !(2..=PLACES_MAX + 1).contains(&segment_pages) || members == 0 || lanes == 0 {
-            let what = format!("{segment_pages} pages, {members} members, {lanes} lanes");
-            return Err(LogError::Shape(what));
-        }
-        let count = below.slots() / segment_pages;
-        let places = segment_pages - 1;
-        // Segments that are no room for pages: those that the cleaner keeps free, those that are
-        // appended to, and one in fifty for segments that end early.
-        let spare = RESERVE + AHEAD + lanes * 2 + segment::GENERATIONS as u32;
-        let most = count.saturating_sub(spare + count / 50) * places;
-        let asked = match config.pages {
-            0 => (u64::from(count) * u64::from(places) * 4 / 5) as u32,
-            pages => pages,
-        };
-        if asked == 0 || asked > most {
-            return Err(LogError::TooSmall { store: below.name().to_owned(), most, asked });
-        }
-        let least = (spare * 2).min(count);
-        let rows = match config.summaries {
-            0 => {
-                let bound = u64::from(below.slots()) * 4;
-                let left =
-                    bound.saturating_sub(u64::from(asked) * 4 + u64::from(count) * segment::SEGMENT_BYTES);
-                (left / (u64::from(places) * 8 + 32)).min(count.into()) as u32
-            }
-            summaries => summaries.min(count),
-        };
+        let sizes = Sizes::of(below.name(), below.slots(), &config, Kind::Scratch)?;
+        let map = Words::new(sizes.pages as usize).map_err(LogError::Memory)?;
+        Self::over(below, &config, &sizes, Segments::new(sizes.segments, config.members), map, None)
+    }
+
+    fn over(
+        below: Arc<dyn Store>,
+        config: &Config,
+        sizes: &Sizes,
+        segments: Segments,
+        map: Words,
+        durable: Option<Durable>,
+    ) -> Result<Self, LogError> {
+        let Config { segment_pages, lanes, .. } = *config;
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| LogError::Memory(errno.into()))?;
         let shared = Arc::new(Shared {
             name: format!("log over {}", below.name()),
             below,
-            shape: Shape { pages: asked, segment_pages, lanes },
-            map: Words::new(asked as usize).map_err(LogError::Memory)?,
-            segments: Segments::new(count, members),
-            rows: Rows::new(rows.max(least), places).map_err(LogError::Memory)?,
+            shape: Shape { pages: sizes.pages, segment_pages, lanes },
+            map,
+            segments,
+            rows: Rows::new(sizes.rows, segment_pages - 1, durable.is_some()).map_err(LogError::Memory)?,
+            durable,
             seats: AtomicU32::new(lanes),
             counters: Counters::default(),
             is_full: AtomicBool::new(false),
@@ -248,19 +292,36 @@ impl Shared {
         }
     }
 
+    /// Handles a segment whose last page has died.
     fn free(&self, segment: u32) {
         self.rows.forget(&self.segments, segment);
-        self.segments.push(segment);
+        self.segments.end(segment);
     }
 
     /// The number of free segments below which the cleaner works.
     fn low(&self) -> u32 {
-        RESERVE + AHEAD + self.shape.lanes
+        RESERVE + self.shape.lanes + if self.durable.is_some() { DURABLE_AHEAD } else { AHEAD }
+    }
+
+    /// The part of a durable log's identity that its summaries and its journal carry.
+    fn identity(&self) -> u64 {
+        self.durable.as_ref().map_or(0, |durable| durable.superblock.short_identity())
+    }
+
+    /// The number of a write that begins; 0: the log is scratch.
+    fn next_version(&self) -> u64 {
+        self.durable.as_ref().map_or(0, Durable::next_version)
     }
 
     /// Wakes the thread that drives the cleaner, if there is something to do.
     fn ring(&self) {
-        if self.segments.free() < self.low() && self.asleep.swap(false, SeqCst) {
+        if self.segments.free() < self.low() {
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        if self.asleep.swap(false, SeqCst) {
             // This fails only if the counter is full, and then the bell rings already.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }

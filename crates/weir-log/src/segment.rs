@@ -1,15 +1,19 @@
 //! The record of each segment, in one word and two numbers; and the free segments.
 //!
 //! ```text
-//!  63              32 31    24 23        8 7     5 4        3 2     0
-//! +------------------+--------+-----------+-------+----------+-------+
-//! |       life       |   -    |   live    |   -   |generation| state |
-//! +------------------+--------+-----------+-------+----------+-------+
+//!  63              32 31    24 23        8 7 6     5     4        3 2     0
+//! +------------------+--------+-----------+---+-------+----------+-------+
+//! |       life       |   -    |   live    | - |summary|generation| state |
+//! +------------------+--------+-----------+---+-------+----------+-------+
 //! ```
 //!
 //! *Live* counts the segment's pages that the map names. A closed segment is free at once when its
 //! last page dies. The lane or the cleaner that made it die frees it: by a write that replaces a
-//! page, or by a move. A *life* is one filling of a segment.
+//! page, or by a move. A *life* is one filling of a segment. *Summary*: the segment's summary is on
+//! the disk.
+//!
+//! In a durable log such a segment is dead at first: a crash may bring back what it held. It is free
+//! once a commit has said that it holds nothing.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -30,6 +34,10 @@ pub(crate) enum State {
     Cleaning = 3,
     /// A page of the segment cannot be moved. The segment is free once no page of it is live.
     Stuck = 4,
+    /// Of a durable log: the segment holds no page that counts, but no commit has said so yet.
+    Dead = 5,
+    /// The segment holds the log's own records.
+    Reserved = 6,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,7 +54,9 @@ impl Word {
             1 => State::Open,
             2 => State::Closed,
             3 => State::Cleaning,
-            _ => State::Stuck,
+            4 => State::Stuck,
+            5 => State::Dead,
+            _ => State::Reserved,
         }
     }
 
@@ -66,13 +76,25 @@ impl Word {
         Word(self.0 & !7 | state as u64)
     }
 
-    /// The next state of a segment in this state when no work on it is under way.
-    fn settled(self) -> Self {
+    /// Whether the segment's summary is on the disk.
+    pub fn has_summary(self) -> bool {
+        self.0 & SUMMARY != 0
+    }
+
+    /// The next state of a segment in this state when no work on it is under way; `over`: of one
+    /// without a live page.
+    fn settled(self, over: State) -> Self {
         let rests = matches!(self.state(), State::Closed | State::Stuck);
-        if rests && self.live() == 0 { self.with_state(State::Free) } else { self }
+        if rests && self.live() == 0 { self.with_state(over) } else { self }
+    }
+
+    /// Whether no page of the segment counts.
+    fn is_over(self) -> bool {
+        matches!(self.state(), State::Free | State::Dead)
     }
 }
 
+const SUMMARY: u64 = 1 << 5;
 const LIVE: u64 = 1 << 8;
 
 #[derive(Debug, Default)]
@@ -106,19 +128,142 @@ pub(crate) struct Segments {
     free: AtomicU32,
     /// Number of segments closed so far.
     clock: AtomicU32,
+    /// Of a durable log: the dead segments, and their number.
+    dead: Stack,
+    dead_count: AtomicU32,
+    /// Of a durable log: a bit for each segment with records that no commit has.
+    changed: Box<[AtomicU64]>,
 }
 
 impl Segments {
     /// Makes `count` free segments, which lie on `members` members in turns.
     pub fn new(count: u32, members: u32) -> Self {
-        let segments = Segments {
+        let segments = Self::without_free(count, members, 0);
+        (0..count).rev().for_each(|segment| segments.push(segment));
+        segments
+    }
+
+    /// Makes the segments of a durable log. The first `reserved` hold its own records. Those that
+    /// `life` names (with their generation, and whether they have a summary) are closed, and no page
+    /// of theirs is counted yet. The others are free, and begin their next life above `floor`.
+    pub fn recovered(
+        count: u32,
+        members: u32,
+        reserved: u32,
+        floor: u32,
+        life: impl Fn(u32) -> Option<(u32, usize, bool)>,
+    ) -> Self {
+        let segments = Self::without_free(count, members, count.div_ceil(64));
+        for segment in 0..count {
+            let word = match life(segment) {
+                _ if segment < reserved => Word::new(State::Reserved, 0, 0),
+                Some((life, generation, has_summary)) => {
+                    let word = Word::new(State::Closed, generation, life);
+                    if has_summary { Word(word.0 | SUMMARY) } else { word }
+                }
+                None => Word::new(State::Free, 0, floor),
+            };
+            segments.all[segment as usize].word.store(word.0, SeqCst);
+        }
+        let is_free = |segment: &u32| segments.word(*segment).state() == State::Free;
+        (reserved..count).rev().filter(is_free).for_each(|segment| segments.push(segment));
+        segments
+    }
+
+    fn without_free(count: u32, members: u32, changed: u32) -> Self {
+        Segments {
             all: (0..count).map(|_| Segment::default()).collect(),
             stacks: (0..members).map(|_| Stack::default()).collect(),
             free: AtomicU32::new(0),
             clock: AtomicU32::new(0),
-        };
-        (0..count).rev().for_each(|segment| segments.push(segment));
-        segments
+            dead: Stack::default(),
+            dead_count: AtomicU32::new(0),
+            changed: (0..changed).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// Whether segments are dead before they are free.
+    pub fn are_durable(&self) -> bool {
+        !self.changed.is_empty()
+    }
+
+    fn over(&self) -> State {
+        if self.are_durable() { State::Dead } else { State::Free }
+    }
+
+    /// Number of dead segments.
+    pub fn dead(&self) -> u32 {
+        self.dead_count.load(SeqCst)
+    }
+
+    /// Takes all dead segments.
+    pub fn take_dead(&self, out: &mut Vec<u32>) {
+        let mut head = self.dead.head.swap(0, SeqCst) as u32;
+        let before = out.len();
+        while let Some(segment) = head.checked_sub(1) {
+            out.push(segment);
+            head = self.all[segment as usize].next_or_closed.load(SeqCst);
+        }
+        self.dead_count.fetch_sub((out.len() - before) as u32, SeqCst);
+    }
+
+    /// Adds a dead segment, which [`take_dead`](Segments::take_dead) takes.
+    fn bury(&self, segment: u32) {
+        self.dead_count.fetch_add(1, SeqCst);
+        let mut head = self.dead.head.load(SeqCst);
+        loop {
+            self.all[segment as usize].next_or_closed.store(head as u32, SeqCst);
+            // Nobody pops a single segment, so the head needs no tag.
+            match self.dead.head.compare_exchange_weak(head, u64::from(segment + 1), SeqCst, SeqCst) {
+                Ok(_) => return,
+                Err(other) => head = other,
+            }
+        }
+    }
+
+    /// Handles a segment whose last page has died.
+    pub fn end(&self, segment: u32) {
+        if self.are_durable() { self.bury(segment) } else { self.push(segment) }
+    }
+
+    /// Frees a dead segment that a commit has named.
+    pub fn free_dead(&self, segment: u32) {
+        let word = &self.all[segment as usize].word;
+        let life = Word(word.load(SeqCst)).life();
+        word.store(Word::new(State::Free, 0, life).0, SeqCst);
+        self.push(segment);
+    }
+
+    /// Notes that the segment has a record that no commit has.
+    pub fn mark(&self, segment: u32) {
+        if let Some(bits) = self.changed.get(segment as usize / 64) {
+            bits.fetch_or(1 << (segment % 64), SeqCst);
+        }
+    }
+
+    /// Calls `each` for the segments that were marked, and takes the marks away.
+    pub fn take_marked(&self, mut each: impl FnMut(u32)) {
+        for (at, bits) in self.changed.iter().enumerate() {
+            if bits.load(SeqCst) == 0 {
+                continue;
+            }
+            let mut bits = bits.swap(0, SeqCst);
+            while bits != 0 {
+                each(at as u32 * 64 + bits.trailing_zeros());
+                bits &= bits - 1;
+            }
+        }
+    }
+
+    /// Notes that the segment's summary is on the disk.
+    pub fn has_summary(&self, segment: u32) {
+        self.all[segment as usize].word.fetch_or(SUMMARY, SeqCst);
+        self.mark(segment);
+    }
+
+    /// Bytes of memory that the segments' records take.
+    pub fn bytes(&self) -> u64 {
+        self.all.len() as u64 * SEGMENT_BYTES + self.changed.len() as u64 * 8
     }
 
     pub fn count(&self) -> u32 {
@@ -152,11 +297,10 @@ impl Segments {
     }
 
     /// Notes that one page of the segment is no longer live. Returns whether the segment is free
-    /// now, so that it must be [pushed](Segments::push).
+    /// now, so that it must [end](Segments::end).
     #[must_use]
     pub fn drop_live(&self, segment: u32) -> bool {
-        self.change(segment, |word| Some(Word(word.0 - LIVE).settled()))
-            .is_some_and(|word| word.state() == State::Free)
+        self.change(segment, |word| Some(Word(word.0 - LIVE).settled(self.over()))).is_some_and(Word::is_over)
     }
 
     /// Begins a new life of a free segment that was popped.
@@ -185,8 +329,7 @@ impl Segments {
     /// Ends work on a segment. Returns whether it is free now.
     #[must_use]
     pub fn leave(&self, segment: u32, state: State) -> bool {
-        self.change(segment, |word| Some(word.with_state(state).settled()))
-            .is_some_and(|word| word.state() == State::Free)
+        self.change(segment, |word| Some(word.with_state(state).settled(self.over()))).is_some_and(Word::is_over)
     }
 
     fn change(&self, segment: u32, change: impl Fn(Word) -> Option<Word>) -> Option<Word> {

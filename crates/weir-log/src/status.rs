@@ -1,7 +1,7 @@
 //! The counts of a log.
 
 use crate::Shared;
-use crate::segment::{SEGMENT_BYTES, State};
+use crate::segment::State;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// The counts of all lanes and of the cleaner. Each is increased once for some dozens of pages.
@@ -16,6 +16,23 @@ pub(crate) struct Counters {
     pub corrupt: AtomicU64,
     pub write_errors: AtomicU64,
     pub waits: AtomicU64,
+}
+
+/// What a durable log counts besides.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DurableStatus {
+    /// The number that tells the log from all others.
+    pub identity: u128,
+    /// Number of segments without a live page that wait for a commit.
+    pub dead: u32,
+    /// Number of commits: for flushes, and to free segments.
+    pub commits: u64,
+    /// Number of flushes that failed.
+    pub failed_flushes: u64,
+    /// Number of commits that named all segments.
+    pub checkpoints: u64,
+    /// Number of pages that were written to the journal.
+    pub journal_pages: u64,
 }
 
 /// A log's counts at one moment.
@@ -59,12 +76,15 @@ pub struct LogStatus {
     pub map_bytes: u64,
     /// Bytes of memory that segments and summaries take.
     pub segment_bytes: u64,
+    /// What a durable log counts besides.
+    pub durable: Option<DurableStatus>,
 }
 
 impl LogStatus {
     /// Number of pages written to the store below for each page that was written to the log.
     pub fn amplification(&self) -> f64 {
-        let all = self.written + self.moved + self.summaries;
+        let journal = self.durable.map_or(0, |durable| durable.journal_pages);
+        let all = self.written + self.moved + self.summaries + journal;
         if self.written == 0 { 1.0 } else { all as f64 / self.written as f64 }
     }
 }
@@ -99,7 +119,15 @@ impl Shared {
             member_errors: (0..segments.members()).map(|member| segments.failures(member)).collect(),
             waits: counters.waits.load(Relaxed),
             map_bytes: self.map.bytes(),
-            segment_bytes: u64::from(segments.count()) * SEGMENT_BYTES + self.rows.bytes(),
+            segment_bytes: segments.bytes() + self.rows.bytes(),
+            durable: self.durable.as_ref().map(|durable| DurableStatus {
+                identity: durable.superblock.identity,
+                dead: segments.dead(),
+                commits: durable.counters.commits.load(Relaxed),
+                failed_flushes: durable.counters.failed.load(Relaxed),
+                checkpoints: durable.counters.checkpoints.load(Relaxed),
+                journal_pages: durable.counters.pages.load(Relaxed),
+            }),
         }
     }
 }

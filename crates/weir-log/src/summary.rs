@@ -1,8 +1,13 @@
 //! A segment's last page, its summary: it says which page lies in each place, with its checksum. A
 //! row is the same in memory.
 //!
-//! The format on disk is 32-bit words with the lowest byte first: magic, segment, life, checksum of
-//! this page (with zeros here), then two words a place: page and checksum.
+//! The format on disk, the lowest byte first (docs/log-format.md): magic, segment, life, checksum of
+//! this page (with zeros here), generation, the log's identity (8 bytes), and from byte 32 on 14
+//! bytes a place: page, checksum, and the version in 6 bytes. Scratch logs have no identity and no
+//! versions.
+//!
+//! A *version* numbers the writes of a durable log. A record gets it once its page is written. Among
+//! records of a page the one with the highest version counts. A page that is moved keeps its version.
 //!
 //! Rows of segments whose summary is not on the disk are *pinned*. The others are a cache, replaced
 //! by CLOCK: a lane that finds no row reads the summary's page. A row may change while it is read,
@@ -15,27 +20,48 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
 
-const MAGIC: u32 = 0x3147_4c57;
-const HEAD: usize = 16;
-/// Most places of a segment, by the room in its summary.
-pub(crate) const PLACES_MAX: u32 = ((PAGE_SIZE - HEAD) / 8) as u32;
+const MAGIC: u32 = 0x3247_4c57;
+const HEAD: usize = 32;
+/// Bytes of a record on disk.
+pub(crate) const RECORD: usize = 14;
+/// Most places of a segment, by the room in a page of the journal.
+pub(crate) const PLACES_MAX: u32 = 284;
+const _: () = assert!(HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 /// The page number of a place that holds no page.
-const NOBODY: u32 = u32::MAX;
+pub(crate) const NOBODY: u32 = u32::MAX;
+/// The bit of a row's fourth word that says that the record has a version.
+const HAS_VERSION: u32 = 1 << 31;
 
-/// The record of a place: its page's number and checksum.
+/// The record of a place: its page's number, checksum and version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Record {
     pub page: u32,
     pub checksum: Checksum,
+    /// 0: the log is scratch, or the page's write has not been answered.
+    pub version: u64,
 }
 
 impl Record {
     pub fn of(page: u32, bytes: &PageBytes) -> Self {
-        Record { page, checksum: Checksum::of(bytes, PageNo(page), 0) }
+        Record { page, checksum: Checksum::of(bytes, PageNo(page), 0), version: 0 }
     }
 
     pub fn proves(&self, page: u32, bytes: &PageBytes) -> bool {
-        *self == Record::of(page, bytes)
+        self.page == page && self.checksum == Checksum::of(bytes, PageNo(page), 0)
+    }
+
+    /// Encodes the record into its 14 bytes.
+    pub fn put(&self, out: &mut [u8]) {
+        out[..4].copy_from_slice(&self.page.to_le_bytes());
+        out[4..8].copy_from_slice(&self.checksum.0.to_le_bytes());
+        out[8..RECORD].copy_from_slice(&self.version.to_le_bytes()[..6]);
+    }
+
+    /// Decodes a record.
+    pub fn take(bytes: &[u8]) -> Self {
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let high = u64::from(u16::from_le_bytes([bytes[12], bytes[13]]));
+        Record { page: word(0), checksum: Checksum(word(4)), version: high << 32 | u64::from(word(8)) }
     }
 }
 
@@ -57,12 +83,15 @@ pub(crate) struct Rows {
     rows: Box<[Row]>,
     records: Words,
     places: usize,
+    /// Words of a place: page and checksum, and in a durable log the version in two more.
+    stride: usize,
     hand: AtomicU32,
     tags: AtomicU32,
 }
 
 impl Rows {
-    pub fn new(count: u32, places: u32) -> io::Result<Self> {
+    pub fn new(count: u32, places: u32, is_durable: bool) -> io::Result<Self> {
+        let stride = Self::stride(is_durable);
         let row = || Row {
             tag: AtomicU64::new(0),
             is_pinned: AtomicBool::new(false),
@@ -70,11 +99,21 @@ impl Rows {
         };
         Ok(Rows {
             rows: (0..count).map(|_| row()).collect(),
-            records: Words::new(count as usize * places as usize * 2)?,
+            records: Words::new(count as usize * places as usize * stride)?,
             places: places as usize,
+            stride,
             hand: AtomicU32::new(0),
             tags: AtomicU32::new(0),
         })
+    }
+
+    fn stride(is_durable: bool) -> usize {
+        if is_durable { 4 } else { 2 }
+    }
+
+    /// Bytes of memory for a row.
+    pub fn row_bytes(places: u32, is_durable: bool) -> u64 {
+        (places as usize * Self::stride(is_durable) * 4 + size_of::<Row>()) as u64
     }
 
     pub fn bytes(&self) -> u64 {
@@ -82,8 +121,33 @@ impl Rows {
     }
 
     fn words(&self, row: u32, place: u32) -> (&AtomicU32, &AtomicU32) {
-        let at = (row as usize * self.places + place as usize) * 2;
+        let at = (row as usize * self.places + place as usize) * self.stride;
         (self.records.at(at), self.records.at(at + 1))
+    }
+
+    /// The words of a version; `None`: the log is scratch.
+    fn version_words(&self, row: u32, place: u32) -> Option<(&AtomicU32, &AtomicU32)> {
+        let at = (row as usize * self.places + place as usize) * self.stride;
+        (self.stride == 4).then(|| (self.records.at(at + 2), self.records.at(at + 3)))
+    }
+
+    fn record(&self, row: u32, place: u32) -> Record {
+        // The version is read first: who has it also has the rest.
+        let version = self.version_words(row, place).map_or(0, |(low, high)| match high.load(SeqCst) {
+            high if high & HAS_VERSION == 0 => 0,
+            high => u64::from(high & !HAS_VERSION) << 32 | u64::from(low.load(SeqCst)),
+        });
+        let (page, checksum) = self.words(row, place);
+        let page = page.load(SeqCst);
+        Record { page, checksum: Checksum(checksum.load(Relaxed)), version }
+    }
+
+    /// Records the version of a place whose page has been written.
+    pub fn publish_version(&self, row: u32, place: u32, version: u64) {
+        if let Some((low, high)) = self.version_words(row, place) {
+            low.store(version as u32, SeqCst);
+            high.store(HAS_VERSION | (version >> 32) as u32, SeqCst);
+        }
     }
 
     /// Opens a row for a new life of a segment, pinned, without records; `None`: all are pinned.
@@ -91,6 +155,9 @@ impl Rows {
         let row = self.claim(segments)?;
         for place in 0..self.places as u32 {
             self.words(row, place).0.store(NOBODY, Relaxed);
+            if let Some((_, high)) = self.version_words(row, place) {
+                high.store(0, Relaxed);
+            }
         }
         self.publish(segments, row, segment, true);
         Some(row)
@@ -111,22 +178,14 @@ impl Rows {
     /// The record of a place, if a row has it.
     pub fn get(&self, segments: &Segments, segment: u32, place: u32) -> Option<Record> {
         let mut found = None;
-        self.read(segments, segment, |row| {
-            let (page, checksum) = self.words(row, place);
-            let page = page.load(SeqCst);
-            found = Some(Record { page, checksum: Checksum(checksum.load(Relaxed)) });
-        })
-        .then_some(found?)
+        self.read(segments, segment, |row| found = Some(self.record(row, place))).then_some(found?)
     }
 
     /// Copies the records of a segment's places, if a row has them.
     pub fn copy(&self, segments: &Segments, segment: u32, out: &mut Vec<Record>) -> bool {
         self.read(segments, segment, |row| {
             out.clear();
-            out.extend((0..self.places as u32).map(|place| {
-                let (page, checksum) = self.words(row, place);
-                Record { page: page.load(SeqCst), checksum: Checksum(checksum.load(Relaxed)) }
-            }));
+            out.extend((0..self.places as u32).map(|place| self.record(row, place)));
         })
     }
 
@@ -163,6 +222,7 @@ impl Rows {
             let (page, checksum) = self.words(row, place);
             page.store(record.page, Relaxed);
             checksum.store(record.checksum.0, Relaxed);
+            self.publish_version(row, place, record.version);
         }
         self.publish(segments, row, segment, false);
         if segments.word(segment).life() != life {
@@ -228,19 +288,32 @@ impl Rows {
     }
 }
 
-/// Writes the summary of a segment from its row.
-pub(crate) fn write(rows: &Rows, row: u32, segment: u32, life: u32, out: &mut PageBytes) {
+/// Writes the summary of a segment from its row. In a durable log, pages that have no version were
+/// not written.
+pub(crate) fn write(
+    rows: &Rows,
+    row: u32,
+    (segment, life, generation): (u32, u32, usize),
+    identity: u64,
+    out: &mut PageBytes,
+) {
     out.fill(0);
+    for place in 0..PLACES_MAX {
+        let mut record = Record { page: NOBODY, checksum: Checksum(0), version: 0 };
+        if (place as usize) < rows.places {
+            let found = rows.record(row, place);
+            if rows.stride == 2 || found.version != 0 {
+                record = found;
+            }
+        }
+        record.put(&mut out[HEAD + place as usize * RECORD..]);
+    }
     let mut put = |at: usize, value: u32| out[at..at + 4].copy_from_slice(&value.to_le_bytes());
     put(0, MAGIC);
     put(4, segment);
     put(8, life);
-    for place in 0..rows.places as u32 {
-        let (page, checksum) = rows.words(row, place);
-        let at = HEAD + place as usize * 8;
-        put(at, page.load(SeqCst));
-        put(at + 4, checksum.load(Relaxed));
-    }
+    put(16, generation as u32);
+    out[20..28].copy_from_slice(&identity.to_le_bytes());
     let checksum = Checksum::of(out, PageNo(segment), life);
     out[12..16].copy_from_slice(&checksum.0.to_le_bytes());
 }
@@ -267,9 +340,18 @@ impl<'a> Summary<'a> {
         self.life
     }
 
+    /// The generation of the segment's pages.
+    pub fn generation(&self) -> u32 {
+        word(self.bytes, 16)
+    }
+
+    /// The identity of the segment's log.
+    pub fn identity(&self) -> u64 {
+        u64::from(word(self.bytes, 24)) << 32 | u64::from(word(self.bytes, 20))
+    }
+
     pub fn record(&self, place: u32) -> Record {
-        let at = HEAD + place as usize * 8;
-        Record { page: word(self.bytes, at), checksum: Checksum(word(self.bytes, at + 4)) }
+        Record::take(&self.bytes[HEAD + place as usize * RECORD..])
     }
 
     pub fn records(&self) -> impl Iterator<Item = Record> {
@@ -286,17 +368,17 @@ mod tests {
     use super::*;
 
     fn record(page: u32) -> Record {
-        Record { page, checksum: Checksum(page ^ 0x5555) }
+        Record { page, checksum: Checksum(page ^ 0x5555), version: 0 }
     }
 
     #[test]
     fn a_summary_says_what_its_row_said_and_a_changed_bit_ends_it() {
         let segments = Segments::new(8, 1);
-        let rows = Rows::new(4, 15).unwrap();
+        let rows = Rows::new(4, 15, false).unwrap();
         let row = rows.open(&segments, 3).unwrap();
         (0..14).for_each(|place| rows.set(row, place, record(place + 100)));
         let mut page = [1; PAGE_SIZE];
-        write(&rows, row, 3, 9, &mut page);
+        write(&rows, row, (3, 9, 0), 0, &mut page);
         let summary = Summary::parse(&page, 3).unwrap();
         assert_eq!((summary.life(), summary.record(13)), (9, record(113)));
         assert_eq!(summary.record(14).page, NOBODY);
@@ -308,7 +390,7 @@ mod tests {
     #[test]
     fn pinned_rows_stay_and_others_make_room() {
         let segments = Segments::new(8, 1);
-        let rows = Rows::new(2, 15).unwrap();
+        let rows = Rows::new(2, 15, false).unwrap();
         let first = rows.open(&segments, 0).unwrap();
         rows.set(first, 2, record(7));
         rows.open(&segments, 1).unwrap();
@@ -325,11 +407,11 @@ mod tests {
     #[test]
     fn a_summary_of_an_earlier_life_is_not_kept() {
         let segments = Segments::new(8, 1);
-        let rows = Rows::new(2, 15).unwrap();
+        let rows = Rows::new(2, 15, false).unwrap();
         let life = segments.open(4, 0);
         let row = rows.open(&segments, 4).unwrap();
         let mut page = [0; PAGE_SIZE];
-        write(&rows, row, 4, life, &mut page);
+        write(&rows, row, (4, life, 0), 0, &mut page);
         rows.forget(&segments, 4);
         rows.keep(&segments, &Summary::parse(&page, 4).unwrap());
         assert!(rows.has(&segments, 4));

@@ -253,6 +253,9 @@ impl Lane for SimLane {
     }
 
     fn flush(&mut self, _ticket: Ticket) -> Progress {
+        if self.shared.fails_flushes.load(Ordering::SeqCst) {
+            return Progress::Done(Err(Fault::Io(EIO)));
+        }
         if let Some(unflushed) = &mut *hold(&self.shared.unflushed) {
             unflushed.clear();
         }

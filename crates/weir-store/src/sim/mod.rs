@@ -73,6 +73,7 @@ struct Shared {
     /// Whether the store hangs: no operation finishes.
     hangs: AtomicBool,
     is_away: AtomicBool,
+    fails_flushes: AtomicBool,
     drains: AtomicBool,
     orphans: Mutex<Vec<(Slot, PageBytes)>>,
     /// The contents of each slot that was written since the last flush, the oldest first; `None`:
@@ -124,6 +125,7 @@ impl Sim {
             outlives_lanes: AtomicBool::new(false),
             hangs: AtomicBool::new(false),
             is_away: AtomicBool::new(false),
+            fails_flushes: AtomicBool::new(false),
             drains: AtomicBool::new(false),
             orphans: Mutex::default(),
             unflushed: Mutex::default(),
@@ -192,6 +194,41 @@ impl Sim {
             let page = contents[choose(contents.len())];
             *hold(&self.shared.cells[slot as usize]) = Cell { page, damage: None };
         }
+    }
+
+    /// Cuts the power, and tears pages: each slot written since the last flush then holds one of its
+    /// contents since that flush, or a mixture of them by sectors of 512 bytes. Writes of dropped
+    /// lanes that have not landed may have been done too. `choose` picks, given the number of
+    /// possibilities.
+    pub fn tear_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
+        let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
+        for (slot, page) in std::mem::take(&mut *hold(&self.shared.orphans)) {
+            let before = hold(&self.shared.cells[slot.0 as usize]).page;
+            unflushed.entry(slot.0).or_insert_with(|| vec![before]).push(page);
+        }
+        for (slot, contents) in std::mem::take(unflushed) {
+            let mut page = contents[0];
+            match contents.get(choose(contents.len() + 1)) {
+                Some(content) => page = *content,
+                None => {
+                    for at in (0..PAGE_SIZE).step_by(512) {
+                        let sector = at..at + 512;
+                        page[sector.clone()].copy_from_slice(&contents[choose(contents.len())][sector]);
+                    }
+                }
+            }
+            *hold(&self.shared.cells[slot as usize]) = Cell { page, damage: None };
+        }
+    }
+
+    /// With `true`, flushes fail from here on.
+    pub fn fail_flushes(&self, fail: bool) {
+        self.shared.fails_flushes.store(fail, Ordering::SeqCst);
+    }
+
+    /// Changes the content of a slot, as a disk does whose content decays.
+    pub fn change(&self, slot: Slot, change: impl FnOnce(&mut PageBytes)) {
+        change(&mut hold(&self.shared.cells[slot.0 as usize]).page);
     }
 
     /// Whether the store hangs, as a disk that retries. While it does, due operations end with

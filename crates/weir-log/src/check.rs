@@ -1,0 +1,147 @@
+//! Verifies a durable log that nobody uses: superblocks, journal, summaries, and each live page by
+//! its checksum. Changes nothing.
+
+use crate::blocking::{Blocking, Clock};
+use crate::recover::{Findings, read_journal, read_superblocks, replay, sizes_of, summary_of};
+use crate::summary::Record;
+use crate::words::Words;
+use crate::{Config, DamagedError, LogError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use weir_core::Watch;
+use weir_store::Store;
+
+/// Most bad pages that are listed.
+const LISTED_MAX: usize = 1000;
+
+/// A page of the log whose content is not what was written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BadPage {
+    /// The page's number in the log.
+    pub page: u32,
+    /// Its slot in the store below.
+    pub slot: u32,
+    /// Whether it could be read at all.
+    pub was_read: bool,
+}
+
+/// What a check found.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct CheckReport {
+    /// The number that tells the log from all others.
+    pub identity: u128,
+    /// The log's size in pages.
+    pub pages: u32,
+    /// Number of pages that were written at least once.
+    pub live: u64,
+    /// Number of segments for pages, and of those in use.
+    pub segments: u32,
+    /// Number of segments in use.
+    pub used: u32,
+    /// The last complete commit.
+    pub commit: u64,
+    /// Damage to superblocks, journal and summaries; the first hundred.
+    pub damage: Vec<DamagedError>,
+    /// Number of such findings.
+    pub damage_count: u64,
+    /// Live pages whose content is not what was written; the first thousand.
+    pub bad: Vec<BadPage>,
+    /// Number of such pages.
+    pub bad_count: u64,
+}
+
+impl CheckReport {
+    /// Whether nothing was found.
+    pub fn is_clean(&self) -> bool {
+        self.damage_count == 0 && self.bad_count == 0
+    }
+
+    fn found(&mut self, record: Record, slot: u32, bytes: Option<&weir_core::PageBytes>) {
+        self.live += 1;
+        if bytes.is_some_and(|bytes| record.proves(record.page, bytes)) {
+            return;
+        }
+        self.bad_count += 1;
+        if self.bad.len() < LISTED_MAX {
+            self.bad.push(BadPage { page: record.page, slot, was_read: bytes.is_some() });
+        }
+    }
+}
+
+/// Verifies the durable log on `below`. The shape of `config` must be the log's own. Waits for the
+/// disks.
+///
+/// # Errors
+/// Fails when there is no log, its disks are not in order, memory is missing, or `watch` ends it.
+/// Damage is no error, but is reported.
+pub fn check(
+    below: &Arc<dyn Store>,
+    config: Config,
+    clock: Clock<'_>,
+    watch: Watch<'_>,
+) -> Result<CheckReport, LogError> {
+    let mut report = CheckReport::default();
+    let mut findings = Findings::default();
+    let looked = look(below, config, clock, watch, &mut report, &mut findings);
+    match looked {
+        Err(LogError::Damaged(damage)) => findings.add(damage),
+        other => other?,
+    }
+    report.damage = findings.first;
+    report.damage_count = findings.count;
+    Ok(report)
+}
+
+fn look(
+    below: &Arc<dyn Store>,
+    config: Config,
+    clock: Clock<'_>,
+    watch: Watch<'_>,
+    report: &mut CheckReport,
+    findings: &mut Findings,
+) -> Result<(), LogError> {
+    let mut io = Blocking::open(&**below, clock, watch)?;
+    let superblock = read_superblocks(&mut io, &**below, &config, findings)?;
+    report.identity = superblock.identity;
+    report.pages = superblock.pages;
+    report.segments = superblock.segments - superblock.reserved();
+    let sizes = sizes_of(&superblock, &**below, &config)?;
+    let mut table = read_journal(&mut io, &superblock)?;
+    report.commit = table.journal.commit;
+    report.used = table.lives.iter().filter(|life| **life > 0).count() as u32;
+    let map = Words::new(superblock.pages as usize).map_err(LogError::Memory)?;
+    replay(&mut io, &superblock, &mut table, sizes.pass(), &map, findings)?;
+    let places = superblock.segment_pages - 1;
+    let used: Vec<u32> = (0..).zip(&table.lives).filter(|(_, life)| **life > 0).map(|(at, _)| at).collect();
+    let mut live: Vec<(u32, Record)> = Vec::new();
+    for (number, segment) in used.iter().enumerate() {
+        let stopped = |ended| match ended {
+            crate::blocking::Ended::Stopped(error) => LogError::Stopped(error),
+            crate::blocking::Ended::Fault(fault) => LogError::Write { store: below.name().to_owned(), fault },
+        };
+        io.tell(number as u64, used.len() as u64).map_err(stopped)?;
+        let first = segment * superblock.segment_pages;
+        live.clear();
+        let mut gather = |place: u32, record: Record| {
+            let is_live = record.page < superblock.pages
+                && map.at(record.page as usize).load(Relaxed) == first + place + 1;
+            if is_live {
+                live.push((first + place, record));
+            }
+        };
+        match table.inline.get(segment) {
+            Some(inline) => (0..).zip(&inline.records).for_each(|(place, record)| gather(place, *record)),
+            None => io.read(std::iter::once(first + places), |_, page| {
+                // A summary that is damaged was found before.
+                if let Ok(summary) = summary_of(&superblock, &table, *segment, page.ok()) {
+                    (0..places).zip(summary.records()).for_each(|(place, record)| gather(place, record));
+                }
+            }),
+        }
+        io.read(live.iter().map(|(slot, _)| *slot), |at, page| {
+            let (slot, record) = live[at];
+            report.found(record, slot, page.ok());
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,558 @@
+//! Makes a durable log, and opens it again after its end, whether that was in good order or not.
+//!
+//! What counts is what the last complete commit said (see [`crate::commit`]): it names the segments
+//! in use. Their summaries say which page lies in each place, and the highest version counts. If
+//! the pages are many, the summaries are read several times, each time for a part of the pages: so
+//! the memory for versions stays within the bound.
+
+use crate::append::OPEN_MAX;
+use crate::blocking::{Blocking, Clock, Ended};
+use crate::durable::{Durable, Journal};
+use crate::journal::{self, Entry, Head, NAMES_MAX};
+use crate::segment::{GENERATIONS, Segments};
+use crate::size::{Kind, Sizes};
+use crate::summary::{self, NOBODY, Record, Summary};
+use crate::superblock::{NoSuperblock, Superblock};
+use crate::words::Words;
+use crate::{Config, Log, LogError, Shared};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use weir_core::{PAGE_SIZE, Page, Watch, unwatched};
+use weir_store::Store;
+
+/// Pages of the journal that are in memory at a time.
+const CHUNK: u32 = 256;
+/// Most findings that are kept.
+const FINDINGS_MAX: usize = 100;
+/// Numbers above this were never counted up to: the log is damaged.
+const COUNT_MAX: u64 = 1 << 47;
+const LIFE_MAX: u32 = u32::MAX - (1 << 20);
+
+/// The damage that was found in a durable log.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum DamagedError {
+    /// Both copies of the superblock are damaged.
+    #[error("disk {0} of the log: both copies of the superblock are damaged")]
+    Superblock(u32),
+    /// A copy of the superblock is damaged, and the other is whole.
+    #[error("disk {0} of the log: a copy of the superblock is damaged; the other is whole")]
+    Copy(u32),
+    /// The journal has no complete checkpoint.
+    #[error("the journal has no complete checkpoint")]
+    NoCheckpoint,
+    /// A commit is damaged, though a later one was made.
+    #[error("the journal is damaged: commit {last} is the last one that is whole, and commit {seen} was made")]
+    Journal {
+        /// The last commit that is whole.
+        last: u64,
+        /// The highest commit that was found.
+        seen: u64,
+    },
+    /// A commit says what cannot be.
+    #[error("the journal is damaged: it says of segment {0} what cannot be")]
+    Entry(u32),
+    /// The summary of a segment in use is damaged.
+    #[error("segment {0} is in use, and its summary is damaged")]
+    Summary(u32),
+    /// A summary says what cannot be.
+    #[error("the summary of segment {0} says of a page what cannot be")]
+    Record(u32),
+}
+
+/// Findings, the first of them kept.
+#[derive(Default)]
+pub(crate) struct Findings {
+    pub first: Vec<DamagedError>,
+    pub count: u64,
+}
+
+impl Findings {
+    pub fn add(&mut self, finding: DamagedError) {
+        self.count += 1;
+        if self.first.len() < FINDINGS_MAX {
+            self.first.push(finding);
+        }
+    }
+}
+
+/// A segment whose records lie in the journal.
+pub(crate) struct Inline {
+    pub generation: u32,
+    pub records: Vec<Record>,
+}
+
+/// What the journal says.
+pub(crate) struct Table {
+    /// For each segment its life; 0: it holds nothing.
+    pub lives: Vec<u32>,
+    pub generations: Vec<u8>,
+    pub inline: BTreeMap<u32, Inline>,
+    pub journal: Journal,
+    pub clock: u64,
+}
+
+/// Reads the superblocks of all members. Returns the first member's.
+pub(crate) fn read_superblocks(
+    io: &mut Blocking<'_>,
+    below: &dyn Store,
+    config: &Config,
+    findings: &mut Findings,
+) -> Result<Superblock, LogError> {
+    let name = || below.name().to_owned();
+    let wrong = |what: String| LogError::Members { store: name(), what };
+    let Config { members, segment_pages, .. } = *config;
+    let most = u64::from(below.slots()) / u64::from(segment_pages.max(1));
+    if u64::from(members) > most || members == 0 {
+        return Err(LogError::NoLog(name()));
+    }
+    let mut first: Option<Superblock> = None;
+    for member in 0..members {
+        let mut copies = Vec::new();
+        io.read(Superblock::slots(member, segment_pages).into_iter(), |_, page| {
+            copies.push(page.map_or(Err(NoSuperblock::Damaged), Superblock::decode));
+        });
+        let bad = copies.iter().filter(|copy| copy.is_err()).count();
+        let later = copies.iter().find_map(|copy| match copy {
+            Err(NoSuperblock::Later(version)) => Some(*version),
+            _ => None,
+        });
+        let whole = copies.iter().find_map(|copy| copy.as_ref().ok());
+        let Some(found) = whole else {
+            return Err(match later {
+                Some(version) => LogError::Later { store: name(), version },
+                None if copies.contains(&Err(NoSuperblock::Damaged)) => {
+                    LogError::Damaged(DamagedError::Superblock(member + 1))
+                }
+                None if member == 0 => LogError::NoLog(name()),
+                None => wrong(format!("disk {} carries no part of the log: name its own disks", member + 1)),
+            });
+        };
+        if bad > 0 {
+            findings.add(DamagedError::Copy(member + 1));
+        }
+        if found.members != members {
+            return Err(wrong(format!(
+                "the log lies on {} disks, and {members} are named: name all of them, in the order of its making",
+                found.members
+            )));
+        }
+        if found.member != member || first.is_some_and(|first| !first.is_same_log(found)) {
+            return Err(wrong(match first {
+                Some(first) if !first.is_same_log(found) => {
+                    format!("disk {} is part of another log: name the log's own disks", member + 1)
+                }
+                _ => format!(
+                    "disk {} is the log's disk {}: name the disks in the order of its making",
+                    member + 1,
+                    found.member + 1
+                ),
+            }));
+        }
+        first = first.or(Some(*found));
+    }
+    let found = first.expect("a member at least");
+    if found.segment_pages != segment_pages || found.segments > below.slots() / segment_pages {
+        return Err(wrong(format!(
+            "the log has {} segments of {} pages, and there is room for {} of {segment_pages}: has a disk been replaced or cut?",
+            found.segments,
+            found.segment_pages,
+            below.slots() / segment_pages
+        )));
+    }
+    Ok(found)
+}
+
+/// The part of a half of the journal that counts.
+struct Chain {
+    /// The last complete commit.
+    commit: u64,
+    /// The first page's number.
+    sequence: u64,
+    /// Number of pages up to the end of that commit.
+    pages: u32,
+}
+
+/// Finds the complete commits of a half, from its checkpoint on.
+fn chain(heads: &[Option<Head>]) -> Option<Chain> {
+    let first = heads.first().copied().flatten().filter(|first| first.is_checkpoint)?;
+    let mut found = None;
+    let (mut commit, mut is_checkpoint) = (first.commit, true);
+    for (at, head) in heads.iter().enumerate() {
+        let Some(head) = head else { break };
+        let follows = head.sequence == first.sequence + at as u64
+            && head.commit == commit
+            && head.is_checkpoint == is_checkpoint;
+        if !follows {
+            break;
+        }
+        if head.is_last {
+            found = Some(Chain { commit, sequence: first.sequence, pages: at as u32 + 1 });
+            (commit, is_checkpoint) = (commit + 1, false);
+        }
+    }
+    found
+}
+
+/// Reads the journal: what its last complete commit said.
+pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Result<Table, LogError> {
+    let identity = superblock.short_identity();
+    let half_pages = superblock.half_pages();
+    let (mut seen, mut sequence) = (0, 0);
+    let mut truth: Option<(u32, Chain)> = None;
+    for half in 0..2 {
+        let mut heads: Vec<Option<Head>> = vec![None; half_pages as usize];
+        let slots = (0..half_pages).map(|page| superblock.journal_slot(half, page));
+        io.read(slots, |at, page| {
+            let head = page.ok().and_then(|page| journal::parse(page, identity)).map(|(head, _)| head);
+            heads[at] = head.filter(|head| head.commit < COUNT_MAX && head.sequence < COUNT_MAX);
+        });
+        for head in heads.iter().flatten() {
+            seen = seen.max(head.commit);
+            sequence = sequence.max(head.sequence);
+        }
+        if let Some(chain) = chain(&heads) {
+            let rank = |chain: &Chain| (chain.commit, chain.sequence);
+            if truth.as_ref().is_none_or(|(_, best)| rank(&chain) > rank(best)) {
+                truth = Some((half, chain));
+            }
+        }
+    }
+    let (half, chain) = truth.ok_or(LogError::Damaged(DamagedError::NoCheckpoint))?;
+    if seen > chain.commit + 1 {
+        // Only one commit is under way at a time.
+        return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
+    }
+    let mut table = Table {
+        lives: vec![0; superblock.segments as usize],
+        generations: vec![0; superblock.segments as usize],
+        inline: BTreeMap::new(),
+        journal: Journal { half: half ^ 1, sequence: sequence + 1, commit: chain.commit, floor: 0 },
+        clock: 0,
+    };
+    let mut pages = vec![Page::zeroed(); CHUNK.min(half_pages) as usize];
+    for first in (0..chain.pages).step_by(CHUNK as usize) {
+        let count = CHUNK.min(chain.pages - first);
+        let slots = (first..first + count).map(|page| superblock.journal_slot(half, page));
+        io.read(slots, |at, page| match page {
+            Ok(page) => *pages[at] = *page,
+            Err(_) => *pages[at] = [0; PAGE_SIZE],
+        });
+        for page in &pages[..count as usize] {
+            let Some((head, entry)) = journal::parse(page, identity) else {
+                // It was whole a moment ago.
+                return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
+            };
+            table.apply(superblock, &head, &entry).map_err(LogError::Damaged)?;
+        }
+    }
+    Ok(table)
+}
+
+impl Table {
+    fn apply(
+        &mut self,
+        superblock: &Superblock,
+        head: &Head,
+        entry: &Entry<'_>,
+    ) -> Result<(), DamagedError> {
+        let known = superblock.reserved()..superblock.segments;
+        let possible = |segment: u32, life: u32| {
+            let is_possible = known.contains(&segment) && (1..LIFE_MAX).contains(&life);
+            if is_possible { Ok(segment as usize) } else { Err(DamagedError::Entry(segment)) }
+        };
+        if head.floor >= LIFE_MAX || head.clock >= COUNT_MAX {
+            return Err(DamagedError::Entry(0));
+        }
+        self.journal.floor = self.journal.floor.max(head.floor);
+        self.clock = self.clock.max(head.clock);
+        match entry {
+            Entry::Written(names) => {
+                for (segment, life) in names.iter() {
+                    self.lives[possible(segment, life)?] = life;
+                    self.inline.remove(&segment);
+                }
+            }
+            Entry::Free(names) => {
+                for (segment, life) in names.iter() {
+                    self.lives[possible(segment, life)?] = 0;
+                    self.inline.remove(&segment);
+                }
+            }
+            Entry::Inline { segment, life, generation, records } => {
+                let at = possible(*segment, *life)?;
+                let records: Vec<Record> = records.iter().collect();
+                if records.len() >= superblock.segment_pages as usize || *generation >= GENERATIONS as u32 {
+                    return Err(DamagedError::Entry(*segment));
+                }
+                self.lives[at] = *life;
+                self.inline.insert(*segment, Inline { generation: *generation, records });
+            }
+        }
+        Ok(())
+    }
+
+    /// The segments whose records lie in their summary.
+    pub fn with_summary(&self) -> impl Iterator<Item = u32> + '_ {
+        let used = self.lives.iter().enumerate().filter(|(_, life)| **life > 0);
+        used.map(|(segment, _)| segment as u32).filter(|segment| !self.inline.contains_key(segment))
+    }
+}
+
+/// The summary of a segment in use.
+pub(crate) fn summary_of<'p>(
+    superblock: &Superblock,
+    table: &Table,
+    segment: u32,
+    page: Option<&'p weir_core::PageBytes>,
+) -> Result<Summary<'p>, DamagedError> {
+    page.and_then(|page| Summary::parse(page, segment))
+        .filter(|found| found.identity() == superblock.short_identity())
+        .filter(|found| found.life() == table.lives[segment as usize])
+        .filter(|found| found.generation() < GENERATIONS as u32)
+        .ok_or(DamagedError::Summary(segment))
+}
+
+/// The map, while the records are read: pages of a part of the log, and their versions so far.
+struct Pass<'a> {
+    superblock: &'a Superblock,
+    map: &'a Words,
+    clock: u64,
+    first: u32,
+    versions: &'a mut [u64],
+}
+
+impl Pass<'_> {
+    fn note(&mut self, segment: u32, place: u32, record: Record) -> Result<(), DamagedError> {
+        if record.page == NOBODY {
+            return Ok(());
+        }
+        if record.page >= self.superblock.pages || record.version == 0 || record.version > self.clock {
+            return Err(DamagedError::Record(segment));
+        }
+        let at = record.page.checked_sub(self.first).map(|at| at as usize);
+        let Some(version) = at.and_then(|at| self.versions.get_mut(at)) else { return Ok(()) };
+        if record.version > *version {
+            *version = record.version;
+            let place = segment * self.superblock.segment_pages + place;
+            self.map.at(record.page as usize).store(place + 1, Relaxed);
+        }
+        Ok(())
+    }
+}
+
+/// Fills the map from the records of all segments in use.
+pub(crate) fn replay(
+    io: &mut Blocking<'_>,
+    superblock: &Superblock,
+    table: &mut Table,
+    pass: u64,
+    map: &Words,
+    findings: &mut Findings,
+) -> Result<(), LogError> {
+    let places = superblock.segment_pages - 1;
+    let pass = u32::try_from(pass).unwrap_or(u32::MAX).clamp(1, superblock.pages);
+    let segments: Vec<u32> = table.with_summary().collect();
+    let passes = u64::from(superblock.pages.div_ceil(pass));
+    let all = passes * segments.len() as u64;
+    let mut versions = vec![0; pass as usize];
+    for first in (0..superblock.pages).step_by(pass as usize) {
+        versions.fill(0);
+        let count = pass.min(superblock.pages - first) as usize;
+        let mut pass_now =
+            Pass { superblock, map, clock: table.clock, first, versions: &mut versions[..count] };
+        for (segment, inline) in &table.inline {
+            for (place, record) in (0..).zip(&inline.records) {
+                let noted = pass_now.note(*segment, place, *record);
+                let _ = noted.map_err(|finding| findings.add(finding));
+            }
+        }
+        for (number, some) in segments.chunks(4096).enumerate() {
+            let done = u64::from(first / pass) * segments.len() as u64 + number as u64 * 4096;
+            io.tell(done, all).map_err(|ended| stopped(superblock, ended))?;
+            let mut generations = Vec::new();
+            let slots = some.iter().map(|segment| segment * superblock.segment_pages + places);
+            io.read(slots, |at, page| {
+                let segment = some[at];
+                let found = summary_of(superblock, table, segment, page.ok()).and_then(|summary| {
+                    generations.push((segment, summary.generation() as u8));
+                    let records = (0..places).zip(summary.records());
+                    records
+                        .map(|(place, record)| pass_now.note(segment, place, record))
+                        .collect::<Result<(), DamagedError>>()
+                });
+                if let Err(finding) = found {
+                    findings.add(finding);
+                }
+            });
+            for (segment, generation) in generations {
+                table.generations[segment as usize] = generation;
+            }
+        }
+        if findings.count > 0 && first == 0 && pass < superblock.pages {
+            // Each pass would find the same again.
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn stopped(superblock: &Superblock, ended: Ended) -> LogError {
+    match ended {
+        Ended::Stopped(error) => LogError::Stopped(error),
+        Ended::Fault(fault) => {
+            LogError::Write { store: format!("the log {:032x}", superblock.identity), fault }
+        }
+    }
+}
+
+impl Log {
+    /// Makes an empty durable log on `below`, which loses what it holds. `identity` is a random
+    /// number. The log is not open then. Waits for the disks.
+    ///
+    /// # Errors
+    /// Fails when the store is too small, or cannot be written.
+    pub fn make(
+        below: &Arc<dyn Store>,
+        config: Config,
+        identity: u128,
+        clock: Clock<'_>,
+    ) -> Result<(), LogError> {
+        let sizes = Sizes::of(below.name(), below.slots(), &config, Kind::New)?;
+        let Config { members, segment_pages, .. } = config;
+        let superblock = Superblock {
+            identity,
+            member: 0,
+            members,
+            segment_pages,
+            segments: sizes.segments,
+            pages: sizes.pages,
+            half: sizes.half,
+        };
+        let mut watch = unwatched;
+        let mut io = Blocking::open(&**below, clock, &mut watch)?;
+        let failed = |ended| stopped(&superblock, ended);
+        let mut page = Page::zeroed();
+        journal::begin(&mut page);
+        let head =
+            Head { is_checkpoint: true, is_last: true, ..Head::new(superblock.short_identity(), 1, 1) };
+        journal::seal(&mut page, head);
+        io.write([(superblock.journal_slot(0, 0), &*page)].into_iter()).map_err(failed)?;
+        io.flush().map_err(failed)?;
+        // The first copies first: they replace those of an earlier log.
+        for copy in 0..2 {
+            for member in 0..members {
+                Superblock { member, ..superblock }.encode(&mut page);
+                let slot = Superblock::slots(member, segment_pages)[copy];
+                io.write([(slot, &*page)].into_iter()).map_err(failed)?;
+            }
+        }
+        io.flush().map_err(failed)
+    }
+
+    /// Opens the durable log on `below`, which only the log may use. The shape of `config` must be
+    /// the log's own; its size is not looked at. Waits for the disks. `watch` gets the progress,
+    /// and may end it.
+    ///
+    /// # Errors
+    /// Fails when there is no log, it is damaged, its disks are not in order, or memory is missing.
+    pub fn open(
+        below: Arc<dyn Store>,
+        config: Config,
+        clock: Clock<'_>,
+        watch: Watch<'_>,
+    ) -> Result<Self, LogError> {
+        let mut findings = Findings::default();
+        let mut io = Blocking::open(&*below, clock, watch)?;
+        let superblock = read_superblocks(&mut io, &*below, &config, &mut findings)?;
+        let sizes = sizes_of(&superblock, &*below, &config)?;
+        let mut table = read_journal(&mut io, &superblock)?;
+        let map = Words::new(superblock.pages as usize).map_err(LogError::Memory)?;
+        // A damaged copy of the superblock does no harm.
+        findings = Findings::default();
+        replay(&mut io, &superblock, &mut table, sizes.pass(), &map, &mut findings)?;
+        if let Some(finding) = findings.first.into_iter().next() {
+            return Err(LogError::Damaged(finding));
+        }
+        let Table { lives, generations, inline, journal, clock } = table;
+        let life = |segment: u32| {
+            let at = segment as usize;
+            let has_summary = !inline.contains_key(&segment);
+            let generation = inline.get(&segment).map_or(generations[at].into(), |inline| inline.generation);
+            (lives[at] > 0).then_some((lives[at], generation as usize, has_summary))
+        };
+        // A life may have begun that no commit has named.
+        let floor = journal.floor + 1;
+        let segments = Segments::recovered(
+            superblock.segments,
+            superblock.members,
+            superblock.reserved(),
+            floor,
+            life,
+        );
+        let durable = Durable::new(superblock, Journal { floor, ..journal }, clock);
+        let log = Log::over(Arc::clone(&below), &config, &sizes, segments, map, Some(durable))?;
+        log.shared.settle(&lives);
+        for (segment, inline) in inline {
+            log.shared.finish(&mut io, (segment, lives[segment as usize]), &inline);
+        }
+        Ok(log)
+    }
+}
+
+/// The sizes of a log that was made.
+pub(crate) fn sizes_of(
+    superblock: &Superblock,
+    below: &dyn Store,
+    config: &Config,
+) -> Result<Sizes, LogError> {
+    let Superblock { segments, segment_pages, pages, half, .. } = *superblock;
+    let open = config.lanes.saturating_add(1).saturating_mul(OPEN_MAX as u32);
+    let needs = u64::from(open) + u64::from(segments.div_ceil(NAMES_MAX as u32));
+    if needs > u64::from(superblock.half_pages()) {
+        return Err(LogError::Shape(format!("{} lanes for a log that was made for fewer", config.lanes)));
+    }
+    let config = Config { pages, segment_pages, ..*config };
+    Sizes::of(below.name(), segments * segment_pages, &config, Kind::Made(half))
+}
+
+impl Shared {
+    /// Counts the live pages of each segment, and lets go of segments that have none.
+    fn settle(&self, lives: &[u32]) {
+        for page in 0..self.shape.pages {
+            if let Some(place) = self.find(page) {
+                self.segments.add_live(self.shape.split(place).0);
+            }
+        }
+        for (segment, _) in (0..).zip(lives).filter(|(_, life)| **life > 0) {
+            if self.segments.leave(segment, crate::segment::State::Closed) {
+                self.free(segment);
+            }
+        }
+    }
+
+    /// Ends a segment that was being written at the crash: it gets its summary. If that fails, its
+    /// records stay in memory, and go into each checkpoint.
+    fn finish(&self, io: &mut Blocking<'_>, (segment, life): (u32, u32), inline: &Inline) {
+        let word = self.segments.word(segment);
+        if word.live() == 0 {
+            return;
+        }
+        let Some(row) = self.rows.open(&self.segments, segment) else { return };
+        for (place, record) in (0..).zip(&inline.records) {
+            self.rows.set(row, place, *record);
+            if record.version > 0 {
+                self.rows.publish_version(row, place, record.version);
+            }
+        }
+        let mut page = Page::zeroed();
+        let about = (segment, life, inline.generation as usize);
+        summary::write(&self.rows, row, about, self.identity(), &mut page);
+        let slot = self.shape.place(segment, self.shape.places());
+        self.segments.mark(segment);
+        if io.write([(slot, &*page)].into_iter()).is_ok() {
+            self.segments.has_summary(segment);
+            self.rows.unpin(row);
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! The sizes of a log's parts, and the memory that they take: arithmetic, no I/O.
+
+use crate::append::OPEN_MAX;
+use crate::journal::NAMES_MAX;
+use crate::segment::{GENERATIONS, SEGMENT_BYTES};
+use crate::summary::{PLACES_MAX, Rows};
+use crate::{AHEAD, Config, DURABLE_AHEAD, LogError, RESERVE};
+use weir_core::PAGE_SIZE;
+
+/// Bytes of memory for each page of the store below, in all: 1 GiB for 1 TiB.
+const BYTES_A_PAGE: u64 = 4;
+/// A log of this few pages or fewer is opened in one pass, whatever the bound.
+const PASS_LEAST: u64 = 4 << 20;
+
+/// The kind of a log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Scratch,
+    /// A durable log that is being made.
+    New,
+    /// A durable log that was made with so many segments in each half of its journal.
+    Made(u32),
+}
+
+/// The sizes of a log's parts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Sizes {
+    /// Pages of the store below.
+    pub slots: u32,
+    pub segments: u32,
+    /// Segments of each half of the journal; 0: the log is scratch.
+    pub half: u32,
+    /// Most pages that the log may have.
+    pub most: u32,
+    /// The log's size in pages.
+    pub pages: u32,
+    /// Number of summaries in memory.
+    pub rows: u32,
+    places: u32,
+}
+
+impl Sizes {
+    /// The sizes for a store of `slots` pages.
+    pub fn of(name: &str, slots: u32, config: &Config, kind: Kind) -> Result<Self, LogError> {
+        let Config { segment_pages, members, lanes, .. } = *config;
+        if !(2..=PLACES_MAX + 1).contains(&segment_pages) || members == 0 || lanes == 0 {
+            let what = format!("{segment_pages} pages, {members} members, {lanes} lanes");
+            return Err(LogError::Shape(what));
+        }
+        let segments = slots / segment_pages;
+        let is_durable = kind != Kind::Scratch;
+        let half = match kind {
+            Kind::Scratch => 0,
+            Kind::New => Self::half(segments, segment_pages, lanes),
+            Kind::Made(half) => half,
+        };
+        let reserved = if is_durable { members.saturating_add(half.saturating_mul(2)) } else { 0 };
+        let spare = Self::spare(lanes, is_durable);
+        let places = segment_pages - 1;
+        // Segments that are no room for pages: the reserved ones, those that the cleaner keeps
+        // free, those that are appended to, and one in fifty for segments that end early.
+        let taken = spare.saturating_add(reserved).saturating_add(segments / 50);
+        let most = segments.saturating_sub(taken).saturating_mul(places);
+        let asked = match config.pages {
+            0 => (u64::from(segments.saturating_sub(reserved)) * u64::from(places) * 4 / 5) as u32,
+            pages => pages,
+        };
+        if asked == 0 || asked > most {
+            return Err(LogError::TooSmall { store: name.to_owned(), most, asked });
+        }
+        let mut sizes = Sizes { slots, segments, half, most, pages: asked, rows: 0, places };
+        let least = (spare * 2).min(segments);
+        let rows = match config.summaries {
+            0 => {
+                let left = sizes.bound().saturating_sub(sizes.memory());
+                (left / Rows::row_bytes(places, is_durable)).min(segments.into()) as u32
+            }
+            summaries => summaries.min(segments),
+        };
+        sizes.rows = rows.max(least);
+        Ok(sizes)
+    }
+
+    /// Segments of each half of the journal: a checkpoint fills half of it at most, or there is
+    /// room for the records of all open segments besides.
+    fn half(segments: u32, segment_pages: u32, lanes: u32) -> u32 {
+        let checkpoint = segments.div_ceil(NAMES_MAX as u32);
+        let open = (lanes.saturating_add(1)).saturating_mul(OPEN_MAX as u32);
+        (checkpoint * 2 + open.max(segment_pages * 5)).div_ceil(segment_pages)
+    }
+
+    /// Segments that the cleaner keeps free, or that are being appended to.
+    fn spare(lanes: u32, is_durable: bool) -> u32 {
+        let ahead = if is_durable { DURABLE_AHEAD } else { AHEAD };
+        (RESERVE + ahead + GENERATIONS as u32).saturating_add(lanes.saturating_mul(2))
+    }
+
+    /// The bound on memory. Small logs may take more: they need some summaries in any case.
+    pub fn bound(&self) -> u64 {
+        u64::from(self.slots) * BYTES_A_PAGE
+    }
+
+    /// Bytes of memory that the log takes: map, segments, summaries, and what a commit needs.
+    pub fn memory(&self) -> u64 {
+        let is_durable = self.half > 0;
+        let marks = if is_durable { u64::from(self.segments.div_ceil(64)) * 8 } else { 0 };
+        u64::from(self.pages) * 4
+            + u64::from(self.segments) * SEGMENT_BYTES
+            + marks
+            + self.commit_bytes()
+            + u64::from(self.rows) * Rows::row_bytes(self.places, is_durable)
+    }
+
+    /// Bytes of memory for a commit: its pages, and the dead segments that it names.
+    fn commit_bytes(&self) -> u64 {
+        let pages = u64::from(self.half) * u64::from(self.places + 1);
+        if self.half > 0 { pages * PAGE_SIZE as u64 + u64::from(self.segments) * 4 } else { 0 }
+    }
+
+    /// Number of pages for which one pass of the opening finds the newest version. Summaries and
+    /// commits take no memory yet.
+    pub fn pass(&self) -> u64 {
+        // The map, and for each segment its record and its life.
+        let taken = u64::from(self.pages) * 4 + u64::from(self.segments) * (SEGMENT_BYTES + 8);
+        (self.bound().saturating_sub(taken) / 8).max(PASS_LEAST.min(self.pages.into()))
+    }
+
+    /// Bytes of memory while the log is opened.
+    #[cfg(test)]
+    fn opening(&self) -> u64 {
+        let pass = self.pass().min(self.pages.into()) * 8;
+        u64::from(self.pages) * 4 + u64::from(self.segments) * (SEGMENT_BYTES + 8) + pass
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIB: u64 = 1 << 40;
+
+    fn sizes(bytes: u64, kind: Kind) -> Sizes {
+        let slots = u32::try_from(bytes / PAGE_SIZE as u64).unwrap_or(u32::MAX - 1);
+        Sizes::of("a disk", slots, &Config { lanes: 6, ..Config::default() }, kind).unwrap()
+    }
+
+    #[test]
+    fn a_log_takes_one_gib_of_memory_for_one_tib_of_disk_while_it_runs_and_while_it_opens() {
+        for kind in [Kind::Scratch, Kind::New] {
+            for bytes in [TIB / 64, TIB / 4, TIB, 8 * TIB, 16 * TIB] {
+                let sizes = sizes(bytes, kind);
+                let bound = bytes / 1024;
+                assert!(sizes.memory() <= bound, "{bytes}: {} of {bound}, {sizes:?}", sizes.memory());
+                assert!(sizes.memory() > bound * 3 / 4, "the bound is used: {sizes:?}");
+                // Some memory for the opening is the least.
+                let most = bound.max(sizes.pages as u64 * 5 + (PASS_LEAST * 8));
+                assert!(sizes.opening() <= if bytes >= TIB / 4 { bound } else { most }, "{sizes:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_half_of_the_journal_has_room_for_a_checkpoint_of_every_segment_and_as_much_again() {
+        for bytes in [1 << 28, TIB / 64, TIB, 16 * TIB] {
+            let sizes = sizes(bytes, Kind::New);
+            let checkpoint = sizes.segments.div_ceil(NAMES_MAX as u32);
+            assert!(sizes.half * (sizes.places + 1) >= checkpoint * 2 + 7 * OPEN_MAX as u32);
+            let part = f64::from(sizes.half * 2) / f64::from(sizes.segments);
+            assert!(bytes < TIB / 64 || part < 0.001, "the journal is a small part of the disk: {part}");
+        }
+    }
+}
