@@ -1,14 +1,12 @@
 //! Appends to segments: pages take places in order, and the segment's summary comes last.
 
 use crate::Shared;
+use crate::config::OPEN_MAX;
 use crate::segment::GENERATIONS;
 use crate::summary::{self, Record};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use weir_core::{Page, Slot};
 use weir_store::{Fault, Lane, Progress, Ticket};
-
-/// Most segments that one appender has under way at once.
-pub(crate) const OPEN_MAX: usize = 16;
 
 /// An appender. Each lane has one, and the cleaner has one.
 pub(crate) struct Appender {
@@ -125,8 +123,9 @@ impl Appender {
     /// log says which pages were written, so it waits for their answers.
     pub fn write_summaries(&mut self, log: &Shared, below: &mut dyn Lane) {
         for at in 0..OPEN_MAX {
-            let is_due =
-                |open: &&mut Open| open.summary == Written::Wanted && (log.durable.is_none() || open.waits == 0);
+            let is_due = |open: &&mut Open| {
+                open.summary == Written::Wanted && (log.durable.is_none() || open.waits == 0)
+            };
             let Some(open) = self.open[at].as_mut().filter(is_due) else { continue };
             let about = (open.segment, open.life, open.generation);
             summary::write(&log.rows, open.row, about, log.identity(), &mut self.page);
@@ -207,8 +206,7 @@ impl Appender {
 
     /// Lets a segment go that is completely written.
     fn end(&mut self, log: &Shared, at: usize) {
-        let over =
-            |open: &&Open| open.waits == 0 && matches!(open.summary, Written::Done | Written::Never);
+        let over = |open: &&Open| open.waits == 0 && matches!(open.summary, Written::Done | Written::Never);
         let Some(&Open { segment, row, summary, .. }) = self.open[at].as_ref().filter(over) else { return };
         if summary == Written::Done {
             log.rows.unpin(row);

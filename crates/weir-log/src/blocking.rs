@@ -44,6 +44,10 @@ impl<'a> Blocking<'a> {
         })
     }
 
+    pub fn clock(&mut self) -> Clock<'_> {
+        &mut *self.clock
+    }
+
     /// Says how far the work is; the watch may end it.
     pub fn tell(&mut self, done: u64, all: u64) -> Result<(), Ended> {
         (self.watch)(done, all).map_err(Ended::Stopped)

@@ -2,10 +2,10 @@
 //! its checksum. Changes nothing.
 
 use crate::blocking::{Blocking, Clock};
+use crate::config::{Config, DamagedError, LogError};
 use crate::recover::{Findings, read_journal, read_superblocks, replay, sizes_of, summary_of};
 use crate::summary::Record;
 use crate::words::Words;
-use crate::{Config, DamagedError, LogError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use weir_core::Watch;
@@ -25,7 +25,7 @@ pub struct BadPage {
     pub was_read: bool,
 }
 
-/// What a check found.
+/// The findings of a check.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CheckReport {
     /// The number that tells the log from all others.

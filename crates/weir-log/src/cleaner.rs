@@ -7,17 +7,18 @@
 //! that were not: so frequently written pages leave segments that die by themselves. Pages that do
 //! not fill a segment wait in memory; meanwhile they are read in their old place.
 //!
-//! In a durable log the cleaner also [commits](crate::commit): for flushes, and to free the segments
-//! that have died.
+//! In a durable log the cleaner also [commits](crate::commit): for flushes, and to free the
+//! segments that have died.
 //!
 //! A page that cannot be read or verified stays in its place. Its segment is stuck: it is tried
 //! again only now and then, when there is no other.
 
-use crate::append::{Appender, OPEN_MAX};
+use crate::append::Appender;
 use crate::commit::{Committer, Stepped};
+use crate::config::{LogError, OPEN_MAX, RESERVE};
 use crate::segment::{GENERATIONS, State, Word};
 use crate::summary::{Record, Summary};
-use crate::{Log, LogError, Shared};
+use crate::{Log, Shared};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -196,7 +197,7 @@ impl Cleaner {
                 return Next::Step;
             }
             // A commit may free segments.
-            let is_short = self.log.segments.free() <= crate::RESERVE
+            let is_short = self.log.segments.free() <= RESERVE
                 && (!self.log.segments.are_durable() || is_idle && self.log.segments.dead() == 0);
             self.log.is_full.store(is_short && !self.parts.is_busy(), SeqCst);
             if self.parts.is_busy() {

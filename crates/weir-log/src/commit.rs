@@ -8,18 +8,22 @@
 //! 3. The store below flushes again. The commit is complete.
 //! 4. The dead segments that it names are free: their old pages cannot come back.
 //!
+//! Then a page beside the first superblock confirms the commit. Nobody waits for it. It tells a
+//! commit that was damaged later from one that was under way at a power cut.
+//!
 //! The dead segments are taken first, the records after them. A segment dies after the records that
 //! replace its pages were published. So each commit that frees a segment has those records.
 //!
 //! If a write to the journal fails, all is written again as a checkpoint, into the half that is not
-//! in use. After a flush below has failed, no later commit succeeds: the kernel tells of such a loss
-//! once.
+//! in use. After a flush below has failed, no later commit succeeds: the kernel tells of such a
+//! loss once.
 
+use crate::Shared;
+use crate::config::LogError;
 use crate::durable::{Durable, Journal};
 use crate::journal::{self, Head};
 use crate::segment::State;
 use crate::summary::Record;
-use crate::{LogError, Shared};
 use std::os::fd::BorrowedFd;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::Relaxed;
@@ -29,8 +33,9 @@ use weir_store::{Done, Fault, Lane, Progress, Ticket};
 
 /// Pages under way to the journal at once.
 const DEPTH: usize = 256;
-/// The ticket of a flush; other tickets are indices of pages.
+/// The tickets of a flush, and of the page that confirms a commit; others are indices of pages.
 const FLUSH: Ticket = Ticket::MAX;
+const CONFIRM: Ticket = Ticket::MAX - 1;
 /// Attempts to write the journal before flushes fail.
 const ATTEMPTS: u32 = 8;
 /// Time after which segments are freed again when that has failed.
@@ -52,6 +57,7 @@ pub(crate) struct Committer {
     /// The flush that the commit answers.
     number: u64,
     pages: Vec<Page>,
+    confirmation: Box<Page>,
     /// Dead segments that the commit frees, in order.
     dead: Vec<u32>,
     records: Vec<Record>,
@@ -85,7 +91,7 @@ enum Phase {
     FlushJournal,
 }
 
-/// What a step has come to.
+/// The outcome of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stepped {
     /// There is nothing to commit.
@@ -121,12 +127,18 @@ impl Committer {
             is_broken: false,
             number: 0,
             pages: Vec::with_capacity(half_pages as usize),
+            confirmation: Box::new(Page::zeroed()),
             dead: Vec::with_capacity(log.segments.count() as usize),
             records: Vec::with_capacity(log.shape.places() as usize),
             write: Write::default(),
             attempts: 0,
             again_at: None,
         })
+    }
+
+    /// Returns the place at which the journal goes on. The next committer begins with a checkpoint.
+    pub fn end(self) -> Journal {
+        self.journal
     }
 
     /// Does one bounded piece of work.
@@ -201,7 +213,8 @@ impl Committer {
             journal::seal(page, head);
         }
         self.journal.sequence += self.pages.len() as u64;
-        self.write = Write { patience: ATTEMPTS + self.pages.len() as u32 / 4, ..Write::default() };
+        let patience = ATTEMPTS + self.pages.len() as u32 / 4;
+        self.write = Write { patience, late: self.write.late, ..Write::default() };
         self.flush(log, durable, Phase::FlushPages, now);
     }
 
@@ -372,7 +385,20 @@ impl Committer {
         for segment in self.dead.drain(..) {
             log.segments.free_dead(segment);
         }
+        self.confirm(log, durable);
         self.answer(durable, Ok(()));
+    }
+
+    /// Writes that the last commit is complete. If that fails, the one before stays confirmed.
+    fn confirm(&mut self, log: &Shared, durable: &Durable) {
+        let commit = self.journal.commit;
+        let page = &mut self.confirmation;
+        journal::begin(page);
+        journal::seal(page, Head { is_last: true, ..Head::new(log.identity(), commit, commit) });
+        let slot = Slot(durable.superblock.confirmation_slot(commit));
+        // The next commit's answers come later than this one.
+        let _ = self.lane.write(CONFIRM, slot, page);
+        self.lane.submit();
     }
 
     /// Answers the flushes that the commit is for.
@@ -390,6 +416,10 @@ impl Committer {
             let Done { ticket, result, .. } = done;
             if ticket == FLUSH {
                 flushed = Some(result);
+                return;
+            }
+            if ticket == CONFIRM {
+                write.late += usize::from(result == Err(Fault::Timeout));
                 return;
             }
             write.waits -= 1;

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use weir_store::Fault;
 
-/// Where the journal goes on.
+/// The place at which the journal goes on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Journal {
     /// The half into which the next checkpoint goes.
@@ -19,7 +19,7 @@ pub(crate) struct Journal {
     pub floor: u32,
 }
 
-/// What a durable log has besides.
+/// The parts that only a durable log has.
 pub(crate) struct Durable {
     pub superblock: Superblock,
     /// The version of the latest write.
@@ -28,7 +28,7 @@ pub(crate) struct Durable {
     asked: AtomicU64,
     /// Number of the last flush that has been answered, times 2; plus 1 if it succeeded.
     done: AtomicU64,
-    /// Where the journal goes on, until the cleaner takes it.
+    /// The place at which the journal goes on, until the cleaner takes it.
     pub journal: Mutex<Option<Journal>>,
     pub counters: Counters,
 }

@@ -35,7 +35,7 @@ const WRITTEN: u8 = 1;
 const FREE: u8 = 2;
 const INLINE: u8 = 3;
 
-/// What a page says.
+/// The content of a page.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Entry<'a> {
     /// These segments have their summary on the disk, in this life.

@@ -1,8 +1,9 @@
 //! A lane: one thread's access to a log.
 
-use crate::append::{Appender, OPEN_MAX};
+use crate::Shared;
+use crate::append::Appender;
+use crate::config::{OPEN_MAX, RESERVE};
 use crate::summary::{Record, Summary};
-use crate::{RESERVE, Shared};
 use rustix::io::Errno;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -359,7 +360,8 @@ impl Lane for LogLane {
         };
         let Some(at) = parts.idle.pop() else { return Progress::Full };
         let state = State::Read { content: Part::Wanted, summary: Part::No, proof: None, tries: 0 };
-        parts.operations[usize::from(at)] = Operation { ticket, page: slot.0, place, life, version: 0, state };
+        parts.operations[usize::from(at)] =
+            Operation { ticket, page: slot.0, place, life, version: 0, state };
         let mut found = Page::zeroed();
         match parts.begin_read(at, below, &mut found) {
             Some(result) => {

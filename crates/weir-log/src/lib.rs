@@ -17,14 +17,15 @@
 //! are the cleaner's work too. [`check`] verifies it while nobody uses it. docs/log-format.md has
 //! the format.
 //!
-//! Nothing starts a thread or reads a clock. [`Cleaner::wait`] sleeps, and so does what makes, opens
-//! and checks a durable log.
+//! Nothing starts a thread or reads a clock. [`Cleaner::wait`] sleeps, and so do the functions that
+//! make, open and check a durable log.
 
 mod append;
 mod blocking;
 mod check;
 mod cleaner;
 mod commit;
+mod config;
 mod durable;
 mod journal;
 mod lane;
@@ -39,10 +40,11 @@ mod words;
 pub use blocking::Clock;
 pub use check::{BadPage, CheckReport, check};
 pub use cleaner::{Cleaner, Next};
-pub use recover::DamagedError;
+pub use config::{Config, DamagedError, LogError};
 pub use status::{DurableStatus, LogStatus};
 pub use superblock::MAGIC;
 
+use config::{AHEAD, DURABLE_AHEAD, RESERVE};
 use durable::Durable;
 use lane::LogLane;
 use rustix::event::EventfdFlags;
@@ -50,7 +52,6 @@ use segment::Segments;
 use size::{Kind, Sizes};
 use status::Counters;
 use std::fmt;
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
@@ -58,96 +59,6 @@ use summary::Rows;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{Lane, OpenError, OpenErrorKind, State, Store};
 use words::Words;
-
-/// Number of free segments that only the cleaner takes.
-const RESERVE: u32 = 4;
-/// Number of free segments that the cleaner provides for the writers, besides one for each lane.
-const AHEAD: u32 = 8;
-/// The same in a durable log, where a segment is free only after a commit.
-const DURABLE_AHEAD: u32 = 32;
-
-/// The settings of a log.
-#[derive(Clone, Copy, Debug)]
-pub struct Config {
-    /// The log's size in pages; 0: four fifths of the pages that its segments hold.
-    pub pages: u32,
-    /// Pages of a segment with its summary, at most 285.
-    pub segment_pages: u32,
-    /// Number of members of the store below, on which segments lie in turns.
-    pub members: u32,
-    /// Most lanes that may be open at once.
-    pub lanes: u32,
-    /// Number of summaries in memory; 0: as many as bring map and summaries to 1 GiB for 1 TiB of
-    /// the store below. If a segment's summary is not in memory, a read also reads it from disk.
-    pub summaries: u32,
-}
-
-impl Default for Config {
-    /// The defaults: segments of 1 MiB over one member.
-    fn default() -> Self {
-        Config { pages: 0, segment_pages: 256, members: 1, lanes: 8, summaries: 0 }
-    }
-}
-
-/// The reason why a log could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum LogError {
-    /// A segment has too many pages or too few, or there is no member or lane.
-    #[error("a log has segments of 2 to 285 pages, a member and a lane; asked for {0}")]
-    Shape(String),
-    /// The log would have more pages than the cleaner can handle.
-    #[error(
-        "{store} has room for {} pages of a log, with what its cleaner needs for itself; asked for {asked}: make the log smaller, or the store larger",
-        most
-    )]
-    TooSmall {
-        /// The name of the store below.
-        store: String,
-        /// Number of pages that it has room for.
-        most: u32,
-        /// Number of pages that were asked for.
-        asked: u32,
-    },
-    /// The store below gives no lane.
-    #[error(transparent)]
-    Lane(#[from] OpenError),
-    /// There is no memory for the map.
-    #[error("cannot take memory for the log's map")]
-    Memory(#[source] io::Error),
-    /// The store below carries no durable log.
-    #[error("{0} carries no durable log; weir cache create --durable makes one")]
-    NoLog(String),
-    /// A later version of Weir made the durable log.
-    #[error("{store} carries a durable log of format {version}; this version of Weir reads 1: use a later one")]
-    Later {
-        /// The name of the store below.
-        store: String,
-        /// The format's version.
-        version: u32,
-    },
-    /// The disks are not those of the log, or not in its order.
-    #[error("{store}: {what}")]
-    Members {
-        /// The name of the store below.
-        store: String,
-        /// What is wrong, and the next step.
-        what: String,
-    },
-    /// The durable log is damaged.
-    #[error("{0}; weir cache check says what is left")]
-    Damaged(#[source] DamagedError),
-    /// The store below cannot be written.
-    #[error("cannot write to {store}: {fault}")]
-    Write {
-        /// The name of the store below.
-        store: String,
-        /// The reason why it failed.
-        fault: weir_store::Fault,
-    },
-    /// The caller ended it.
-    #[error("stopped before it was done")]
-    Stopped(#[source] io::Error),
-}
 
 /// A log over a store; see the [crate's introduction](crate). A clone is the same log.
 #[derive(Clone)]
@@ -164,7 +75,7 @@ struct Shared {
     map: Words,
     segments: Segments,
     rows: Rows,
-    /// What a durable log has besides.
+    /// The parts that only a durable log has.
     durable: Option<Durable>,
     /// Number of lanes that may still be opened.
     seats: AtomicU32,

@@ -1,12 +1,13 @@
 //! Makes a durable log, and opens it again after its end, whether that was in good order or not.
 //!
-//! What counts is what the last complete commit said (see [`crate::commit`]): it names the segments
-//! in use. Their summaries say which page lies in each place, and the highest version counts. If
-//! the pages are many, the summaries are read several times, each time for a part of the pages: so
-//! the memory for versions stays within the bound.
+//! The last complete commit counts (see [`crate::commit`]). It names the segments in use. Their
+//! summaries say which page lies in each place, and the highest version counts. If the pages are
+//! many, the summaries are read several times, each time for a part of the pages: so the memory for
+//! versions stays within the bound.
 
-use crate::append::OPEN_MAX;
 use crate::blocking::{Blocking, Clock, Ended};
+use crate::commit::{Committer, Stepped};
+use crate::config::{Config, DamagedError, LogError, OPEN_MAX};
 use crate::durable::{Durable, Journal};
 use crate::journal::{self, Entry, Head, NAMES_MAX};
 use crate::segment::{GENERATIONS, Segments};
@@ -14,11 +15,11 @@ use crate::size::{Kind, Sizes};
 use crate::summary::{self, NOBODY, Record, Summary};
 use crate::superblock::{NoSuperblock, Superblock};
 use crate::words::Words;
-use crate::{Config, Log, LogError, Shared};
+use crate::{Log, Shared};
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use weir_core::{PAGE_SIZE, Page, Watch, unwatched};
+use std::sync::{Arc, PoisonError};
+use weir_core::{PAGE_SIZE, Page, Rest, Watch, unwatched};
 use weir_store::Store;
 
 /// Pages of the journal that are in memory at a time.
@@ -28,37 +29,6 @@ const FINDINGS_MAX: usize = 100;
 /// Numbers above this were never counted up to: the log is damaged.
 const COUNT_MAX: u64 = 1 << 47;
 const LIFE_MAX: u32 = u32::MAX - (1 << 20);
-
-/// The damage that was found in a durable log.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum DamagedError {
-    /// Both copies of the superblock are damaged.
-    #[error("disk {0} of the log: both copies of the superblock are damaged")]
-    Superblock(u32),
-    /// A copy of the superblock is damaged, and the other is whole.
-    #[error("disk {0} of the log: a copy of the superblock is damaged; the other is whole")]
-    Copy(u32),
-    /// The journal has no complete checkpoint.
-    #[error("the journal has no complete checkpoint")]
-    NoCheckpoint,
-    /// A commit is damaged, though a later one was made.
-    #[error("the journal is damaged: commit {last} is the last one that is whole, and commit {seen} was made")]
-    Journal {
-        /// The last commit that is whole.
-        last: u64,
-        /// The highest commit that was found.
-        seen: u64,
-    },
-    /// A commit says what cannot be.
-    #[error("the journal is damaged: it says of segment {0} what cannot be")]
-    Entry(u32),
-    /// The summary of a segment in use is damaged.
-    #[error("segment {0} is in use, and its summary is damaged")]
-    Summary(u32),
-    /// A summary says what cannot be.
-    #[error("the summary of segment {0} says of a page what cannot be")]
-    Record(u32),
-}
 
 /// Findings, the first of them kept.
 #[derive(Default)]
@@ -82,7 +52,7 @@ pub(crate) struct Inline {
     pub records: Vec<Record>,
 }
 
-/// What the journal says.
+/// The journal's content.
 pub(crate) struct Table {
     /// For each segment its life; 0: it holds nothing.
     pub lives: Vec<u32>,
@@ -218,9 +188,16 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
             }
         }
     }
+    // A commit that was confirmed was complete.
+    let mut confirmed = 0;
+    io.read([0, 1].map(|commit| superblock.confirmation_slot(commit)).into_iter(), |_, page| {
+        let head = page.ok().and_then(|page| journal::parse(page, identity)).map(|(head, _)| head);
+        confirmed = confirmed.max(head.map_or(0, |head| head.commit));
+    });
     let (half, chain) = truth.ok_or(LogError::Damaged(DamagedError::NoCheckpoint))?;
-    if seen > chain.commit + 1 {
-        // Only one commit is under way at a time.
+    // Only one commit is under way at a time.
+    if seen > chain.commit + 1 || confirmed > chain.commit {
+        let seen = seen.max(confirmed);
         return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
     }
     let mut table = Table {
@@ -250,12 +227,7 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
 }
 
 impl Table {
-    fn apply(
-        &mut self,
-        superblock: &Superblock,
-        head: &Head,
-        entry: &Entry<'_>,
-    ) -> Result<(), DamagedError> {
+    fn apply(&mut self, superblock: &Superblock, head: &Head, entry: &Entry<'_>) -> Result<(), DamagedError> {
         let known = superblock.reserved()..superblock.segments;
         let possible = |segment: u32, life: u32| {
             let is_possible = known.contains(&segment) && (1..LIFE_MAX).contains(&life);
@@ -377,9 +349,11 @@ pub(crate) fn replay(
                 let found = summary_of(superblock, table, segment, page.ok()).and_then(|summary| {
                     generations.push((segment, summary.generation() as u8));
                     let records = (0..places).zip(summary.records());
-                    records
-                        .map(|(place, record)| pass_now.note(segment, place, record))
-                        .collect::<Result<(), DamagedError>>()
+                    records.map(|(place, record)| pass_now.note(segment, place, record)).collect::<Result<
+                        (),
+                        DamagedError,
+                    >>(
+                    )
                 });
                 if let Err(finding) = found {
                     findings.add(finding);
@@ -483,18 +457,23 @@ impl Log {
         };
         // A life may have begun that no commit has named.
         let floor = journal.floor + 1;
-        let segments = Segments::recovered(
-            superblock.segments,
-            superblock.members,
-            superblock.reserved(),
-            floor,
-            life,
-        );
+        let segments =
+            Segments::recovered(superblock.segments, superblock.members, superblock.reserved(), floor, life);
         let durable = Durable::new(superblock, Journal { floor, ..journal }, clock);
         let log = Log::over(Arc::clone(&below), &config, &sizes, segments, map, Some(durable))?;
         log.shared.settle(&lives);
-        for (segment, inline) in inline {
-            log.shared.finish(&mut io, (segment, lives[segment as usize]), &inline);
+        let unfinished: Vec<(u32, u32, u32)> = inline
+            .into_iter()
+            .filter_map(|(segment, inline)| {
+                let row = log.shared.remember(segment, &inline)?;
+                Some((segment, row, lives[segment as usize]))
+            })
+            .collect();
+        // A commit that was under way at the crash, and that is not whole now, could become
+        // readable later. From here on it counts for nothing.
+        log.shared.begin_anew(io.clock())?;
+        for about in unfinished {
+            log.shared.finish(&mut io, about);
         }
         Ok(log)
     }
@@ -531,25 +510,46 @@ impl Shared {
         }
     }
 
-    /// Ends a segment that was being written at the crash: it gets its summary. If that fails, its
-    /// records stay in memory, and go into each checkpoint.
-    fn finish(&self, io: &mut Blocking<'_>, (segment, life): (u32, u32), inline: &Inline) {
-        let word = self.segments.word(segment);
-        if word.live() == 0 {
-            return;
+    /// Takes the records of a segment that was being written at the crash into memory. `None`: it
+    /// has no live page.
+    fn remember(&self, segment: u32, inline: &Inline) -> Option<u32> {
+        if self.segments.word(segment).live() == 0 {
+            return None;
         }
-        let Some(row) = self.rows.open(&self.segments, segment) else { return };
+        let row = self.rows.open(&self.segments, segment)?;
         for (place, record) in (0..).zip(&inline.records) {
             self.rows.set(row, place, *record);
             if record.version > 0 {
                 self.rows.publish_version(row, place, record.version);
             }
         }
+        Some(row)
+    }
+
+    /// Commits what was recovered, as a checkpoint.
+    fn begin_anew(&self, clock: Clock<'_>) -> Result<(), LogError> {
+        let durable = self.durable.as_ref().expect("a durable log");
+        let mut committer = Committer::open(self, durable)?;
+        let number = durable.ask();
+        let mut rest = Rest::default();
+        while durable.answer_to(number).is_none() || committer.in_flight() > 0 {
+            if committer.step(self, durable, clock()) == Stepped::Waits {
+                rest.until_next();
+            }
+        }
+        let failed = |fault| LogError::Write { store: self.below.name().to_owned(), fault };
+        durable.answer_to(number).unwrap_or(Ok(())).map_err(failed)?;
+        *durable.journal.lock().unwrap_or_else(PoisonError::into_inner) = Some(committer.end());
+        Ok(())
+    }
+
+    /// Ends a segment that was being written at the crash: it gets its summary. If that fails, its
+    /// records stay in memory, and go into each checkpoint.
+    fn finish(&self, io: &mut Blocking<'_>, (segment, row, life): (u32, u32, u32)) {
         let mut page = Page::zeroed();
-        let about = (segment, life, inline.generation as usize);
+        let about = (segment, life, self.segments.word(segment).generation());
         summary::write(&self.rows, row, about, self.identity(), &mut page);
         let slot = self.shape.place(segment, self.shape.places());
-        self.segments.mark(segment);
         if io.write([(slot, &*page)].into_iter()).is_ok() {
             self.segments.has_summary(segment);
             self.rows.unpin(row);

@@ -12,8 +12,8 @@
 //! page, or by a move. A *life* is one filling of a segment. *Summary*: the segment's summary is on
 //! the disk.
 //!
-//! In a durable log such a segment is dead at first: a crash may bring back what it held. It is free
-//! once a commit has said that it holds nothing.
+//! In a durable log such a segment is dead at first: a crash may bring back what it held. It is
+//! free once a commit has said that it holds nothing.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -144,8 +144,8 @@ impl Segments {
     }
 
     /// Makes the segments of a durable log. The first `reserved` hold its own records. Those that
-    /// `life` names (with their generation, and whether they have a summary) are closed, and no page
-    /// of theirs is counted yet. The others are free, and begin their next life above `floor`.
+    /// `life` names (with their generation, and whether they have a summary) are closed, and no
+    /// page of theirs is counted yet. The others are free, and begin their next life above `floor`.
     pub fn recovered(
         count: u32,
         members: u32,
@@ -329,7 +329,8 @@ impl Segments {
     /// Ends work on a segment. Returns whether it is free now.
     #[must_use]
     pub fn leave(&self, segment: u32, state: State) -> bool {
-        self.change(segment, |word| Some(word.with_state(state).settled(self.over()))).is_some_and(Word::is_over)
+        self.change(segment, |word| Some(word.with_state(state).settled(self.over())))
+            .is_some_and(Word::is_over)
     }
 
     fn change(&self, segment: u32, change: impl Fn(Word) -> Option<Word>) -> Option<Word> {

@@ -1,10 +1,10 @@
 //! The sizes of a log's parts, and the memory that they take: arithmetic, no I/O.
 
-use crate::append::OPEN_MAX;
+use crate::config::{AHEAD, Config, DURABLE_AHEAD, LogError, OPEN_MAX, RESERVE};
 use crate::journal::NAMES_MAX;
 use crate::segment::{GENERATIONS, SEGMENT_BYTES};
 use crate::summary::{PLACES_MAX, Rows};
-use crate::{AHEAD, Config, DURABLE_AHEAD, LogError, RESERVE};
+use crate::superblock::SEGMENT_LEAST;
 use weir_core::PAGE_SIZE;
 
 /// Bytes of memory for each page of the store below, in all: 1 GiB for 1 TiB.
@@ -43,7 +43,8 @@ impl Sizes {
     /// The sizes for a store of `slots` pages.
     pub fn of(name: &str, slots: u32, config: &Config, kind: Kind) -> Result<Self, LogError> {
         let Config { segment_pages, members, lanes, .. } = *config;
-        if !(2..=PLACES_MAX + 1).contains(&segment_pages) || members == 0 || lanes == 0 {
+        let least = if kind == Kind::Scratch { 2 } else { SEGMENT_LEAST };
+        if !(least..=PLACES_MAX + 1).contains(&segment_pages) || members == 0 || lanes == 0 {
             let what = format!("{segment_pages} pages, {members} members, {lanes} lanes");
             return Err(LogError::Shape(what));
         }
@@ -62,7 +63,7 @@ impl Sizes {
         let taken = spare.saturating_add(reserved).saturating_add(segments / 50);
         let most = segments.saturating_sub(taken).saturating_mul(places);
         let asked = match config.pages {
-            0 => (u64::from(segments.saturating_sub(reserved)) * u64::from(places) * 4 / 5) as u32,
+            0 => most.min((u64::from(segments.saturating_sub(reserved)) * u64::from(places) * 4 / 5) as u32),
             pages => pages,
         };
         if asked == 0 || asked > most {
@@ -137,6 +138,7 @@ impl Sizes {
 mod tests {
     use super::*;
 
+    const GIB: u64 = 1 << 30;
     const TIB: u64 = 1 << 40;
 
     fn sizes(bytes: u64, kind: Kind) -> Sizes {
@@ -147,26 +149,28 @@ mod tests {
     #[test]
     fn a_log_takes_one_gib_of_memory_for_one_tib_of_disk_while_it_runs_and_while_it_opens() {
         for kind in [Kind::Scratch, Kind::New] {
-            for bytes in [TIB / 64, TIB / 4, TIB, 8 * TIB, 16 * TIB] {
-                let sizes = sizes(bytes, kind);
-                let bound = bytes / 1024;
+            for bytes in [64 * GIB, 256 * GIB, TIB, 8 * TIB, 16 * TIB] {
+                let (sizes, bound) = (sizes(bytes, kind), bytes / 1024);
                 assert!(sizes.memory() <= bound, "{bytes}: {} of {bound}, {sizes:?}", sizes.memory());
                 assert!(sizes.memory() > bound * 3 / 4, "the bound is used: {sizes:?}");
-                // Some memory for the opening is the least.
-                let most = bound.max(sizes.pages as u64 * 5 + (PASS_LEAST * 8));
-                assert!(sizes.opening() <= if bytes >= TIB / 4 { bound } else { most }, "{sizes:?}");
+                assert!(sizes.opening() <= bound + PASS_LEAST * 8, "{bytes}: {sizes:?}");
             }
+        }
+        // A small log needs some memory in any case.
+        for bytes in [GIB, 16 * GIB] {
+            let sizes = sizes(bytes, Kind::New);
+            assert!(sizes.memory() <= bytes / 1024 + (16 << 20), "{bytes}: {} {sizes:?}", sizes.memory());
         }
     }
 
     #[test]
     fn a_half_of_the_journal_has_room_for_a_checkpoint_of_every_segment_and_as_much_again() {
-        for bytes in [1 << 28, TIB / 64, TIB, 16 * TIB] {
+        for bytes in [GIB / 4, 16 * GIB, TIB, 16 * TIB] {
             let sizes = sizes(bytes, Kind::New);
             let checkpoint = sizes.segments.div_ceil(NAMES_MAX as u32);
             assert!(sizes.half * (sizes.places + 1) >= checkpoint * 2 + 7 * OPEN_MAX as u32);
             let part = f64::from(sizes.half * 2) / f64::from(sizes.segments);
-            assert!(bytes < TIB / 64 || part < 0.001, "the journal is a small part of the disk: {part}");
+            assert!(bytes < 16 * GIB || part < 0.001, "the journal is a small part of the disk: {part}");
         }
     }
 }

@@ -18,7 +18,7 @@ pub(crate) struct Counters {
     pub waits: AtomicU64,
 }
 
-/// What a durable log counts besides.
+/// The counts that only a durable log has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DurableStatus {
     /// The number that tells the log from all others.
@@ -76,7 +76,7 @@ pub struct LogStatus {
     pub map_bytes: u64,
     /// Bytes of memory that segments and summaries take.
     pub segment_bytes: u64,
-    /// What a durable log counts besides.
+    /// The counts that only a durable log has.
     pub durable: Option<DurableStatus>,
 }
 

@@ -1,13 +1,14 @@
 //! A segment's last page, its summary: it says which page lies in each place, with its checksum. A
 //! row is the same in memory.
 //!
-//! The format on disk, the lowest byte first (docs/log-format.md): magic, segment, life, checksum of
-//! this page (with zeros here), generation, the log's identity (8 bytes), and from byte 32 on 14
+//! The format on disk, the lowest byte first (docs/log-format.md): magic, segment, life, checksum
+//! of this page (with zeros here), generation, the log's identity (8 bytes), and from byte 32 on 14
 //! bytes a place: page, checksum, and the version in 6 bytes. Scratch logs have no identity and no
 //! versions.
 //!
-//! A *version* numbers the writes of a durable log. A record gets it once its page is written. Among
-//! records of a page the one with the highest version counts. A page that is moved keeps its version.
+//! A *version* numbers the writes of a durable log. A record gets it once its page is written.
+//! Among records of a page the one with the highest version counts. A page that is moved keeps its
+//! version.
 //!
 //! Rows of segments whose summary is not on the disk are *pinned*. The others are a cache, replaced
 //! by CLOCK: a lane that finds no row reads the summary's page. A row may change while it is read,

@@ -2,7 +2,8 @@
 //! docs/log-format.md.
 //!
 //! Each member carries two copies, in the first and in the middle page of its first segment. They
-//! are written once, when the log is made, and never change.
+//! are written once, when the log is made, and never change. The two pages after the first copy on
+//! the first member confirm commits in turns.
 
 use crate::summary::PLACES_MAX;
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
@@ -12,13 +13,15 @@ pub const MAGIC: &[u8] = b"WEIR DURABLE LOG\n";
 const NOTICE: &[u8] = b"A disk of a durable log of weir cache. weir cache check says how it is.\n";
 /// The version of the format that this program writes.
 pub(crate) const VERSION: u32 = 1;
+/// Pages of a segment at least: the first one has room for the copies and the confirmations.
+pub(crate) const SEGMENT_LEAST: u32 = 8;
 /// Offset of the fields.
 const FIELDS: usize = 512;
 /// Number of fields of 4 bytes, with the identity's four.
 const COUNT: usize = 17;
 const CHECKSUM: usize = PAGE_SIZE - 4;
 
-/// What a durable log is.
+/// The description of a durable log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Superblock {
     /// A random number that no other log has.
@@ -69,6 +72,11 @@ impl Superblock {
         [0, segment_pages / 2].map(|page| member * segment_pages + page)
     }
 
+    /// The slot of the page that confirms a commit.
+    pub fn confirmation_slot(&self, commit: u64) -> u32 {
+        1 + (commit % 2) as u32
+    }
+
     /// The part of the identity that the journal and the summaries carry.
     pub fn short_identity(&self) -> u64 {
         self.identity as u64
@@ -81,10 +89,14 @@ impl Superblock {
         let identity = [0, 32, 64, 96].map(|at| (self.identity >> at) as u32);
         // The two zeros are feature flags: of those that an older program must refuse, and of
         // those that it may ignore.
-        let fields = [VERSION, 0, 0]
-            .into_iter()
-            .chain(identity)
-            .chain([self.member, self.members, self.segment_pages, self.segments, self.pages, self.half]);
+        let fields = [VERSION, 0, 0].into_iter().chain(identity).chain([
+            self.member,
+            self.members,
+            self.segment_pages,
+            self.segments,
+            self.pages,
+            self.half,
+        ]);
         for (at, field) in fields.enumerate() {
             out[FIELDS + at * 4..][..4].copy_from_slice(&field.to_le_bytes());
         }
@@ -118,7 +130,7 @@ impl Superblock {
         let Superblock { member, members, segment_pages, segments, pages, half, .. } = *self;
         let slots = u64::from(segments) * u64::from(segment_pages);
         let reserved = u64::from(members) + u64::from(half) * 2;
-        (2..=PLACES_MAX + 1).contains(&segment_pages)
+        (SEGMENT_LEAST..=PLACES_MAX + 1).contains(&segment_pages)
             && member < members
             && half > 0
             && slots < u64::from(u32::MAX)

@@ -7,8 +7,8 @@
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot, unwatched};
-use weir_log::{Cleaner, Config, Log, check};
+use weir_core::{ByteSize, Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, unwatched};
+use weir_log::{Cleaner, Config, DamagedError, Log, check};
 use weir_store::{Fault, Lane, Progress, Sim, SimUrl, Store};
 
 const SEGMENT: u32 = 8;
@@ -303,7 +303,8 @@ impl World {
         self.counts.commits += durable.commits;
         self.counts.checkpoints += durable.checkpoints;
         self.counts.cleaned += status.cleaned;
-        let asks = |lane: &Vec<Option<Doing>>| lane.iter().flatten().any(|doing| matches!(doing, Doing::Flush(_)));
+        let asks =
+            |lane: &Vec<Option<Doing>>| lane.iter().flatten().any(|doing| matches!(doing, Doing::Flush(_)));
         self.counts.mid_commit += u64::from(self.doing.iter().any(asks));
         self.lanes.clear();
         self.cleaner = None;
@@ -367,7 +368,7 @@ impl World {
 #[test]
 fn a_durable_log_has_every_flushed_page_after_a_power_cut_and_no_torn_one() {
     let full = std::env::var("WEIR_SCALE").is_ok_and(|scale| scale == "full");
-    let (seeds, cuts, operations) = if full { (4000, 20, 600) } else { (48, 6, 500) };
+    let (seeds, cuts, operations) = if full { (4000, 20, 600) } else { (24, 6, 500) };
     let one: Option<u64> = std::env::var("WEIR_SEED").ok().and_then(|seed| seed.parse().ok());
     let mut all = Counts::default();
     for seed in one.map_or(0..seeds, |seed| seed..seed + 1) {
@@ -398,8 +399,237 @@ fn a_durable_log_has_every_flushed_page_after_a_power_cut_and_no_torn_one() {
     }
     println!("{all:?}");
     // The histories must have had the events that they are for.
-    assert!(one.is_some() || all.flushes > 500 && all.cuts > 200 && all.mid_commit > 50, "{all:?}");
-    assert!(one.is_some() || all.cleaned > 1000 && all.checkpoints > 500 && all.lost > 500, "{all:?}");
+    assert!(one.is_some() || all.flushes > 400 && all.cuts > 100 && all.mid_commit > 15, "{all:?}");
+    assert!(one.is_some() || all.cleaned > 1000 && all.checkpoints > 200 && all.lost > 400, "{all:?}");
+}
+
+#[test]
+fn whatever_is_damaged_a_check_is_never_clean_wrongly_and_no_page_is_wrong() {
+    let full = std::env::var("WEIR_SCALE").is_ok_and(|scale| scale == "full");
+    let (seeds, cases) = if full { (400, 1000) } else { (4, 100) };
+    let (mut clean, mut damaged, mut refused, mut bad) = (0, 0, 0, 0);
+    for seed in 0..seeds {
+        // Stores of these seeds have no errors of their own.
+        let mut world = World::new(seed * 4);
+        while world.counts.operations < 3000 {
+            world.turn();
+        }
+        world.drain();
+        // Every second log ends in good order, the others with segments that were being written.
+        if seed % 2 == 0 {
+            world.lanes.iter_mut().for_each(|lane| assert_eq!(lane.flush(DEPTH as u32), Progress::Queued));
+            (0..LANES).for_each(|lane| world.doing[lane][DEPTH] = Some(Doing::Flush(world.time)));
+            world.drain();
+        }
+        world.die(seed % 2 == 1);
+        (world.lanes, world.cleaner, world.log) = (Vec::new(), None, None);
+        let below = Arc::clone(&world.below) as Arc<dyn Store>;
+        let config = config(seed * 4);
+        let image: Vec<PageBytes> = (0..SEGMENT * SEGMENTS)
+            .map(|slot| {
+                let mut page = [0; PAGE_SIZE];
+                world.below.change(Slot(slot), |bytes| page = *bytes);
+                page
+            })
+            .collect();
+        for _ in 0..cases {
+            let slots = damage(&world.below, &mut world.chance);
+            let mut now = world.now;
+            let mut clock = || {
+                now += Duration::from_millis(1);
+                now
+            };
+            let report = check(&below, config, &mut clock, &mut unwatched);
+            let is_clean = report.as_ref().is_ok_and(|report| report.is_clean());
+            bad += u64::from(report.as_ref().is_ok_and(|report| report.bad_count > 0));
+            match Log::open(Arc::clone(&below), config, &mut clock, &mut unwatched) {
+                Err(error) => {
+                    assert!(!is_clean, "seed {seed}: clean, and then {error}");
+                    refused += 1;
+                }
+                Ok(log) => {
+                    world.fails = !is_clean;
+                    world.lanes = vec![log.lane(DEPTH).unwrap()];
+                    for page in 0..world.pages.len() {
+                        let Some(found) = world.read(page as u32) else { continue };
+                        let expected = world.pages[page].writes[0].value;
+                        assert_eq!(
+                            value(&found),
+                            Some(expected),
+                            "seed {seed}: page {page}, damaged {slots:?}, {report:?}"
+                        );
+                    }
+                    world.lanes.clear();
+                }
+            }
+            (clean, damaged) = (clean + u64::from(is_clean), damaged + u64::from(!is_clean));
+            (0..).zip(&image).for_each(|(slot, page)| world.below.change(Slot(slot), |bytes| *bytes = *page));
+        }
+    }
+    println!("clean {clean}, damaged {damaged}: refused {refused}, bad pages {bad}");
+    assert!(clean > 30 && damaged > 150 && refused > 30 && bad > 30, "{clean} {damaged} {refused} {bad}");
+}
+
+/// Damages some pages of the store: bits, zeros, noise, or one page in another's place. Returns
+/// their slots.
+fn damage(below: &Sim, chance: &mut Chance) -> Vec<Slot> {
+    let mut slots_damaged = Vec::new();
+    for _ in 0..1 + chance.below(3) {
+        // Half of the damage meets the log's own records, which are few.
+        let slots = u64::from(SEGMENT * SEGMENTS);
+        let slot = match chance.below(4) {
+            0 => Slot(chance.below(3 * u64::from(SEGMENT) + 40) as u32),
+            1 => Slot(chance.below(u64::from(SEGMENTS)) as u32 * SEGMENT + SEGMENT - 1),
+            _ => Slot(chance.below(slots) as u32),
+        };
+        let mut other = [0; PAGE_SIZE];
+        below.change(Slot(chance.below(slots) as u32), |bytes| other = *bytes);
+        let (kind, bit, noise) = (chance.below(4), chance.below(PAGE_SIZE as u64 * 8), chance.below(1 << 30));
+        slots_damaged.push(slot);
+        below.change(slot, |bytes| match kind {
+            0 => bytes[bit as usize / 8] ^= 1 << (bit % 8),
+            1 => bytes.fill(0),
+            2 => *bytes = content(noise | 1 << 62),
+            _ => *bytes = other,
+        });
+    }
+    slots_damaged
+}
+
+/// Changes a page and gives it the right checksum again, which lies at `at` and is mixed with two
+/// numbers of the page.
+fn forge(below: &Sim, slot: u32, at: usize, mixed: [usize; 2], change: impl FnOnce(&mut PageBytes)) {
+    below.change(Slot(slot), |bytes| {
+        change(bytes);
+        bytes[at..at + 4].fill(0);
+        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+        let checksum = Checksum::of(bytes, PageNo(word(mixed[0])), word(mixed[1]));
+        bytes[at..at + 4].copy_from_slice(&checksum.0.to_le_bytes());
+    });
+}
+
+#[test]
+fn what_is_missing_or_damaged_in_a_log_is_named_with_the_next_step() {
+    let config = config(0);
+    let mut now = Instant::now();
+    let mut clock = || {
+        now += Duration::from_millis(1);
+        now
+    };
+    let mut refusal = |below: &Arc<Sim>, config: Config| {
+        let opened = Log::open(Arc::clone(below) as _, config, &mut clock, &mut unwatched);
+        let error = opened.expect_err("it is refused");
+        let cause = std::error::Error::source(&error).map_or(String::new(), |cause| format!(": {cause}"));
+        format!("{error}{cause}")
+    };
+    let said = refusal(&store(0), config);
+    assert!(said.contains("carries no durable log; weir cache create --durable makes one"), "{said}");
+
+    // A log with segments in use, closed in good order.
+    let made = || {
+        let mut world = World::new(0);
+        while world.counts.operations < 1000 {
+            world.turn();
+        }
+        world.drain();
+        world.die(false);
+        (world.lanes, world.cleaner, world.log) = (Vec::new(), None, None);
+        world.below
+    };
+    let below = made();
+    let said = refusal(&below, Config { members: 2, ..config });
+    assert!(said.contains("the log lies on 3 disks, and 2 are named: name all of them"), "{said}");
+    let said = refusal(&below, Config { lanes: 100, ..config });
+    assert!(said.contains("100 lanes for a log that was made for fewer"), "{said}");
+    // The second disk's superblock says that it is the third.
+    for slot in [8, 12] {
+        forge(&below, slot, 4092, [540, 512], |bytes| bytes[540] = 2);
+    }
+    let said = refusal(&below, config);
+    assert!(said.contains("disk 2 is the log's disk 3: name the disks in the order of its making"), "{said}");
+    for slot in [8, 12] {
+        forge(&below, slot, 4092, [540, 512], |bytes| (bytes[540], bytes[524]) = (1, 77));
+    }
+    let said = refusal(&below, config);
+    assert!(said.contains("disk 2 is part of another log"), "{said}");
+    for slot in [8, 12] {
+        below.change(Slot(slot), |bytes| bytes.fill(0));
+    }
+    let said = refusal(&below, config);
+    assert!(said.contains("disk 2 carries no part of the log"), "{said}");
+    for slot in [8, 12] {
+        below.change(Slot(slot), |bytes| bytes[..5].copy_from_slice(b"WEIR "));
+    }
+
+    let below = made();
+    for slot in [0, 4] {
+        forge(&below, slot, 4092, [540, 512], |bytes| bytes[512] = 2);
+    }
+    let said = refusal(&below, config);
+    assert!(said.contains("of format 2; this version of Weir reads 1"), "{said}");
+
+    let below = made();
+    below.change(Slot(4), |bytes| bytes[600] ^= 1);
+    let mut now = Instant::now();
+    let mut clock = || {
+        now += Duration::from_millis(1);
+        now
+    };
+    let as_store = Arc::clone(&below) as Arc<dyn Store>;
+    let report = check(&as_store, config, &mut clock, &mut unwatched).unwrap();
+    assert_eq!(report.damage, [DamagedError::Copy(1)], "one copy is enough to open it");
+    let mut stops = |_, _| Err(std::io::ErrorKind::Interrupted.into());
+    let error = Log::open(Arc::clone(&as_store), config, &mut clock, &mut stops).unwrap_err();
+    assert_eq!(error.to_string(), "stopped before it was done");
+    below.change(Slot(0), |bytes| bytes[600] ^= 1);
+    let said = refusal(&below, config);
+    assert!(said.contains("weir cache check says what is left: disk 1 of the log: both copies"), "{said}");
+
+    // The journal begins at slot 24; each half has 88 pages. The last checkpoint is in one of them.
+    let below = made();
+    let half = |below: &Sim, half: u32| {
+        let mut sequence = 0;
+        let first = 24 + half * 88;
+        below.change(Slot(first), |bytes| sequence = u64::from_le_bytes(bytes[16..24].try_into().unwrap()));
+        (sequence, first)
+    };
+    let (_, first) = half(&below, 0).max(half(&below, 1));
+    below.change(Slot(first), |bytes| bytes[100] ^= 1);
+    let said = refusal(&below, config);
+    assert!(said.contains("is the last one that is whole, and commit"), "{said}");
+    for slot in [24, 112] {
+        below.change(Slot(slot), |bytes| bytes.fill(0));
+    }
+    let said = refusal(&below, config);
+    assert!(said.contains("the journal has no complete checkpoint"), "{said}");
+
+    let below = made();
+    let (_, first) = half(&below, 0).max(half(&below, 1));
+    let mut segment = 0;
+    below.change(Slot(first), |bytes| {
+        segment = u32::from_le_bytes(bytes[64..68].try_into().unwrap());
+    });
+    let summary = segment * SEGMENT + SEGMENT - 1;
+    let mut whole = [0; PAGE_SIZE];
+    below.change(Slot(summary), |bytes| whole = std::mem::replace(bytes, [3; PAGE_SIZE]));
+    let said = refusal(&below, config);
+    assert!(said.contains(&format!("segment {segment} is in use, and its summary is damaged")), "{said}");
+    below.change(Slot(summary), |bytes| *bytes = whole);
+    forge(&below, summary, 12, [4, 8], |bytes| bytes[32..36].copy_from_slice(&9999u32.to_le_bytes()));
+    let said = refusal(&below, config);
+    assert!(said.contains("says of a page what cannot be"), "{said}");
+    forge(&below, first, 4, [16, 24], |bytes| bytes[64..68].copy_from_slice(&9999u32.to_le_bytes()));
+    let said = refusal(&below, config);
+    assert!(said.contains("it says of segment 9999 what cannot be"), "{said}");
+
+    let url =
+        SimUrl { size: ByteSize(u64::from(SEGMENT * SEGMENTS) * PAGE_SIZE as u64), ..SimUrl::default() };
+    let broken = Arc::new(Sim::open(SimUrl { write_error: 1.0, ..url }).unwrap()) as Arc<dyn Store>;
+    let said = Log::make(&broken, config, 5, &mut clock).unwrap_err().to_string();
+    assert!(said.contains("cannot write to"), "{said}");
+    let said =
+        Log::make(&broken, Config { segment_pages: 4, ..config }, 5, &mut clock).unwrap_err().to_string();
+    assert!(said.contains("a log has segments of 2 to 285 pages (8 at least if it is durable)"), "{said}");
 }
 
 #[test]

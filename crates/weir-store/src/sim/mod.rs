@@ -196,10 +196,10 @@ impl Sim {
         }
     }
 
-    /// Cuts the power, and tears pages: each slot written since the last flush then holds one of its
-    /// contents since that flush, or a mixture of them by sectors of 512 bytes. Writes of dropped
-    /// lanes that have not landed may have been done too. `choose` picks, given the number of
-    /// possibilities.
+    /// Cuts the power, and tears pages. Each slot written since the last flush then holds one of
+    /// its contents since that flush, or a mixture of them by sectors of 512 bytes. Writes of
+    /// dropped lanes that have not landed may have been done too. `choose` picks, given the number
+    /// of possibilities.
     pub fn tear_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, page) in std::mem::take(&mut *hold(&self.shared.orphans)) {

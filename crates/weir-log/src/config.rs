@@ -1,0 +1,133 @@
+//! The settings of a log, and the reasons why there is none.
+
+use std::io;
+use weir_store::OpenError;
+
+/// Most segments that one appender has under way at once.
+pub(crate) const OPEN_MAX: usize = 16;
+/// Number of free segments that only the cleaner takes.
+pub(crate) const RESERVE: u32 = 4;
+/// Number of free segments that the cleaner provides for the writers, besides one for each lane.
+pub(crate) const AHEAD: u32 = 8;
+/// The same in a durable log, where a segment is free only after a commit.
+pub(crate) const DURABLE_AHEAD: u32 = 32;
+
+/// The settings of a log.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// The log's size in pages; 0: four fifths of the pages that its segments hold.
+    pub pages: u32,
+    /// Pages of a segment with its summary, at most 285.
+    pub segment_pages: u32,
+    /// Number of members of the store below, on which segments lie in turns.
+    pub members: u32,
+    /// Most lanes that may be open at once.
+    pub lanes: u32,
+    /// Number of summaries in memory; 0: as many as bring map and summaries to 1 GiB for 1 TiB of
+    /// the store below. If a segment's summary is not in memory, a read also reads it from disk.
+    pub summaries: u32,
+}
+
+impl Default for Config {
+    /// The defaults: segments of 1 MiB over one member.
+    fn default() -> Self {
+        Config { pages: 0, segment_pages: 256, members: 1, lanes: 8, summaries: 0 }
+    }
+}
+
+/// The reason why a log could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// A segment has too many pages or too few, or there is no member or lane.
+    #[error(
+        "a log has segments of 2 to 285 pages (8 at least if it is durable), a member and a lane; asked for {0}"
+    )]
+    Shape(String),
+    /// The log would have more pages than the cleaner can handle.
+    #[error(
+        "{store} has room for {} pages of a log, with what its cleaner needs for itself; asked for {asked}: make the log smaller, or the store larger",
+        most
+    )]
+    TooSmall {
+        /// The name of the store below.
+        store: String,
+        /// Number of pages that it has room for.
+        most: u32,
+        /// Number of pages that were asked for.
+        asked: u32,
+    },
+    /// The store below gives no lane.
+    #[error(transparent)]
+    Lane(#[from] OpenError),
+    /// There is no memory for the map.
+    #[error("cannot take memory for the log's map")]
+    Memory(#[source] io::Error),
+    /// The store below carries no durable log.
+    #[error("{0} carries no durable log; weir cache create --durable makes one")]
+    NoLog(String),
+    /// A later version of Weir made the durable log.
+    #[error(
+        "{store} carries a durable log of format {version}; this version of Weir reads 1: use a later one"
+    )]
+    Later {
+        /// The name of the store below.
+        store: String,
+        /// The format's version.
+        version: u32,
+    },
+    /// The disks are not those of the log, or not in its order.
+    #[error("{store}: {what}")]
+    Members {
+        /// The name of the store below.
+        store: String,
+        /// The cause, and the next step.
+        what: String,
+    },
+    /// The durable log is damaged.
+    #[error("{0}; weir cache check says what is left")]
+    Damaged(#[source] DamagedError),
+    /// The store below cannot be written.
+    #[error("cannot write to {store}: {fault}")]
+    Write {
+        /// The name of the store below.
+        store: String,
+        /// The reason why it failed.
+        fault: weir_store::Fault,
+    },
+    /// The caller ended it.
+    #[error("stopped before it was done")]
+    Stopped(#[source] io::Error),
+}
+
+/// The damage that was found in a durable log.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum DamagedError {
+    /// Both copies of the superblock are damaged.
+    #[error("disk {0} of the log: both copies of the superblock are damaged")]
+    Superblock(u32),
+    /// A copy of the superblock is damaged, and the other is whole.
+    #[error("disk {0} of the log: a copy of the superblock is damaged; the other is whole")]
+    Copy(u32),
+    /// The journal has no complete checkpoint.
+    #[error("the journal has no complete checkpoint")]
+    NoCheckpoint,
+    /// A commit is damaged, though a later one was made.
+    #[error(
+        "the journal is damaged: commit {last} is the last one that is whole, and commit {seen} was made"
+    )]
+    Journal {
+        /// The last commit that is whole.
+        last: u64,
+        /// The highest commit that was found.
+        seen: u64,
+    },
+    /// A commit says what cannot be.
+    #[error("the journal is damaged: it says of segment {0} what cannot be")]
+    Entry(u32),
+    /// The summary of a segment in use is damaged.
+    #[error("segment {0} is in use, and its summary is damaged")]
+    Summary(u32),
+    /// A summary says what cannot be.
+    #[error("the summary of segment {0} says of a page what cannot be")]
+    Record(u32),
+}
