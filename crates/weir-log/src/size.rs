@@ -62,8 +62,10 @@ impl Sizes {
         // free, those that are appended to, and one in fifty for segments that end early.
         let taken = spare.saturating_add(reserved).saturating_add(segments / 50);
         let most = segments.saturating_sub(taken).saturating_mul(places);
+        let usual = (u64::from(segments.saturating_sub(reserved)) * u64::from(places) * 4 / 5) as u32;
         let asked = match config.pages {
-            0 => most.min((u64::from(segments.saturating_sub(reserved)) * u64::from(places) * 4 / 5) as u32),
+            0 if most > 0 => usual.min(most),
+            0 => usual,
             pages => pages,
         };
         if asked == 0 || asked > most {

@@ -10,7 +10,7 @@ fn a_log_that_cannot_be_is_refused_with_what_was_asked_for() {
         (Config { segment_pages: 1, ..Config::default() }, "asked for 1 pages, 1 members, 8 lanes"),
         (
             Config { members: 0, ..Config::default() },
-            "a log has segments of 2 to 511 pages, a member and a lane",
+            "a log has segments of 2 to 285 pages (8 at least if it is durable), a member and a lane",
         ),
         (Config::default(), "what its cleaner needs for itself; asked for 816: make the log smaller"),
     ] {
