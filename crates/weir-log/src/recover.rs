@@ -348,12 +348,8 @@ pub(crate) fn replay(
                 let segment = some[at];
                 let found = summary_of(superblock, table, segment, page.ok()).and_then(|summary| {
                     generations.push((segment, summary.generation() as u8));
-                    let records = (0..places).zip(summary.records());
-                    records.map(|(place, record)| pass_now.note(segment, place, record)).collect::<Result<
-                        (),
-                        DamagedError,
-                    >>(
-                    )
+                    let mut records = (0..places).zip(summary.records());
+                    records.try_for_each(|(place, record)| pass_now.note(segment, place, record))
                 });
                 if let Err(finding) = found {
                     findings.add(finding);
@@ -431,15 +427,15 @@ impl Log {
     /// # Errors
     /// Fails when there is no log, it is damaged, its disks are not in order, or memory is missing.
     pub fn open(
-        below: Arc<dyn Store>,
+        below: &Arc<dyn Store>,
         config: Config,
         clock: Clock<'_>,
         watch: Watch<'_>,
     ) -> Result<Self, LogError> {
         let mut findings = Findings::default();
-        let mut io = Blocking::open(&*below, clock, watch)?;
-        let superblock = read_superblocks(&mut io, &*below, &config, &mut findings)?;
-        let sizes = sizes_of(&superblock, &*below, &config)?;
+        let mut io = Blocking::open(&**below, clock, watch)?;
+        let superblock = read_superblocks(&mut io, &**below, &config, &mut findings)?;
+        let sizes = sizes_of(&superblock, &**below, &config)?;
         let mut table = read_journal(&mut io, &superblock)?;
         let map = Words::new(superblock.pages as usize).map_err(LogError::Memory)?;
         // A damaged copy of the superblock does no harm.
@@ -460,7 +456,7 @@ impl Log {
         let segments =
             Segments::recovered(superblock.segments, superblock.members, superblock.reserved(), floor, life);
         let durable = Durable::new(superblock, Journal { floor, ..journal }, clock);
-        let log = Log::over(Arc::clone(&below), &config, &sizes, segments, map, Some(durable))?;
+        let log = Log::over(Arc::clone(below), &config, &sizes, segments, map, Some(durable))?;
         log.shared.settle(&lives);
         let unfinished: Vec<(u32, u32, u32)> = inline
             .into_iter()

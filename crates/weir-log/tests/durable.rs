@@ -164,7 +164,7 @@ impl World {
         };
         let report = check(&below, config, &mut clock, &mut unwatched).unwrap();
         assert!(report.is_clean(), "seed {seed} after {} cuts: {report:?}", self.counts.cuts);
-        let log = Log::open(below, config, &mut clock, &mut unwatched);
+        let log = Log::open(&below, config, &mut clock, &mut unwatched);
         let log = log.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         self.lanes = (0..LANES).map(|_| log.lane(DEPTH).unwrap()).collect();
         self.cleaner = Some(Cleaner::open(&log).unwrap());
@@ -442,7 +442,7 @@ fn whatever_is_damaged_a_check_is_never_clean_wrongly_and_no_page_is_wrong() {
             let report = check(&below, config, &mut clock, &mut unwatched);
             let is_clean = report.as_ref().is_ok_and(|report| report.is_clean());
             bad += u64::from(report.as_ref().is_ok_and(|report| report.bad_count > 0));
-            match Log::open(Arc::clone(&below), config, &mut clock, &mut unwatched) {
+            match Log::open(&below, config, &mut clock, &mut unwatched) {
                 Err(error) => {
                     assert!(!is_clean, "seed {seed}: clean, and then {error}");
                     refused += 1;
@@ -517,7 +517,8 @@ fn what_is_missing_or_damaged_in_a_log_is_named_with_the_next_step() {
         now
     };
     let mut refusal = |below: &Arc<Sim>, config: Config| {
-        let opened = Log::open(Arc::clone(below) as _, config, &mut clock, &mut unwatched);
+        let below = Arc::clone(below) as Arc<dyn Store>;
+        let opened = Log::open(&below, config, &mut clock, &mut unwatched);
         let error = opened.expect_err("it is refused");
         let cause = std::error::Error::source(&error).map_or(String::new(), |cause| format!(": {cause}"));
         format!("{error}{cause}")
@@ -579,7 +580,7 @@ fn what_is_missing_or_damaged_in_a_log_is_named_with_the_next_step() {
     let report = check(&as_store, config, &mut clock, &mut unwatched).unwrap();
     assert_eq!(report.damage, [DamagedError::Copy(1)], "one copy is enough to open it");
     let mut stops = |_, _| Err(std::io::ErrorKind::Interrupted.into());
-    let error = Log::open(Arc::clone(&as_store), config, &mut clock, &mut stops).unwrap_err();
+    let error = Log::open(&as_store, config, &mut clock, &mut stops).unwrap_err();
     assert_eq!(error.to_string(), "stopped before it was done");
     below.change(Slot(0), |bytes| bytes[600] ^= 1);
     let said = refusal(&below, config);
