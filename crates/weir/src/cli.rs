@@ -61,7 +61,8 @@ pub enum Command {
     /// Take memory again that was given back, and bring pages back into it.
     Take(MemoryOptions),
 
-    /// A fast store as a cache in front of a disk: create, status, flush, mode, detach.
+    /// A fast store as a cache in front of a disk: create, open, check, status, flush, mode,
+    /// detach.
     Cache {
         /// The subcommand.
         #[command(subcommand)]

@@ -80,7 +80,22 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
                 "weir cache create --home log:/dev/sdb,/dev/sdc --store host:4GiB --fuse /run/weir/cached",
                 "In front of a log over two disks; what they hold is lost.",
             ),
+            (
+                "weir cache create --durable --home 'log:/dev/sdb,/dev/sdc?encrypt=off' --store host:4GiB --fuse /run/weir/cached",
+                "The same, and what was flushed outlives the cache.",
+            ),
         ],
+    ),
+    (
+        "weir-cache-open",
+        &[(
+            "weir cache open --home log:/dev/sdb,/dev/sdc --store host:4GiB --fuse /run/weir/cached",
+            "Serve a durable log again, after a detach or a crash.",
+        )],
+    ),
+    (
+        "weir-cache-check",
+        &[("weir cache check log:/dev/sdb,/dev/sdc", "Whether a durable log that nobody uses is whole.")],
     ),
     ("weir-cache-status", &[("weir cache status", "What is cached, dirty, and written to the disk.")]),
     ("weir-cache-flush", &[("weir cache flush", "Returns once every page is at the disk.")]),

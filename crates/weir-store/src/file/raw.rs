@@ -1,12 +1,12 @@
 //! A file or a block device as it is: slot `n` is bytes `4096 n` to `4096 n + 4095`. It has no
-//! header and no key, and opening changes nothing.
+//! header and no key, and opening changes nothing. Several of them take units in turns.
 
 use super::backing::Backing;
 use super::quiet::Quiet;
 use super::traffic::Traffic;
 use super::{Deal, FileStore, Shared};
 use crate::{OpenError, OpenErrorKind, Room};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -34,19 +34,52 @@ impl FileStore {
             );
             return Err(OpenError::new(OpenErrorKind::Layout, name, what));
         }
+        Self::of_members(name, vec![member], pages as u32, 1, std::slice::from_ref(&path.to_owned()))
+    }
+
+    /// Opens the files or devices at `paths` for this process alone, as they are, with units of
+    /// `unit` on them in turns. What fills no unit on a member is not used.
+    ///
+    /// # Errors
+    /// Fails when one does not exist, is in use, is neither a file nor a block device, or is
+    /// shorter than a unit.
+    pub fn open_members(paths: &[PathBuf], unit: ByteSize) -> Result<Self, OpenError> {
+        let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+        let name = names.join(",");
+        let open = |(name, path): (&String, &PathBuf)| Backing::open_raw(name, path);
+        let opened = names.iter().zip(paths).map(open).collect::<Result<Vec<_>, _>>()?;
+        let units = opened.iter().map(|(_, bytes)| bytes / unit.0).min().unwrap_or(0);
+        let pages = units * (unit.0 / PAGE_SIZE as u64) * opened.len() as u64;
+        if pages == 0 || pages >= u64::from(u32::MAX) {
+            let what = format!(
+                "there are {units} units of {unit} on each; give files or devices of one unit at least, and below 16TiB in all"
+            );
+            return Err(OpenError::new(OpenErrorKind::Layout, name, what));
+        }
+        let members = opened.into_iter().map(|(member, _)| member).collect();
+        Self::of_members(name, members, pages as u32, (unit.0 / PAGE_SIZE as u64) as u32, paths)
+    }
+
+    fn of_members(
+        name: String,
+        members: Vec<Backing>,
+        slots: u32,
+        unit: u32,
+        paths: &[PathBuf],
+    ) -> Result<Self, OpenError> {
         let quiet = Quiet::new().map_err(|error| OpenError::io(&name, "cannot make a pipe", error))?;
         let shared = Shared {
-            members: Box::new([member]),
+            deal: Deal::in_turns(members.len() as u32, unit),
+            members: members.into(),
             start: 0,
             cipher: None,
-            slots: pages as u32,
-            deal: Deal::in_turns(1, 1),
-            chunk_slots: pages as u32,
+            slots,
+            chunk_slots: slots,
             released: Box::new([AtomicBool::new(false)]),
             quiet,
             room: Room::Reserved,
             limit: LIMIT,
-            traffic: Traffic::of(&[path.to_owned()]),
+            traffic: Traffic::of(paths),
         };
         Ok(FileStore { name, shared: Arc::new(shared) })
     }
@@ -90,5 +123,32 @@ mod tests {
         assert!(error.contains("100 bytes") && error.contains("whole pages"), "{error}");
         std::fs::remove_file(&path).unwrap();
         assert!(FileStore::open_raw(&path).unwrap_err().to_string().contains("does not exist"));
+    }
+
+    #[test]
+    fn units_lie_on_members_in_turns_from_their_first_byte_on() {
+        let unit = ByteSize(2 * PAGE_SIZE as u64);
+        let path = |at: u32| std::env::temp_dir().join(format!("weir-members-{at}-{}", std::process::id()));
+        let paths = [path(0), path(1)];
+        std::fs::write(&paths[0], vec![0; 5 * PAGE_SIZE]).unwrap();
+        std::fs::write(&paths[1], vec![0; 4 * PAGE_SIZE]).unwrap();
+        let store = FileStore::open_members(&paths, unit).unwrap();
+        assert_eq!(store.slots(), 8, "what fills no unit is not used");
+        let mut lane = store.lane(8).unwrap();
+        for slot in 0..8 {
+            assert_eq!(lane.write(slot, Slot(slot), &[slot as u8 + 1; PAGE_SIZE]), Progress::Queued);
+        }
+        lane.submit();
+        while lane.in_flight() > 0 {
+            lane.poll(Instant::now(), &mut |done| assert_eq!(done.result, Ok(())));
+        }
+        drop((lane, store));
+        let first = |at: usize| -> Vec<u8> {
+            std::fs::read(&paths[at]).unwrap().chunks(PAGE_SIZE).map(|page| page[0]).collect()
+        };
+        assert_eq!((first(0), first(1)), (vec![1, 2, 5, 6, 0], vec![3, 4, 7, 8]));
+        let error = FileStore::open_members(&paths, ByteSize(1 << 20)).unwrap_err().to_string();
+        assert!(error.contains("0 units of 1MiB"), "{error}");
+        paths.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     }
 }

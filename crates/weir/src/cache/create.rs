@@ -1,8 +1,8 @@
-//! `weir cache create`: the cache in the foreground, until it is detached.
+//! `weir cache create` and `weir cache open`: the cache in the foreground, until it is detached.
 
 use super::control::{self, Request, Service};
 use super::home::{Home, HomeUrl};
-use super::options::CreateOptions;
+use super::options::{CacheOptions, CreateOptions};
 use super::report::Report;
 use crate::{failure, progress};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -34,8 +34,8 @@ const TELL_EVERY: Duration = Duration::from_millis(200);
 /// A detach gives up when no page could be written home for this long.
 const STUCK: Duration = Duration::from_secs(15);
 
-/// Serves a cache until it is detached.
-pub fn run(options: &CreateOptions) -> Result<(), Failure> {
+/// Serves a cache until it is detached. Its home is made as `create` says, or opened.
+pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(), Failure> {
     let log = log::to_stderr(Level::Info);
     signals::ignore_strays();
     core_dump::forbid().map_err(failure::of)?;
@@ -55,7 +55,7 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
         HomeUrl::Log(url) => url,
         HomeUrl::Raw(_) => &options.store,
     };
-    let opened = Home::open(options, lanes, &mut start.watch(url));
+    let opened = Home::open(options, create, lanes, &mut start.watch(url));
     let is_ended = start.ended_by().is_some();
     drop(start);
     if is_ended {
@@ -212,7 +212,7 @@ impl Daemon {
         if let Some(running) = server.take() {
             running.stop(GRACE);
         }
-        if self.home.log.is_some() {
+        if self.home.is_scratch {
             // Nothing on the log outlives this process, so there is nothing to bring home.
             self.is_detached.store(true, Ordering::SeqCst);
             return Ok(());

@@ -1,10 +1,12 @@
 //! The home that `--home` names: a disk as it is, or disks for a log.
 
 use super::marks;
-use super::options::CreateOptions;
+use super::options::{CacheOptions, CreateOptions};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Instant;
 use weir_cli::failure::{Failure, chain};
 use weir_core::{ByteSize, PAGE_SIZE, Watch};
 use weir_log::Log;
@@ -42,6 +44,15 @@ impl FromStr for HomeUrl {
 }
 
 impl HomeUrl {
+    /// The disk of a slot of a log without headers, and the byte on it.
+    pub fn position(&self, slot: u32) -> (&Path, u64) {
+        let (paths, segment_pages) = (self.paths(), (SEGMENT.0 / PAGE_SIZE as u64) as u32);
+        let (segment, place) = (slot / segment_pages, slot % segment_pages);
+        let disk = segment as usize % paths.len();
+        let first = u64::from(segment) / paths.len() as u64 * SEGMENT.0;
+        (&paths[disk], first + u64::from(place) * PAGE_SIZE as u64)
+    }
+
     /// The files and devices that the home names.
     pub fn paths(&self) -> &[PathBuf] {
         match self {
@@ -61,19 +72,34 @@ pub struct Home {
     pub disks: Arc<FileStore>,
     /// The log on the disks, if the home is one.
     pub log: Option<Log>,
+    /// Whether nothing on it outlives the process.
+    pub is_scratch: bool,
 }
 
 impl Home {
-    /// Opens the home. Refuses one that carries content which no option says to serve or to erase.
+    /// Makes the home as `create` says, or opens a durable one. Refuses to make one of what carries
+    /// content which no option says to serve or to erase.
     ///
     /// # Errors
     /// Fails when the home is in use, carries something, or cannot be opened.
-    pub fn open(options: &CreateOptions, lanes: u32, watch: Watch<'_>) -> Result<Self, Failure> {
-        check_flags(options)?;
-        options.home.paths().iter().try_for_each(|path| refuse_served(path))?;
-        match &options.home {
-            HomeUrl::Raw(path) => open_raw(options, path),
-            HomeUrl::Log(url) => open_log(options, url, lanes, watch),
+    pub fn open(
+        options: &CacheOptions,
+        create: Option<&CreateOptions>,
+        lanes: u32,
+        watch: Watch<'_>,
+    ) -> Result<Self, Failure> {
+        let paths = options.home.paths();
+        create.map_or(Ok(()), check_flags)?;
+        paths.iter().try_for_each(|path| refuse_served(path))?;
+        match (&options.home, create) {
+            (HomeUrl::Raw(path), Some(create)) => open_raw(create, path),
+            (HomeUrl::Raw(path), None) => Err(no_log(path)),
+            (HomeUrl::Log(url), Some(create)) if create.durable => {
+                make_durable(create, url, lanes)?;
+                open_durable(&options.home, lanes, watch)
+            }
+            (HomeUrl::Log(url), Some(create)) => open_log(create, url, lanes, watch),
+            (HomeUrl::Log(_), None) => open_durable(&options.home, lanes, watch),
         }
     }
 
@@ -91,18 +117,153 @@ impl Home {
     }
 }
 
+/// The refusal of a home that can have no durable log.
+pub fn no_log(path: &Path) -> Failure {
+    let path = path.display();
+    Failure::Usage(format!(
+        "{path} is a home as it is, and carries nothing of the cache's: write log:{path} for a durable log, or create --keep-content to serve what it carries"
+    ))
+}
+
 fn check_flags(options: &CreateOptions) -> Result<(), Failure> {
-    let paths = options.home.paths();
+    let home = &options.cache.home;
+    let paths = home.paths();
     if let Some(other) = options.wipe.iter().find(|wipe| !paths.contains(wipe)) {
         let named: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
         let (other, named) = (other.display(), named.join(", "));
         return Err(Failure::Usage(format!("--wipe names {other}, and --home {named}: name the home again")));
     }
-    if options.keep_content && matches!(options.home, HomeUrl::Log(_)) {
-        let what = "a log keeps nothing of what its disks carry: leave --keep-content away, or name one disk without log:";
+    if options.keep_content && matches!(home, HomeUrl::Log(_)) {
+        let what = "a new log keeps nothing of what its disks carry: leave --keep-content away, name one disk without log:, or weir cache open for a durable log";
         return Err(Failure::Usage(what.to_owned()));
     }
-    Ok(())
+    match home {
+        HomeUrl::Raw(path) if options.durable => {
+            let path = path.display();
+            Err(Failure::Usage(format!(
+                "--durable is about logs, and what is at {path} is durable anyway: leave it away, or write log:{path}"
+            )))
+        }
+        HomeUrl::Log(url) if options.durable && is_encrypted(url) => {
+            let what =
+                "--durable: a durable log is not encrypted yet: add ?encrypt=off to the home if that will do";
+            Err(Failure::Usage(what.to_owned()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn is_encrypted(url: &StoreUrl) -> bool {
+    match url {
+        StoreUrl::Stripe(stripe) => stripe.encrypt,
+        StoreUrl::File(file) => file.encrypt,
+        _ => true,
+    }
+}
+
+fn config(members: usize, lanes: u32) -> weir_log::Config {
+    weir_log::Config {
+        segment_pages: (SEGMENT.0 / PAGE_SIZE as u64) as u32,
+        members: members as u32,
+        lanes,
+        ..weir_log::Config::default()
+    }
+}
+
+/// Makes a durable log on the disks. Files that do not exist are made.
+fn make_durable(options: &CreateOptions, url: &StoreUrl, lanes: u32) -> Result<(), Failure> {
+    let paths = options.cache.home.paths();
+    let size = match url {
+        StoreUrl::Stripe(stripe) => stripe.size,
+        StoreUrl::File(file) => file.size,
+        _ => None,
+    };
+    erase(options, paths)?;
+    let missing: Vec<_> = paths.iter().filter(|path| !holds_something(path)).collect();
+    let made = match (missing.is_empty(), size) {
+        (true, None) => Ok(()),
+        (true, Some(_)) => {
+            let what =
+                "size= is for a log of files that do not exist yet: leave it away, or remove the files";
+            Err(Failure::Usage(what.to_owned()))
+        }
+        (false, None) => Err(Failure::Usage(format!(
+            "how large shall {} be? Add ?size=64GiB, for example",
+            missing[0].display()
+        ))),
+        (false, Some(_)) if missing.len() < paths.len() => Err(Failure::Usage(format!(
+            "{} does not exist, and other parts of the log do: make it, or name new files only",
+            missing[0].display()
+        ))),
+        (false, Some(size)) => {
+            let each = size.0.div_ceil(paths.len() as u64).next_multiple_of(SEGMENT.0);
+            paths.iter().try_for_each(|path| make_file(path, each))
+        }
+    };
+    let result = made.and_then(|()| {
+        let disks = open_members(paths)?;
+        let mut identity = [0; 16];
+        rustix::rand::getrandom(&mut identity, rustix::rand::GetRandomFlags::empty())
+            .map_err(Failure::failed)?;
+        let (below, identity) = (Arc::new(disks) as Arc<dyn Store>, u128::from_le_bytes(identity));
+        let made = Log::make(&below, config(paths.len(), lanes), identity, &mut Instant::now);
+        made.map_err(|error| Failure::Failed(chain(&error)))
+    });
+    if result.is_err() && size.is_some() {
+        // Leave no file behind that this call has made.
+        for path in missing {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+    result
+}
+
+fn open_members(paths: &[PathBuf]) -> Result<FileStore, Failure> {
+    FileStore::open_members(paths, SEGMENT).map_err(crate::failure::of)
+}
+
+/// Makes a file of this many bytes, all of them set aside, that others cannot read.
+fn make_file(path: &Path, bytes: u64) -> Result<(), Failure> {
+    let shown = path.display();
+    let failed = |error: std::io::Error| {
+        Failure::Failed(format!("cannot make {shown} with {}: {error}; is there room?", ByteSize(bytes)))
+    };
+    let open = std::fs::OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
+    let file = open.map_err(failed)?;
+    // fallocate takes all free room before it fails.
+    let room = rustix::fs::fstatvfs(&file).map_err(|errno| failed(errno.into()))?;
+    if room.f_bavail.saturating_mul(room.f_frsize) < bytes {
+        return Err(failed(std::io::ErrorKind::StorageFull.into()));
+    }
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes)
+        .map_err(|errno| failed(errno.into()))?;
+    file.sync_all().map_err(failed)
+}
+
+/// Opens a durable log.
+fn open_durable(home: &HomeUrl, lanes: u32, watch: Watch<'_>) -> Result<Home, Failure> {
+    let disks = Arc::new(open_members(home.paths())?);
+    let config = config(home.paths().len(), lanes);
+    let below = Arc::clone(&disks) as Arc<dyn Store>;
+    let log = Log::open(&below, config, &mut Instant::now, watch);
+    let log = log.map_err(|error| Failure::Failed(chain(&error)))?;
+    Ok(Home { disks, log: Some(log), is_scratch: false })
+}
+
+/// Verifies a durable log.
+///
+/// # Errors
+/// Fails when there is none, or it is in use.
+pub fn check(home: &HomeUrl) -> Result<weir_log::CheckReport, Failure> {
+    if let HomeUrl::Raw(path) = home {
+        return Err(no_log(path));
+    }
+    let paths = home.paths();
+    paths.iter().try_for_each(|path| refuse_served(path))?;
+    let disks = Arc::new(open_members(paths)?) as Arc<dyn Store>;
+    let report =
+        weir_log::check(&disks, config(paths.len(), 1), &mut Instant::now, &mut weir_core::unwatched);
+    report.map_err(|error| Failure::Failed(chain(&error)))
 }
 
 /// Refuses a file that a loop device serves: the loop device and the cache would overwrite each
@@ -135,12 +296,26 @@ fn open_raw(options: &CreateOptions, path: &Path) -> Result<Home, Failure> {
         marks::wipe(path)?;
         disks = open()?;
     }
-    Ok(Home { disks: Arc::new(disks), log: None })
+    Ok(Home { disks: Arc::new(disks), log: None, is_scratch: false })
 }
 
 fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_>) -> Result<Home, Failure> {
-    let paths = options.home.paths();
-    // Look at all disks before erasing one.
+    let paths = options.cache.home.paths();
+    erase(options, paths)?;
+    let opened = match url {
+        StoreUrl::Stripe(stripe) => FileStore::open_stripe_watched(stripe, Room::Reserved, watch),
+        StoreUrl::File(file) => FileStore::open_watched(file, Room::Reserved, watch),
+        _ => return Err(Failure::Usage("a log lies on files or devices".to_owned())),
+    };
+    let disks = Arc::new(opened.map_err(crate::failure::of)?.patient());
+    let log = Log::create(Arc::clone(&disks) as _, config(paths.len(), lanes));
+    let log = log.map_err(|error| Failure::Failed(chain(&error)))?;
+    Ok(Home { disks, log: Some(log), is_scratch: true })
+}
+
+/// Erases the marks of disks for a log, where the options name the disk for that. Looks at all
+/// disks before it erases one.
+fn erase(options: &CreateOptions, paths: &[PathBuf]) -> Result<(), Failure> {
     let mut carry = Vec::new();
     for path in paths.iter().filter(|path| holds_something(path)) {
         let marks = marks::find(path)?;
@@ -158,21 +333,7 @@ fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_
         drop(FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?);
         marks::wipe(path)?;
     }
-    let opened = match url {
-        StoreUrl::Stripe(stripe) => FileStore::open_stripe_watched(stripe, Room::Reserved, watch),
-        StoreUrl::File(file) => FileStore::open_watched(file, Room::Reserved, watch),
-        _ => return Err(Failure::Usage("a log lies on files or devices".to_owned())),
-    };
-    let disks = Arc::new(opened.map_err(crate::failure::of)?.patient());
-    let config = weir_log::Config {
-        segment_pages: (SEGMENT.0 / PAGE_SIZE as u64) as u32,
-        members: paths.len() as u32,
-        lanes,
-        ..weir_log::Config::default()
-    };
-    let log = Log::create(Arc::clone(&disks) as _, config);
-    let log = log.map_err(|error| Failure::Failed(chain(&error)))?;
-    Ok(Home { disks, log: Some(log) })
+    Ok(())
 }
 
 /// Whether the home may hold content to lose: a missing or empty file holds none.

@@ -1,11 +1,14 @@
 //! The marks of file systems, partition tables and the like on a home, as wipefs (util-linux) finds
-//! them.
+//! them; and those of a durable log, which it does not know.
 
 use std::ffi::OsStr;
+use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use weir_cli::failure::Failure;
+use weir_core::PAGE_SIZE;
 use weir_system::program;
 
 /// The marks on `home`, in a line; empty where there are none.
@@ -32,7 +35,33 @@ pub fn find(home: &Path) -> Result<String, Failure> {
             None => line,
         }
     });
-    Ok(marks.collect::<Vec<_>>().join(", "))
+    let own = has_log(home).map_err(|error| cannot(home, &error))?.then(|| LOG.to_owned());
+    Ok(own.into_iter().chain(marks).collect::<Vec<_>>().join(", "))
+}
+
+const LOG: &str = "a durable log (weir cache open serves it)";
+/// Offsets of the two copies of a durable log's superblock.
+const COPIES: [u64; 2] = [0, 512 << 10];
+
+/// Whether the home is a part of a durable log.
+fn has_log(home: &Path) -> io::Result<bool> {
+    let file = File::open(home)?;
+    let mut found = [0; weir_log::MAGIC.len()];
+    for at in COPIES {
+        match file.read_exact_at(&mut found, at) {
+            Ok(()) if found == weir_log::MAGIC => return Ok(true),
+            Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(false)
+}
+
+/// Erases the superblock of a durable log, both copies.
+fn wipe_log(home: &Path) -> io::Result<()> {
+    let file = OpenOptions::new().write(true).open(home)?;
+    COPIES.into_iter().try_for_each(|at| file.write_all_at(&[0; PAGE_SIZE], at))?;
+    file.sync_all()
 }
 
 /// Erases the marks on `home`.
@@ -40,6 +69,10 @@ pub fn find(home: &Path) -> Result<String, Failure> {
 /// # Errors
 /// Fails with the message of wipefs.
 pub fn wipe(home: &Path) -> Result<(), Failure> {
+    if let Err(error) = has_log(home).and_then(|has| if has { wipe_log(home) } else { Ok(()) }) {
+        let what = format!("cannot erase the durable log on {}: {error}", home.display());
+        return Err(Failure::Failed(what));
+    }
     program::run(&mut command([OsStr::new("--all")].into_iter(), home)).map_err(|error| cannot(home, &error))
 }
 

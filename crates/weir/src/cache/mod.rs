@@ -1,9 +1,10 @@
 //! `weir cache`: keeps pages of a disk in a fast store, and serves them as a file that a loop
 //! device turns into a disk.
 //!
-//! `create` is a process in the foreground, as `weir serve` is. The other subcommands send requests
-//! to its control socket.
+//! `create` and `open` are processes in the foreground, as `weir serve` is. `check` reads a home
+//! that nobody uses. The other subcommands send requests to the control socket.
 
+mod check;
 mod control;
 mod create;
 mod home;
@@ -27,7 +28,9 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 /// Runs the subcommand.
 pub fn run(command: &CacheCommand) -> Result<(), Failure> {
     match command {
-        CacheCommand::Create(options) => create::run(options),
+        CacheCommand::Create(options) => create::run(&options.cache, Some(options)),
+        CacheCommand::Open(options) => create::run(options, None),
+        CacheCommand::Check { home, json } => check::run(home, *json),
         CacheCommand::Status { json, control } => {
             let report = control::status(&control.path())?;
             if *json {

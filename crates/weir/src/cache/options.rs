@@ -18,6 +18,22 @@ pub enum CacheCommand {
     )]
     Create(Box<CreateOptions>),
 
+    /// Serve a durable log again that create --durable has made, whether its daemon ended in good
+    /// order or not.
+    Open(Box<CacheOptions>),
+
+    /// Verify a durable log that nobody uses: its own records, and each page by its checksum.
+    /// Changes nothing. The exit code is 0 if nothing is wrong, and 1 otherwise.
+    Check {
+        /// The log's disks, in the order of its making.
+        #[arg(value_name = "log:PATH,...")]
+        home: HomeUrl,
+
+        /// Print one JSON object ("schema": 1) instead of lines.
+        #[arg(long)]
+        json: bool,
+    },
+
     /// Show how the cache is: hit rates, dirty bytes, sizes of writes to the home.
     Status {
         /// Print one JSON object ("schema": 1) instead of lines.
@@ -67,12 +83,33 @@ impl Control {
     }
 }
 
-/// The parts of a cache.
+/// A new cache.
 #[derive(Debug, Clone, Args)]
 pub struct CreateOptions {
+    #[command(flatten)]
+    pub cache: CacheOptions,
+
+    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap);
+    /// names the home again, each disk of a log by itself.
+    #[arg(long, value_name = "PATH", conflicts_with = "keep_content")]
+    pub wipe: Vec<PathBuf>,
+
+    /// Serve what the home carries: the file system on it, for instance, from a cache before.
+    #[arg(long)]
+    pub keep_content: bool,
+
+    /// Make a log that outlives the cache: what was flushed is there after a power cut. Its pages
+    /// are not encrypted, so the home says ?encrypt=off.
+    #[arg(long)]
+    pub durable: bool,
+}
+
+/// The parts of a cache.
+#[derive(Debug, Clone, Args)]
+pub struct CacheOptions {
     /// The disk or file behind the cache, of whole pages of 4KiB. Or log:PATH,PATH,...[?size=SIZE]:
-    /// disks or files that take pages as long sequential writes. What they hold is lost, and
-    /// nothing on them outlives the cache. Nothing else may use a home.
+    /// disks or files that take pages as long sequential writes. What they hold is lost. Unless it
+    /// is durable, nothing on them outlives the cache. Nothing else may use a home.
     #[arg(long, value_name = "PATH|log:PATH,...")]
     pub home: HomeUrl,
 
@@ -84,15 +121,6 @@ pub struct CreateOptions {
     /// is a directory.
     #[arg(long, value_name = "FILE")]
     pub fuse: PathBuf,
-
-    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap);
-    /// names the home again, each disk of a log by itself.
-    #[arg(long, value_name = "PATH", conflicts_with = "keep_content")]
-    pub wipe: Vec<PathBuf>,
-
-    /// Serve what the home carries: the file system on it, for instance, from a cache before.
-    #[arg(long)]
-    pub keep_content: bool,
 
     /// Where writes go: write-back, write-through, write-around.
     #[arg(long, value_name = "MODE", default_value_t = Mode::WriteBack)]

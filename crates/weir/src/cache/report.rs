@@ -65,6 +65,21 @@ struct LogReport {
     amplification: f64,
     corrupt: u64,
     map_bytes: u64,
+    /// The figures of a durable log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    durable: Option<DurableReport>,
+}
+
+/// A durable log at one moment.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+struct DurableReport {
+    identity: String,
+    /// Commits: for flushes, and to free segments.
+    commits: u64,
+    failed_flushes: u64,
+    journal_bytes: u64,
+    /// Segments that are free after the next commit.
+    dead_segments: u32,
 }
 
 impl Report {
@@ -121,6 +136,13 @@ impl Report {
                 amplification: log.amplification(),
                 corrupt: log.corrupt,
                 map_bytes: log.map_bytes + log.segment_bytes,
+                durable: log.durable.map(|durable| DurableReport {
+                    identity: format!("{:032x}", durable.identity),
+                    commits: durable.commits,
+                    failed_flushes: durable.failed_flushes,
+                    journal_bytes: of_pages(durable.journal_pages),
+                    dead_segments: durable.dead,
+                }),
             }),
         }
     }
@@ -197,6 +219,16 @@ impl fmt::Display for Report {
                 log.segments,
                 size(log.map_bytes)
             )?;
+            if let Some(durable) = &log.durable {
+                writeln!(
+                    f,
+                    "durable   {}; {} commits, {} in the journal, {} segments wait for a commit",
+                    durable.identity,
+                    durable.commits,
+                    size(durable.journal_bytes),
+                    durable.dead_segments
+                )?;
+            }
             if log.corrupt > 0 || log.stuck_segments > 0 {
                 writeln!(
                     f,
