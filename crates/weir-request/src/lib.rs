@@ -290,7 +290,7 @@ impl<L: PageLane> Requests<L> {
     /// Whether an operation is under way, or a request waits for its next turn. A write that is
     /// [open](Requests::open), and whose pieces have all been written, has neither.
     pub fn has_work(&self) -> bool {
-        self.lane.in_flight() > 0 || !self.flight.waiting.is_empty() || self.lane.must_poll()
+        self.lane.in_flight() > 0 || !self.flight.waiting.is_empty()
     }
 
     /// Whether answers are outstanding.

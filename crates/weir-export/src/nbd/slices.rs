@@ -10,21 +10,21 @@ use std::time::{Duration, Instant};
 /// many short ones, and cheap to set up.
 pub(super) const SLICES_MAX: usize = 256;
 
-/// The slices of one `sendmsg`.
-pub(super) struct Slices<'a> {
-    list: [IoSlice<'a>; SLICES_MAX],
+/// The slices of one `sendmsg`, at most `MAX`. A list for few slices is made in less time.
+pub(super) struct Slices<'a, const MAX: usize = SLICES_MAX> {
+    list: [IoSlice<'a>; MAX],
     len: usize,
     bytes: usize,
 }
 
-impl<'a> Slices<'a> {
+impl<'a, const MAX: usize> Slices<'a, MAX> {
     pub fn new() -> Self {
-        Slices { list: [IoSlice::new(&[]); SLICES_MAX], len: 0, bytes: 0 }
+        Slices { list: [IoSlice::new(&[]); MAX], len: 0, bytes: 0 }
     }
 
     /// Number of slices that still fit.
     pub fn room(&self) -> usize {
-        SLICES_MAX - self.len
+        MAX - self.len
     }
 
     /// Appends a slice; the caller has checked that there is room.

@@ -373,7 +373,7 @@ impl<L: PageLane> Connection<'_, L> {
             return Ok(());
         }
         self.desk.requests.submit();
-        self.send(&[], |desk, slices| slices.push(&desk.acks))?;
+        self.send::<2>(&[], |desk, slices| slices.push(&desk.acks))?;
         self.desk.acks.clear();
         Ok(())
     }

@@ -106,8 +106,8 @@ impl<L: PageLane> Connection<'_, L> {
             return Ok(());
         }
         match loan {
-            Some(loan) => self.send(&loan[..left], |_, _| {}),
-            None => self.send(&[], |desk, slices| slices.push(&desk.rest[..left])),
+            Some(loan) => self.send::<2>(&loan[..left], |_, _| {}),
+            None => self.send::<2>(&[], |desk, slices| slices.push(&desk.rest[..left])),
         }
     }
 

@@ -160,10 +160,10 @@ impl<L: PageLane> Connection<'_, L> {
     /// again. So this thread takes completions until none is under way, and only then blocks. The
     /// answers to them wait. `gather` is called again after each look at the store, and must add
     /// the same bytes.
-    pub(super) fn send(
+    pub(super) fn send<const SLICES: usize>(
         &mut self,
         head: &[u8],
-        mut gather: impl for<'a> FnMut(&'a mut Desk<L>, &mut Slices<'a>),
+        mut gather: impl for<'a> FnMut(&'a mut Desk<L>, &mut Slices<'a, SLICES>),
     ) -> Result<(), Ending> {
         let mut sent = 0;
         loop {
