@@ -16,14 +16,15 @@ mod world;
 
 use super::work::Work;
 use super::{BELLS, Bells, Counters, Scope, Shared};
-use crate::Tell;
+use crate::{BLOCK_PAGES, Tell};
 use machine::Machine;
 use program::{Program, Traits};
 use random::{Random, number};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex};
 use store::{Faults, Simulated};
-use world::{OWN, World, address};
+pub(super) use world::address;
+use world::{OWN, World};
 
 fn play(seed: u64) {
     let mut random = Random::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
@@ -82,6 +83,43 @@ fn play(seed: u64) {
     work.run();
     let Machine { world, program } = work.kernel_mut();
     program.check_end(world);
+}
+
+/// A machine on which nothing runs, with a store and the state that a pager shares; and the first
+/// page of a block in its memory.
+pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
+    let mut random = Random::new(1);
+    let faults = Faults { rooms: 4, refused: 0, doomed: 0, unreadable: 0, dead_after: None };
+    let traits = Traits {
+        threads: 1,
+        accesses: 1,
+        limit: 6,
+        changes: 0,
+        maps: false,
+        migrates: false,
+        limits: false,
+        evicts: false,
+        is_adopted: true,
+        unmaps_at_the_end: false,
+        keeps_limit: false,
+    };
+    let store = Simulated::new(Random::new(2), faults);
+    let said = Arc::clone(&store.said);
+    let shared = Arc::new(Shared {
+        limit: AtomicUsize::new(6),
+        holds: AtomicU32::new(0),
+        stop: AtomicBool::new(false),
+        evict: AtomicBool::new(false),
+        lends: AtomicBool::new(false),
+        bells: Bells { base: address(OWN), next: AtomicU32::new(0) },
+        counters: Counters::default(),
+        adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
+        adopting: Mutex::new(()),
+    });
+    let mut world = World::new(Random::new(3), false, 0);
+    world.map(OWN, OWN + BELLS);
+    let program = Program::new(&mut random, traits, Arc::clone(&shared), said);
+    (Machine { world, program }, store, shared, (OWN + BELLS).next_multiple_of(BLOCK_PAGES))
 }
 
 #[test]

@@ -319,3 +319,30 @@ impl<K: Kernel, S: Store> Work<K, S> {
         is_one
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pager::simulator::{address, at_rest};
+
+    #[test]
+    fn a_block_stays_until_each_single_page_that_was_given_up_is_seen_to_be_gone() {
+        let (machine, store, shared, first) = at_rest();
+        let outside = Box::new(|_: &str| {}) as Tell;
+        let mut work = match Work::new(machine, store, outside, Scope::Adopted, shared) {
+            Ok(work) => work,
+            Err(error) => panic!("{error}"),
+        };
+        let id = work.blocks.add(address(first), State::Stored);
+        work.blocks.get_mut(id).there[0] = 1 << 5 | 1 << 6;
+        work.singles_there = 2;
+        work.kernel.world.come(first + 5, 7);
+        work.kernel.world.come(first + 6, 8);
+        // The kernel says that a page is about to go, and takes it only then.
+        work.removed_in(id, 5..6);
+        assert!(!work.has_ended(id), "old content would go to the store, and come back");
+        work.kernel.world.go(first + 5);
+        assert!(work.has_ended(id));
+        assert_eq!(work.singles_there, 1);
+    }
+}
