@@ -33,6 +33,13 @@ pub enum OpenErrorKind {
     NoDevice,
     /// Another process has it, or every lane is taken.
     InUse,
+    /// A volume has too few slots left for the writes that one more lane could have under way.
+    Slack {
+        /// Slots that were asked for.
+        wanted: u32,
+        /// Slots that were left.
+        left: u32,
+    },
     /// The system denies this process access.
     Denied,
     /// The request does not fit the file or device: it is another kind of file, has foreign

@@ -86,7 +86,7 @@ impl Closing {
         }
         self.stores = stores;
         if in_flight == 0 {
-            volume.epochs.unpin(seat);
+            volume.epochs.pin_of(seat).end();
         }
         self.ended = in_flight + self.unsettled == 0;
     }
@@ -95,7 +95,7 @@ impl Closing {
 impl Volume {
     /// Keeps the seat of a dropped lane until its stores are done.
     pub(crate) fn close(&self, seat: usize, closing: Closing) {
-        *self.lanes[seat].closing.lock().unwrap_or_else(PoisonError::into_inner) = Some(closing);
+        *self.seats.seat(seat).closing.lock().unwrap_or_else(PoisonError::into_inner) = Some(closing);
         self.closing.fetch_add(1, Ordering::Release);
     }
 
@@ -127,7 +127,7 @@ impl Volume {
         if self.closing.load(Ordering::Acquire) == 0 {
             return;
         }
-        for (seat, it) in self.lanes.iter().enumerate() {
+        for (seat, it) in self.seats.iter().enumerate() {
             // If the seat is locked, another thread is working on it.
             if let Ok(mut closing) = it.closing.try_lock() {
                 each(seat, &mut closing);
@@ -135,9 +135,9 @@ impl Volume {
         }
     }
 
-    /// Frees the seat of a lane that has nothing under way.
+    /// Frees the seat of a lane that has nothing under way, and its part of the slack.
     pub(crate) fn free_seat(&self, seat: usize) {
-        self.epochs.unpin(seat);
+        self.epochs.pin_of(seat).end();
         self.release_seat(seat);
     }
 

@@ -75,7 +75,7 @@ impl Volume {
     /// this counts as the look. The caller keeps `*looked`, which is `None` at first.
     pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
         let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
-            self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(count(&seat.metrics).get()))
+            self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(count(lane).get()))
         };
         let packs = sum(|lane| &lane.packs).wrapping_sub(sum(|lane| &lane.unpacks));
         // Compacted pages have left their packs too, but that is no reason to look again.

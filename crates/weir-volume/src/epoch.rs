@@ -2,15 +2,19 @@
 //! read it has moved on.
 //!
 //! Epoch-based reclamation (Fraser, "Practical lock-freedom", 2004), reduced to the needs of a
-//! volume: a fixed number of lanes, and no callbacks. The slot's own record keeps the epoch of its
+//! volume: no callbacks. The slot's own record keeps the epoch of its
 //! retirement. So any lane may reuse any slot, and no slot waits for a sleeping thread.
+//!
+//! The pins of lanes that open later come in new blocks ([`Blocks`]).
 //!
 //! The argument why this is safe: a slot is unlinked from the map, *then* the global epoch is read
 //! as its tag `e`. It may be reused when `e < safe`. [`Epochs::safe`] first moves the global epoch
 //! past `e`, then looks at every pin. A lane that it sees pinned at `e` or before holds the slot
 //! back. A lane that it sees unpinned will pin by a store and a full fence, and read the map after
-//! that: it finds the slot unlinked.
+//! that: it finds the slot unlinked. The same holds for a lane whose pin was made after the look:
+//! its pin is made before its fence.
 
+use crate::blocks::{Blocks, Item};
 use crate::sync::{AtomicU64, Ordering, fence};
 
 const UNPINNED: u64 = u64::MAX;
@@ -18,36 +22,47 @@ const UNPINNED: u64 = u64::MAX;
 /// A lane's pin in a cache line of its own: neighbours in one line would slow each other down on
 /// every batch.
 #[repr(align(128))]
-struct Pin(AtomicU64);
+pub(crate) struct Pin(AtomicU64);
+
+impl Default for Pin {
+    fn default() -> Self {
+        Pin(AtomicU64::new(UNPINNED))
+    }
+}
+
+impl Pin {
+    /// Ends the pin.
+    #[inline]
+    pub fn end(&self) {
+        self.0.store(UNPINNED, Ordering::Release);
+    }
+}
 
 /// The epochs of one volume's lanes.
 pub(crate) struct Epochs {
     global: AtomicU64,
-    pins: Box<[Pin]>,
+    pins: Blocks<Pin>,
 }
 
 impl Epochs {
-    pub fn new(lanes: usize) -> Self {
-        Epochs {
-            global: AtomicU64::new(1),
-            pins: (0..lanes).map(|_| Pin(AtomicU64::new(UNPINNED))).collect(),
-        }
+    pub fn new() -> Self {
+        Epochs { global: AtomicU64::new(1), pins: Blocks::new() }
     }
 
-    /// Pins `lane`: from here to [`unpin`](Epochs::unpin), slots that the lane finds in the map are
-    /// not reused. A lane that is pinned already gives up the slots that it found before.
+    /// The pin of the lane in this seat.
+    pub fn pin_of(&self, seat: usize) -> Item<Pin> {
+        self.pins.item(seat)
+    }
+
+    /// Pins a lane: from here to the [`end`](Pin::end) of its pin, slots that it finds in the map
+    /// are not reused. A lane that is pinned already gives up the slots that it found before.
     #[inline]
-    pub fn pin(&self, lane: usize) -> u64 {
+    pub fn pin(&self, pin: &Pin) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
-        // As in `unpin`: all reads under the former pin happen before this store.
-        self.pins[lane].0.store(now, Ordering::Release);
+        // As in `end`: all reads under the former pin happen before this store.
+        pin.0.store(now, Ordering::Release);
         fence(Ordering::SeqCst);
         now
-    }
-
-    #[inline]
-    pub fn unpin(&self, lane: usize) {
-        self.pins[lane].0.store(UNPINNED, Ordering::Release);
     }
 
     /// Returns an epoch for a lane that is pinned already. A slot that the lane finds in the map
@@ -63,8 +78,8 @@ impl Epochs {
     /// Moves a pinned lane's pin on to an epoch that [`look`](Epochs::look) returned. The lane has
     /// read everything that it found before that.
     #[inline]
-    pub fn move_on(&self, lane: usize, epoch: u64) {
-        self.pins[lane].0.store(epoch, Ordering::Release);
+    pub fn move_on(&self, pin: &Pin, epoch: u64) {
+        pin.0.store(epoch, Ordering::Release);
     }
 
     /// The epoch that tags a retired slot, to be read after a `SeqCst` operation has unlinked the
@@ -89,14 +104,15 @@ mod tests {
 
     #[test]
     fn a_pin_holds_back_what_was_retired_since_and_nothing_older() {
-        let epochs = Epochs::new(2);
+        let epochs = Epochs::new();
+        let pin = epochs.pin_of(1);
         let before = epochs.now();
         assert!(before < epochs.safe(), "nobody is pinned");
-        epochs.pin(0);
+        epochs.pin(&pin);
         let during = epochs.now();
         assert!(before < epochs.safe(), "retired before the pin");
-        assert!(during >= epochs.safe(), "lane 0 may be looking");
-        epochs.unpin(0);
+        assert!(during >= epochs.safe(), "the lane may be looking");
+        pin.end();
         assert!(during < epochs.safe());
     }
 }
@@ -113,17 +129,19 @@ mod loom_tests {
         loom::model(|| {
             // In the model `map` names slot 1 or 2, and `content` of slot 1 turns to 99 when it is
             // reused.
-            let epochs = Arc::new(Epochs::new(2));
+            let epochs = Arc::new(Epochs::new());
             let map = Arc::new(AtomicU64::new(1));
             let content = Arc::new(AtomicU64::new(11));
             let reader = {
                 let (epochs, map, content) = (Arc::clone(&epochs), Arc::clone(&map), Arc::clone(&content));
                 thread::spawn(move || {
-                    epochs.pin(1);
+                    // Its pin may be made, in a new block, while the other looks at the pins.
+                    let pin = epochs.pin_of(1);
+                    epochs.pin(&pin);
                     if map.load(Ordering::Acquire) == 1 {
                         assert_eq!(content.load(Ordering::Relaxed), 11, "the slot was reused under a reader");
                     }
-                    epochs.unpin(1);
+                    pin.end();
                 })
             };
             map.swap(2, Ordering::SeqCst);
@@ -140,13 +158,14 @@ mod loom_tests {
         // Models a lane that always has reads under way. It has read all that it found before its
         // look, and nothing that it has found since.
         loom::model(|| {
-            let epochs = Arc::new(Epochs::new(1));
+            let epochs = Arc::new(Epochs::new());
             let map = Arc::new(AtomicU64::new(1));
             let content = Arc::new(AtomicU64::new(11));
             let reader = {
                 let (epochs, map, content) = (Arc::clone(&epochs), Arc::clone(&map), Arc::clone(&content));
                 thread::spawn(move || {
-                    epochs.pin(0);
+                    let pin = epochs.pin_of(0);
+                    epochs.pin(&pin);
                     let before = map.load(Ordering::Acquire);
                     let epoch = epochs.look();
                     let since = map.load(Ordering::Acquire);
@@ -157,11 +176,11 @@ mod loom_tests {
                             "reused under the read that was under way"
                         );
                     }
-                    epochs.move_on(0, epoch);
+                    epochs.move_on(&pin, epoch);
                     if since == 1 {
                         assert_eq!(content.load(Ordering::Relaxed), 11, "reused under the read begun since");
                     }
-                    epochs.unpin(0);
+                    pin.end();
                 })
             };
             map.swap(2, Ordering::SeqCst);

@@ -103,12 +103,11 @@ enum Back {
 /// one thread.
 ///
 /// A lent slot stays taken even if its page is written anew, so it takes room that the volume has
-/// promised to writers. Therefore a lender takes seats as lanes do. It lends at most as many slots
-/// at a time as these lanes could have under way.
+/// promised to writers. Therefore a lender takes a part of the slack, as lanes do, and lends at
+/// most as many slots at a time.
 #[derive(Debug)]
 pub struct Lender {
     volume: Arc<Volume>,
-    seats: Vec<usize>,
     /// For each store: whether its slots can be lent.
     lends: Vec<bool>,
     out: u32,
@@ -177,7 +176,7 @@ impl Drop for Lender {
     fn drop(&mut self) {
         // A slot that was not returned stays lent, and keeps its room.
         if self.out == 0 {
-            self.seats.iter().for_each(|&seat| self.volume.release_seat(seat));
+            self.volume.seats.give_slack(self.most);
             self.volume.lending.store(false, std::sync::atomic::Ordering::Release);
         }
     }
@@ -188,8 +187,8 @@ impl Volume {
     /// first `stores` stores that can lend.
     ///
     /// # Errors
-    /// Fails when too few lanes are free for the lender to replace, the volume has a lender
-    /// already, or a store's memory cannot be shared.
+    /// Fails when too little slack is left, the volume has a lender already, or a store's memory
+    /// cannot be shared.
     pub fn lender(self: &Arc<Self>, slots: u32, stores: usize) -> Result<(Lender, Vec<Window>), OpenError> {
         let failed = |why: String| OpenError::new(OpenErrorKind::InUse, "volume", why);
         let window = |tier: &Tier| tier.store.share().map(Share::window).transpose();
@@ -202,16 +201,9 @@ impl Volume {
         let windows: Vec<Window> =
             windows.into_iter().enumerate().filter_map(|(at, fd)| Some((at, fd?))).take(stores).collect();
         let lends = (0..self.tiers.len()).map(|at| windows.iter().any(|&(store, _)| store == at)).collect();
-        let share = self.config.lane_slots();
-        let seats: Vec<usize> = (0..slots.div_ceil(share)).map_while(|_| self.take_seat()).collect();
-        let lender =
-            Lender { volume: Arc::clone(self), out: 0, most: seats.len() as u32 * share, seats, lends };
-        if lender.most < slots {
-            let (lanes, needed) = (self.config.lanes, slots.div_ceil(share));
-            return Err(failed(format!(
-                "lending {slots} pages takes the place of {needed} of its {lanes} lanes, which are in use; configure more"
-            )));
-        }
+        let mut lender = Lender { volume: Arc::clone(self), out: 0, most: 0, lends };
+        self.take_slack(slots)?;
+        lender.most = slots;
         for (tier, _) in self.tiers.iter().zip(&lender.lends).filter(|&(_, &lends)| lends) {
             tier.records.begin_lending();
         }

@@ -31,6 +31,8 @@
 //! ```
 
 mod batch;
+#[cfg_attr(loom, allow(dead_code))]
+mod blocks;
 mod chunks;
 mod closing;
 #[cfg_attr(loom, allow(dead_code))]
@@ -53,6 +55,8 @@ mod pack;
 mod quarantine;
 mod records;
 mod recover;
+#[cfg_attr(loom, allow(dead_code))]
+mod seats;
 mod status;
 mod sync;
 
@@ -77,10 +81,10 @@ use map::Map;
 use members::Members;
 use quarantine::Quarantine;
 use records::Records;
-use status::LaneMetrics;
+use seats::{LaneSeat, Seats};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{OpenError, OpenErrorKind, Store};
@@ -90,7 +94,8 @@ use weir_store::{OpenError, OpenErrorKind, Store};
 pub struct Config {
     /// The volume's size in pages.
     pub pages: u32,
-    /// Most lanes that may be open at once.
+    /// Lanes that may be open at once. [`slack`](Config::slack) is for so many, and a lane or a
+    /// [`Lender`] takes its part of it.
     pub lanes: usize,
     /// Operations that each lane may have in flight at slow stores.
     pub depth: usize,
@@ -103,7 +108,7 @@ impl Config {
         self.pages.saturating_add(self.slack())
     }
 
-    /// The part of [`slots`](Config::slots) that is for writes under way.
+    /// The part of [`slots`](Config::slots) that is for writes under way, whoever has lanes open.
     pub fn slack(&self) -> u32 {
         u32::try_from(self.lanes).unwrap_or(u32::MAX).saturating_mul(self.lane_slots())
     }
@@ -166,7 +171,7 @@ pub struct Volume {
     map: Map,
     tiers: Vec<Tier>,
     epochs: Epochs,
-    lanes: Box<[LaneSeat]>,
+    seats: Seats,
     /// Whether the volume has a lender.
     lending: AtomicBool,
     /// The algorithm by which lanes compress, if they do.
@@ -185,15 +190,6 @@ struct Tier {
     records: Records,
     quarantine: Quarantine,
     members: Members,
-}
-
-/// The volume's record of a lane: whether it is taken, its counters, and the operations that a
-/// dropped lane left.
-#[repr(align(128))]
-struct LaneSeat {
-    taken: AtomicBool,
-    metrics: LaneMetrics,
-    closing: Mutex<Option<closing::Closing>>,
 }
 
 impl Tier {
@@ -225,19 +221,12 @@ impl Volume {
     }
 
     fn assemble(config: Config, map: Map, tiers: Vec<Tier>) -> Arc<Self> {
-        let seat = |_| LaneSeat {
-            taken: AtomicBool::new(false),
-            metrics: LaneMetrics::new(tiers.len()),
-            closing: Mutex::default(),
-        };
-        let lanes = (0..config.lanes).map(seat).collect();
-        let epochs = Epochs::new(config.lanes);
         Arc::new(Volume {
             config,
             map,
             tiers,
-            epochs,
-            lanes,
+            epochs: Epochs::new(),
+            seats: Seats::new(config.slack()),
             lending: AtomicBool::new(false),
             compression: OnceLock::new(),
             stopwatch: OnceLock::new(),
@@ -267,7 +256,7 @@ impl Volume {
     /// # Panics
     /// Panics when a lane is open.
     pub fn compress(&self, compression: Compression) {
-        let open = self.lanes.iter().any(|seat| seat.taken.load(Ordering::Acquire));
+        let open = self.seats.iter().any(LaneSeat::is_taken);
         assert!(!open, "a lane that is open would not understand what others have compressed");
         self.tiers.iter().for_each(|tier| tier.records.begin_packs());
         let _ = self.compression.set(compression);
@@ -285,38 +274,46 @@ impl Volume {
         let _ = self.stopwatch.set(clock);
     }
 
-    /// Opens a lane, which belongs to one thread. Dropping it waits for nothing. Its seat is free
-    /// at once, or, if a store still works for it, [once that has ended](Volume::close_lanes). A
-    /// write that was not handed over by then takes no effect.
+    /// Opens a lane, which belongs to one thread. It takes [`Config::lane_slots`] of the slack.
+    /// Dropping it waits for nothing. It gives its part of the slack back at once, or, if a store
+    /// still works for it, [once that has ended](Volume::close_lanes). A write that was not handed
+    /// over by then takes no effect.
     ///
     /// # Errors
-    /// Fails when all [`Config::lanes`] are taken, or a store has no memory for the lane.
+    /// Fails with [`OpenErrorKind::Slack`] when too little slack is left, or when a store has no
+    /// memory for the lane.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
         self.lane_for(lane::PARTS, PAGE_SIZE)
     }
 
     fn lane_for(self: &Arc<Self>, parts: usize, patch: usize) -> Result<Lane, OpenError> {
-        match self.take_seat() {
-            Some(index) => Lane::open(Arc::clone(self), index, parts, patch),
-            None => Err(OpenError::new(
-                OpenErrorKind::InUse,
-                "volume",
-                format!("all {} lanes are in use; configure more", self.config.lanes),
-            )),
-        }
+        self.take_slack(self.config.lane_slots())?;
+        Lane::open(Arc::clone(self), self.seats.take(), parts, patch)
     }
 
-    fn take_seat(&self) -> Option<usize> {
-        let take = || self.lanes.iter().position(|seat| !seat.taken.swap(true, Ordering::Acquire));
-        take().or_else(|| {
-            // Seats of dropped lanes are free once the stores have finished their operations.
-            self.close_lanes(self.stopwatch.get()?());
-            take()
+    /// Takes slots of the slack, for a lane's writes under way or for pages that are lent.
+    pub(crate) fn take_slack(&self, wanted: u32) -> Result<(), OpenError> {
+        let take = || self.seats.take_slack(wanted);
+        let taken = take().or_else(|left| match self.stopwatch.get() {
+            // Dropped lanes give theirs back once the stores have finished their operations.
+            Some(clock) => {
+                self.close_lanes(clock());
+                take()
+            }
+            None => Err(left),
+        });
+        taken.map_err(|left| {
+            let [asked, left_size, all] = [wanted, left, self.config.slack()].map(pages_as_size);
+            let what = format!(
+                "{asked} for writes under way are wanted, and {left_size} of {all} are left: close a connection or thread, or configure more"
+            );
+            OpenError::new(OpenErrorKind::Slack { wanted, left }, "volume", what)
         })
     }
 
     fn release_seat(&self, seat: usize) {
-        self.lanes[seat].taken.store(false, Ordering::Release);
+        self.seats.release(seat);
+        self.seats.give_slack(self.config.lane_slots());
     }
 
     /// The volume's stores, in order.

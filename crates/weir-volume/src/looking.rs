@@ -6,7 +6,7 @@
 //! When the first group has ended, the pin moves on to the epoch in which the second began. Writes
 //! need no pin: no other lane claims the slot that a lane has claimed.
 
-use crate::epoch::Epochs;
+use crate::epoch::{Epochs, Pin};
 
 /// A lane's pin, and the reads that need it.
 #[derive(Debug, Default)]
@@ -22,16 +22,16 @@ pub(crate) struct Looking {
 }
 
 impl Looking {
-    /// Pins the lane of this seat: slots that it finds in the map from here on stay unchanged.
+    /// Pins the lane of this pin: slots that it finds in the map from here on stay unchanged.
     #[inline]
-    pub fn enter(&mut self, epochs: &Epochs, seat: usize) {
+    pub fn enter(&mut self, epochs: &Epochs, pin: &Pin) {
         let global = epochs.now();
         let current = self.pinned.is_some() && self.now == global;
         if current || self.newer > 0 {
             return;
         }
         if self.pinned.is_none() || self.older == 0 {
-            self.now = epochs.pin(seat);
+            self.now = epochs.pin(pin);
             self.pinned = Some(self.now);
         } else {
             self.now = epochs.look();
@@ -57,14 +57,14 @@ impl Looking {
 
     /// Counts a read that has ended, and whose content was taken.
     #[inline]
-    pub fn end(&mut self, began: u64, epochs: &Epochs, seat: usize) {
+    pub fn end(&mut self, began: u64, epochs: &Epochs, pin: &Pin) {
         if self.pinned == Some(began) {
             self.older -= 1;
         } else {
             self.newer -= 1;
         }
         if self.older == 0 && self.newer > 0 {
-            epochs.move_on(seat, self.now);
+            epochs.move_on(pin, self.now);
             self.pinned = Some(self.now);
             self.older = std::mem::take(&mut self.newer);
         }
@@ -72,9 +72,9 @@ impl Looking {
 
     /// Ends the pin, unless a read needs it.
     #[inline]
-    pub fn leave(&mut self, epochs: &Epochs, seat: usize) {
+    pub fn leave(&mut self, pin: &Pin) {
         if self.older + self.newer == 0 && self.pinned.take().is_some() {
-            epochs.unpin(seat);
+            pin.end();
         }
     }
 }
@@ -85,23 +85,24 @@ mod tests {
 
     #[test]
     fn reads_without_end_let_go_of_what_was_retired_before_them() {
-        let (epochs, mut looking) = (Epochs::new(1), Looking::default());
-        looking.enter(&epochs, 0);
+        let (epochs, mut looking) = (Epochs::new(), Looking::default());
+        let pin = epochs.pin_of(0);
+        looking.enter(&epochs, &pin);
         let mut under_way = looking.begin();
         for _ in 0..10 {
             let retired = epochs.now();
             assert!(retired >= epochs.safe(), "the read under way may have found it");
-            looking.enter(&epochs, 0);
+            looking.enter(&epochs, &pin);
             let next = looking.begin();
             assert!(retired >= epochs.safe());
-            looking.end(under_way, &epochs, 0);
-            looking.leave(&epochs, 0);
+            looking.end(under_way, &epochs, &pin);
+            looking.leave(&pin);
             assert!(retired < epochs.safe(), "the next one was begun after it was retired");
             assert!(epochs.now() > epochs.safe(), "and holds back what is retired now");
             under_way = next;
         }
-        looking.end(under_way, &epochs, 0);
-        looking.leave(&epochs, 0);
+        looking.end(under_way, &epochs, &pin);
+        looking.leave(&pin);
         let retired = epochs.now();
         assert!(retired < epochs.safe(), "nobody looks any more");
     }

@@ -198,9 +198,9 @@ impl Records {
         size_of_val(&*self.extents)
     }
 
-    /// The slot at which lane `lane` of `lanes` starts to search.
+    /// The slot at which lane `lane` starts to search, where `lanes` divide the store.
     pub fn cursor(&self, lane: usize, lanes: usize) -> Cursor {
-        let extent = self.extents.len() * lane / lanes.max(1);
+        let extent = self.extents.len() * (lane % lanes.max(1)) / lanes.max(1);
         Cursor(extent as u32 * EXTENT_SLOTS)
     }
 

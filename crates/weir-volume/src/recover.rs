@@ -144,12 +144,11 @@ impl Volume {
         let volume = Self::assemble(config, map, tiers);
         // The first seat's counters include all earlier counts: no lane has been opened yet, so no
         // other thread writes them.
-        if let Some(seat) = volume.lanes.first() {
-            seat.metrics.stored.add(stored);
-            seat.metrics.filled.add(filled);
-            seat.metrics.packed.add(packed);
-            seat.metrics.packs.add(packs);
-        }
+        let metrics = volume.seats.seat(0).metrics(volume.tiers.len());
+        metrics.stored.add(stored);
+        metrics.filled.add(filled);
+        metrics.packed.add(packed);
+        metrics.packs.add(packs);
         Ok((volume, lost))
     }
 }

@@ -19,6 +19,7 @@ pub(crate) struct Traffic {
 
 /// One lane's counters; the lane is their only writer.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub(crate) struct LaneMetrics {
     /// The traffic by store. The last entry counts pages that lie in no store: of one value, never
     /// written, or lost.
@@ -149,14 +150,14 @@ impl Volume {
             let moved = |traffic: &Traffic| traffic.reads.get().wrapping_add(traffic.writes.get());
             lane.traffic.iter().fold(lane.discards.get(), |sum, traffic| sum.wrapping_add(moved(traffic)))
         };
-        self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(of(&seat.metrics)))
+        self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(of(lane)))
     }
 
     /// The volume's counts, and the condition of its stores.
     pub fn status(&self) -> VolumeStatus {
         self.end_quarantines();
         let sum = |counter: fn(&LaneMetrics) -> &Counter| -> u64 {
-            self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(counter(&seat.metrics).get()))
+            self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(counter(lane).get()))
         };
         let traffic: Vec<Summed> = (0..=self.tiers.len()).map(|at| self.summed(at)).collect();
         let mut all = Summed::default();
@@ -200,7 +201,7 @@ impl Volume {
     fn summed(&self, at: usize) -> Summed {
         let mut sum = Summed::default();
         for Traffic { reads, writes, read_latencies, write_latencies } in
-            self.lanes.iter().map(|seat| &seat.metrics.traffic[at])
+            self.seats.metrics().map(|lane| &lane.traffic[at])
         {
             // A histogram has 4.7 KiB, and most lanes have never met most stores.
             for (count, latencies, all, sampled) in [

@@ -1,9 +1,44 @@
 //! The atomics of the standard library, or loom's when a model is being checked.
 
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU64, Ordering, fence};
+pub(crate) use loom::sync::atomic::{
+    AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+};
 #[cfg(not(loom))]
-pub(crate) use std::sync::atomic::{AtomicU8, AtomicU64, Ordering, fence};
+pub(crate) use std::sync::OnceLock;
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::{
+    AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+};
+
+/// A model's `OnceLock`, which loom has not: another thread sees the value by loom's rules of
+/// memory order.
+#[cfg(loom)]
+pub(crate) struct OnceLock<T> {
+    is_set: AtomicBool,
+    value: std::sync::OnceLock<T>,
+}
+
+#[cfg(loom)]
+impl<T> OnceLock<T> {
+    pub fn new() -> Self {
+        OnceLock { is_set: AtomicBool::new(false), value: std::sync::OnceLock::new() }
+    }
+
+    pub fn get(&self) -> Option<&T> {
+        self.is_set.load(Ordering::Acquire).then(|| self.value.get()).flatten()
+    }
+
+    pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
+        if self.get().is_none() {
+            // Of two threads that make one, the first to get here has its own kept.
+            let made = make();
+            self.value.get_or_init(|| made);
+            self.is_set.swap(true, Ordering::AcqRel);
+        }
+        self.value.get().expect("it is set")
+    }
+}
 
 #[cfg(all(debug_assertions, not(loom)))]
 thread_local! {

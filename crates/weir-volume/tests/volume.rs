@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Rest};
-use weir_store::{Fault, Host, Progress, Sim, SimUrl, Store};
+use weir_store::{Fault, Host, OpenErrorKind, Progress, Sim, SimUrl, Store};
 use weir_volume::{Config, GiveBackError, Kept, Lane, View, Volume};
 
 const CHUNK: u32 = 32_768;
@@ -629,12 +629,45 @@ fn a_volume_that_its_stores_cannot_hold_is_refused_with_the_numbers() {
 }
 
 #[test]
-fn lanes_are_bounded_and_their_seats_come_back() {
+fn a_lane_that_finds_too_little_slack_is_refused_until_another_gives_its_part_back() {
     let volume = volume(1, 1);
+    let wanted = volume.config().lane_slots();
+    let refused = || volume.lane().err().map(|error| error.kind);
     let lane = volume.lane().unwrap();
-    assert!(volume.lane().err().unwrap().to_string().contains("all 1 lanes"));
+    assert_eq!(refused(), Some(OpenErrorKind::Slack { wanted, left: 0 }));
     drop(lane);
-    assert!(volume.lane().is_ok());
+    assert_eq!(refused(), None);
+    let (lender, _) = volume.lender(1, 1).unwrap();
+    assert_eq!(refused(), Some(OpenErrorKind::Slack { wanted, left: wanted - 1 }));
+    drop(lender);
+    assert_eq!(refused(), None);
+    let lending = volume.lender(wanted + 1, 1).err().map(|error| error.kind);
+    assert_eq!(lending, Some(OpenErrorKind::Slack { wanted: wanted + 1, left: wanted }));
+    assert!(volume.lender(wanted, 1).is_ok(), "the one that was refused left nothing behind");
+}
+
+#[test]
+fn the_hundredth_lane_holds_back_what_it_looks_at_and_counts_as_any_other() {
+    let volume = volume(2, 150);
+    let mut lanes: Vec<Lane> = (0..150).map(|_| volume.lane().unwrap()).collect();
+    let content = |number: u32| {
+        let mut page = [7; PAGE_SIZE];
+        page[..4].copy_from_slice(&number.to_le_bytes());
+        page
+    };
+    let (last, others) = lanes.split_last_mut().unwrap();
+    assert_eq!(last.write(0, PageNo(0), &content(0)), Progress::Done(Ok(())));
+    last.submit();
+    let guard = last.pin();
+    let View::Bytes(shown) = guard.view(PageNo(0)) else { panic!("it lies in host memory") };
+    // The last of these search for slots where that page lay.
+    for (number, lane) in (1..).zip(others) {
+        assert_eq!(lane.write(0, PageNo(0), &content(number)), Progress::Done(Ok(())));
+        lane.submit();
+    }
+    assert!(*shown == content(0), "its slot was used again under the guard");
+    drop(guard);
+    assert_eq!(volume.status().writes, 150);
 }
 
 #[test]

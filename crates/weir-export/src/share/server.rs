@@ -73,8 +73,7 @@ pub struct Config {
     pub spin: Duration,
     /// Most pages of all clients that may be lent in place, in the stores' memory, at a time; 0:
     /// none. A client that asks for it can read all of the stores' memory. Further pages are copied
-    /// into frames. For each [`lane_slots`](weir_volume::Config::lane_slots) pages, the lender
-    /// takes the place of one lane.
+    /// into frames. The lender takes so much of the volume's [slack](weir_volume::Config::slack).
     pub in_place: u32,
     /// Whether clients may only read, as when the pages are a kernel's swap.
     pub read_only: bool,

@@ -105,7 +105,8 @@ impl Lane {
     /// Takes the answers of one store. Reads are handed over at once, from where their content
     /// lies. Other answers are noted for later, since the store's lane is borrowed by its own poll.
     fn poll_store(&mut self, now: Instant, at: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Lane { stores, ops, parts, runs, finished, volume, seat, under_way, looking, packing, .. } = self;
+        let (pin, metrics) = (&self.pin, &self.metrics);
+        let Lane { stores, ops, parts, runs, finished, volume, under_way, looking, packing, .. } = self;
         stores[at].lane.poll(now, &mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
@@ -120,28 +121,28 @@ impl Lane {
                         }
                         Ok(())
                     });
-                    looking.end(op.found, &volume.epochs, *seat);
-                    volume.seat(*seat).read_ended(op.work.place(), op.started, result);
+                    looking.end(op.found, &volume.epochs, pin);
+                    metrics.read_ended(op.work.place(), op.started, result);
                     done(Done { ticket: op.ticket, result, page: page.filter(|_| result.is_ok()) });
                 }
                 Work::Part { part, to: None, .. } => {
                     if let Some(bytes) = completion.page {
                         parts[part as usize].base.copy_from_slice(bytes);
                     }
-                    looking.end(op.found, &volume.epochs, *seat);
+                    looking.end(op.found, &volume.epochs, pin);
                 }
                 Work::Run { run } => {
                     let run = &mut runs[run as usize];
                     let (at, verified) = run.answer(result, completion.page);
                     *under_way -= 1;
                     if !run.is_write() {
-                        volume.seat(*seat).read_failed(verified);
+                        metrics.read_failed(verified);
                         let page = completion.page.filter(|_| verified.is_ok());
                         done(Done { ticket: op.ticket + at as Ticket, result: verified, page });
                     }
                     if run.has_ended() {
                         if !run.is_write() {
-                            looking.end(op.found, &volume.epochs, *seat);
+                            looking.end(op.found, &volume.epochs, pin);
                         }
                         finished.push((completion.ticket, Ok(())));
                     }

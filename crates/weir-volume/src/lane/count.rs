@@ -1,7 +1,6 @@
 //! Counters and latencies. One in [`SAMPLE_EVERY`] operations is timed.
 
 use super::Lane;
-use crate::Volume;
 use crate::entry::{Place, STORES_MAX};
 use crate::status::LaneMetrics;
 use std::cell::Cell;
@@ -39,12 +38,6 @@ impl Lane {
         } else {
             self.volume.stopwatch.get().map(|clock| Started { at: clock(), clock: *clock })
         }
-    }
-}
-
-impl Volume {
-    pub(super) fn seat(&self, seat: usize) -> &LaneMetrics {
-        &self.lanes[seat].metrics
     }
 }
 

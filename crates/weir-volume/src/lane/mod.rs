@@ -19,8 +19,10 @@ pub(crate) use queued_run::Run;
 pub use view::Guard;
 
 use crate::batch::BatchCounts;
+use crate::blocks::Item;
 use crate::closing::Closing;
 use crate::entry::{Entry, Place};
+use crate::epoch::Pin;
 use crate::looking::Looking;
 use crate::records::Cursor;
 use crate::status::LaneMetrics;
@@ -49,6 +51,9 @@ pub(crate) const PARTS: usize = 8;
 pub struct Lane {
     volume: Arc<Volume>,
     seat: usize,
+    /// This lane as others see it.
+    pin: Item<Pin>,
+    metrics: Arc<LaneMetrics>,
     pub(crate) stores: Box<[StoreLane]>,
     /// Operations at slow stores; an operation's index is its ticket at the store.
     ops: Box<[Op]>,
@@ -186,9 +191,12 @@ impl Lane {
             len: 0,
             moving: None,
         };
+        let (pin, metrics) = (volume.epochs.pin_of(seat), volume.seats.seat(seat).metrics(stores.len()));
         Ok(Lane {
             volume,
             seat,
+            pin,
+            metrics,
             reach: stores.len(),
             stores,
             ops: std::iter::repeat_with(op).take(depth).collect(),
@@ -402,16 +410,16 @@ impl Lane {
     /// so a long batch does not hold back the slots that it frees.
     #[inline]
     fn enter(&mut self) {
-        self.looking.enter(&self.volume.epochs, self.seat);
+        self.looking.enter(&self.volume.epochs, &self.pin);
     }
 
     #[inline]
     fn leave(&mut self) {
-        self.looking.leave(&self.volume.epochs, self.seat);
+        self.looking.leave(&self.pin);
     }
 
     pub(crate) fn metrics(&self) -> &LaneMetrics {
-        self.volume.seat(self.seat)
+        &self.metrics
     }
 
     /// Finds the next idle operation. There is none if as many pages are under way as there are

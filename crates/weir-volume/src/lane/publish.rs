@@ -108,7 +108,7 @@ impl Lane {
                 }
             },
         };
-        let metrics = self.volume.seat(self.seat);
+        let metrics = &self.metrics;
         match entry.place() {
             Place::Stored { .. } => {
                 count(&metrics.stored);
