@@ -1,7 +1,7 @@
 //! A store's chunks, whose memory can be given back to its owner, and the state of each.
 
 use crate::records::EXTENT_SLOTS;
-use crate::{Tier, Volume};
+use crate::{Pool, Tier};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use weir_store::{Fault, Reclaim, Store};
@@ -32,7 +32,7 @@ pub struct ChunkCounts {
     pub given_back: u32,
 }
 
-/// A chunk of a volume's store.
+/// A chunk of a pool's store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChunkStatus {
     /// The chunk's number in the store.
@@ -48,7 +48,7 @@ pub struct ChunkStatus {
 }
 
 /// The reason why a chunk is not held; by default a client asked for its memory. See
-/// [`Volume::note`].
+/// [`Pool::note`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Note {
     /// The governor, not a client, had the chunk given back.
@@ -181,7 +181,7 @@ pub(crate) fn extents(slots: &Range<u32>) -> Range<u32> {
     slots.start / EXTENT_SLOTS..slots.end.div_ceil(EXTENT_SLOTS)
 }
 
-impl Volume {
+impl Pool {
     /// The chunks of store `store` that can be given back; none where there is no such store.
     pub fn chunks(&self, store: usize) -> impl Iterator<Item = ChunkStatus> {
         self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
@@ -194,7 +194,7 @@ impl Volume {
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
-    /// Slots that the stores have beyond the need of the volume's size: this many can be given
+    /// Slots that the stores have beyond the need of the pool's size: this many can be given
     /// back. Slots of lost members do not count.
     pub fn spare_slots(&self) -> u32 {
         self.open_slots().saturating_sub(self.config.slots())

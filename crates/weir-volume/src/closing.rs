@@ -3,10 +3,10 @@
 //! A store may still write into slots that such a lane had claimed, and read slots that its pin
 //! holds. No thread waits for that: the lane's stores move to its seat, which stays taken. A lane
 //! that needs slots polls the stores of closing lanes. A worker, or the next thread that opens a
-//! lane, frees the seat by [`close_lanes`](Volume::close_lanes). Nothing that was under way is
+//! lane, frees the seat by [`close_lanes`](Pool::close_lanes). Nothing that was under way is
 //! published.
 
-use crate::Volume;
+use crate::Pool;
 use crate::lane::{Op, Run, StoreLane};
 use crate::records::Occupant;
 use std::sync::PoisonError;
@@ -30,7 +30,7 @@ pub(crate) struct Closing {
 impl Closing {
     /// Takes over a lane's operations. Allocates nothing: an I/O thread may drop a lane.
     pub fn new(
-        volume: &Volume,
+        pool: &Pool,
         mut stores: Box<[StoreLane]>,
         ops: Box<[Op]>,
         runs: Box<[Run]>,
@@ -41,58 +41,58 @@ impl Closing {
         for op in 0..closing.ops.len() {
             let Some(run) = closing.ops[op].run() else { continue };
             let run = &runs[run as usize];
-            run.answers().for_each(|(at, result)| closing.end_slot(volume, run.slot(at), result));
+            run.answers().for_each(|(at, result)| closing.end_slot(pool, run.slot(at), result));
         }
         Closing { runs, ..closing }
     }
 
     /// Handles a store's answer to an operation, or to the next page of a run.
-    fn end(&mut self, volume: &Volume, op: u32, result: Result<(), Fault>) {
-        let Some(run) = self.ops[op as usize].run() else { return self.end_single(volume, op, result) };
+    fn end(&mut self, pool: &Pool, op: u32, result: Result<(), Fault>) {
+        let Some(run) = self.ops[op as usize].run() else { return self.end_single(pool, op, result) };
         let run = &mut self.runs[run as usize];
         let (at, _) = run.answer(result, None);
         let slot = run.slot(at);
-        self.end_slot(volume, slot, result);
+        self.end_slot(pool, slot, result);
     }
 
     /// Handles a store's answer to an operation of one page, or of a run whose pages have all been
     /// answered.
-    pub fn end_single(&mut self, volume: &Volume, op: u32, result: Result<(), Fault>) {
-        self.end_slot(volume, self.ops[op as usize].unpublished(), result);
+    pub fn end_single(&mut self, pool: &Pool, op: u32, result: Result<(), Fault>) {
+        self.end_slot(pool, self.ops[op as usize].unpublished(), result);
     }
 
-    fn end_slot(&mut self, volume: &Volume, slot: Option<(usize, Slot)>, result: Result<(), Fault>) {
+    fn end_slot(&mut self, pool: &Pool, slot: Option<(usize, Slot)>, result: Result<(), Fault>) {
         match (slot, result) {
             (None, _) => {}
             (Some(_), Err(Fault::Timeout)) => self.unsettled += 1,
-            (Some((store, slot)), _) => volume.free_unpublished(store, slot),
+            (Some((store, slot)), _) => pool.free_unpublished(store, slot),
         }
     }
 
     /// Takes the answers of the stores.
-    fn step(&mut self, volume: &Volume, seat: usize, now: Instant) {
+    fn step(&mut self, pool: &Pool, seat: usize, now: Instant) {
         if self.ended {
             return;
         }
         let mut stores = std::mem::take(&mut self.stores);
         let mut in_flight = 0;
         for (at, store) in stores.iter_mut().enumerate() {
-            store.lane.poll(now, &mut |done| self.end(volume, done.ticket, done.result));
+            store.lane.poll(now, &mut |done| self.end(pool, done.ticket, done.result));
             store.lane.settled(&mut |slot| {
-                volume.free_unpublished(at, slot);
+                pool.free_unpublished(at, slot);
                 self.unsettled -= 1;
             });
             in_flight += store.lane.in_flight();
         }
         self.stores = stores;
         if in_flight == 0 {
-            volume.epochs.pin_of(seat).end();
+            pool.epochs.pin_of(seat).end();
         }
         self.ended = in_flight + self.unsettled == 0;
     }
 }
 
-impl Volume {
+impl Pool {
     /// Keeps the seat of a dropped lane until its stores are done.
     pub(crate) fn close(&self, seat: usize, closing: Closing) {
         *self.seats.seat(seat).closing.lock().unwrap_or_else(PoisonError::into_inner) = Some(closing);

@@ -6,11 +6,11 @@
 //! like any page that moves. Readers and writers go on. A page that is written meanwhile needs no
 //! move any more.
 //!
-//! A volume never needs compaction to keep its promise (see ARCHITECTURE.md). So it is done when it
+//! A pool never needs compaction to keep its promise (see ARCHITECTURE.md). So it is done when it
 //! pays: at worst, emptying two packs frees one slot. It takes no memory. In a full store it takes
 //! only one additional slot at a time.
 
-use crate::Volume;
+use crate::Pool;
 use crate::records::Occupant;
 use crate::status::LaneMetrics;
 use weir_core::Slot;
@@ -24,7 +24,7 @@ pub struct Sparse {
 }
 
 impl Sparse {
-    /// Chooses packs that are at most so many sixteenths full. [`Volume::sparse`] makes a better
+    /// Chooses packs that are at most so many sixteenths full. [`Pool::sparse`] makes a better
     /// choice.
     pub fn up_to(sixteenths: u32) -> Self {
         Sparse { fill_most: sixteenths.min(WHOLE) }
@@ -58,7 +58,7 @@ fn fill(occupant: Option<Occupant>) -> Option<u32> {
     (pages > 0).then(|| (pages * WHOLE).div_ceil(room))
 }
 
-impl Volume {
+impl Pool {
     /// Has every lane call `told` now and then while pages leave packs. It can be set once, for one
     /// user.
     pub fn when_packs_are_left(&self, told: Box<dyn Fn() + Send + Sync>) {

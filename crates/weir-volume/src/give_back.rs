@@ -1,4 +1,4 @@
-//! Gives a store's memory back to its owner, chunk by chunk, and takes it again, while the volume
+//! Gives a store's memory back to its owner, chunk by chunk, and takes it again, while the pool
 //! stays in use.
 //!
 //! First the chunks are closed: no slot of them is claimed any more. Then every page in them is
@@ -7,7 +7,7 @@
 //! chunk, and need not be moved.
 
 use crate::chunks::{ChunkState, extents};
-use crate::{Tier, Volume};
+use crate::{Pool, Tier};
 use std::ops::Range;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, PageNo};
@@ -36,7 +36,7 @@ pub enum GiveBackError {
         /// The chunk asked for.
         chunk: u32,
     },
-    /// The volume promises its size, and could not keep that promise without this chunk.
+    /// The pool promises its size, and could not keep that promise without this chunk.
     #[error("the other stores are too small by {}: give the volume more backing first", ByteSize(u64::from(*.missing) * PAGE_SIZE as u64))]
     NoRoom {
         /// Slots that would be missing.
@@ -65,13 +65,13 @@ pub enum GiveBackError {
     Store(Fault),
 }
 
-impl Volume {
+impl Pool {
     /// Closes chunks of store `store`, either all of them or none. A closed chunk takes no more
     /// pages. Then [`Task::GiveBack`](crate::Task::GiveBack) empties each, or
-    /// [`keep`](Volume::keep) opens it again.
+    /// [`keep`](Pool::keep) opens it again.
     ///
     /// # Errors
-    /// Fails when a chunk cannot be given back, or the volume's size needs the chunks.
+    /// Fails when a chunk cannot be given back, or the pool's size needs the chunks.
     pub fn begin_give_back(&self, store: usize, chunks: &[u32]) -> Result<(), GiveBackError> {
         // A slot in quarantine belongs to no page, so no move would ever empty it.
         self.end_quarantines();
@@ -98,7 +98,7 @@ impl Volume {
         result
     }
 
-    /// Opens a chunk again that [`begin_give_back`](Volume::begin_give_back) closed. Pages that
+    /// Opens a chunk again that [`begin_give_back`](Pool::begin_give_back) closed. Pages that
     /// have left it stay in their new slots.
     pub fn keep(&self, store: usize, chunk: u32) {
         if let Ok((tier, slots)) = self.find_chunk(store, chunk)

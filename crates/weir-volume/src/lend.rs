@@ -1,7 +1,7 @@
 //! Lends pages where they lie. A lent slot stays unchanged until the borrower returns it, even if
 //! its page is written anew meanwhile.
 //!
-//! A pin would do, but a pin holds back every slot of the volume, and a borrower may be slow. So
+//! A pin would do, but a pin holds back every slot of the pool, and a borrower may be slow. So
 //! each lent slot has a count, and a lane that unlinks a slot from the map checks it. The lender
 //! counts first and then reads the map once more. The writer unlinks first and then reads the
 //! count. So one of the two sees the other. A slot that was unlinked while it was lent keeps its
@@ -11,7 +11,7 @@
 use crate::entry::Place;
 use crate::lane::Guard;
 use crate::sync::{AtomicU8, Ordering, fence};
-use crate::{Tier, Volume};
+use crate::{Pool, Tier};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -99,15 +99,15 @@ enum Back {
     LastAndFree,
 }
 
-/// A lender: lends pages of a volume where they lie. A volume has at most one, and it belongs to
+/// A lender: lends pages of a pool where they lie. A pool has at most one, and it belongs to
 /// one thread.
 ///
-/// A lent slot stays taken even if its page is written anew, so it takes room that the volume has
+/// A lent slot stays taken even if its page is written anew, so it takes room that the pool has
 /// promised to writers. Therefore a lender takes a part of the slack, as lanes do, and lends at
 /// most as many slots at a time.
 #[derive(Debug)]
 pub struct Lender {
-    volume: Arc<Volume>,
+    pool: Arc<Pool>,
     /// For each store: whether its slots can be lent.
     lends: Vec<bool>,
     out: u32,
@@ -141,17 +141,17 @@ impl Lender {
         self.most
     }
 
-    /// The volume whose pages are lent.
-    pub fn volume(&self) -> &Arc<Volume> {
-        &self.volume
+    /// The pool whose pages are lent.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
     }
 
     /// Takes back a slot that a [`Loan`] named. Returns whether it was the slot's last borrower.
     pub fn give(&mut self, store: usize, slot: Slot) -> bool {
-        let records = &self.volume.tiers[store].records;
+        let records = &self.pool.tiers[store].records;
         let back = records.lent().map_or(Back::More, |lent| lent.give(slot));
         if back == Back::LastAndFree {
-            records.retire(slot, || self.volume.epochs.now());
+            records.retire(slot, || self.pool.epochs.now());
         }
         self.out -= u32::from(back != Back::More);
         back != Back::More
@@ -160,11 +160,11 @@ impl Lender {
     /// Lends the slot that the map named for `page`, unless the page has been written since.
     fn lend(&mut self, page: PageNo, here: Place) -> bool {
         let Place::Stored { store, slot } = here else { return false };
-        let records = &self.volume.tiers[store].records;
+        let records = &self.pool.tiers[store].records;
         let Some(lent) = records.lent().filter(|_| self.out < self.most) else { return false };
         let Some(first) = lent.lend(slot) else { return false };
         self.out += u32::from(first);
-        let still = self.volume.map.load(page).place() == here;
+        let still = self.pool.map.load(page).place() == here;
         if !still {
             self.give(store, slot);
         }
@@ -176,18 +176,18 @@ impl Drop for Lender {
     fn drop(&mut self) {
         // A slot that was not returned stays lent, and keeps its room.
         if self.out == 0 {
-            self.volume.seats.give_slack(self.most);
-            self.volume.lending.store(false, std::sync::atomic::Ordering::Release);
+            self.pool.seats.give_slack(self.most);
+            self.pool.lending.store(false, std::sync::atomic::Ordering::Release);
         }
     }
 }
 
-impl Volume {
-    /// Makes the lender of this volume, for `slots` slots at a time. Also returns the memory of the
+impl Pool {
+    /// Makes the lender of this pool, for `slots` slots at a time. Also returns the memory of the
     /// first `stores` stores that can lend.
     ///
     /// # Errors
-    /// Fails when too little slack is left, the volume has a lender already, or a store's memory
+    /// Fails when too little slack is left, the pool has a lender already, or a store's memory
     /// cannot be shared.
     pub fn lender(self: &Arc<Self>, slots: u32, stores: usize) -> Result<(Lender, Vec<Window>), OpenError> {
         let failed = |why: String| OpenError::new(OpenErrorKind::InUse, "volume", why);
@@ -201,7 +201,7 @@ impl Volume {
         let windows: Vec<Window> =
             windows.into_iter().enumerate().filter_map(|(at, fd)| Some((at, fd?))).take(stores).collect();
         let lends = (0..self.tiers.len()).map(|at| windows.iter().any(|&(store, _)| store == at)).collect();
-        let mut lender = Lender { volume: Arc::clone(self), out: 0, most: 0, lends };
+        let mut lender = Lender { pool: Arc::clone(self), out: 0, most: 0, lends };
         self.take_slack(slots)?;
         lender.most = slots;
         for (tier, _) in self.tiers.iter().zip(&lender.lends).filter(|&(_, &lends)| lends) {
@@ -216,9 +216,10 @@ impl Guard<'_> {
     /// page is verified either way.
     #[inline]
     pub fn lend(&self, page: PageNo, lender: &mut Lender) -> Loan<'_> {
-        let volume = self.lane.volume();
-        debug_assert!(Arc::ptr_eq(volume, &lender.volume), "the lender is of another volume");
-        let located = volume.locate(page);
+        let pool = &self.lane.pool;
+        debug_assert!(Arc::ptr_eq(pool, &lender.pool), "the lender is of another pool");
+        let page = self.lane.at(page);
+        let located = pool.locate(page);
         let here = located.entry.place();
         let view = self.show(&located);
         match (here, view) {
@@ -234,16 +235,16 @@ impl Guard<'_> {
     /// Prefetches the page's entry in the map, for a page that will be asked for soon.
     #[inline]
     pub fn prefetch_entry(&self, page: PageNo) {
-        self.lane.volume().map.prefetch(page);
+        self.lane.pool.map.prefetch(self.lane.at(page));
     }
 
     /// Prefetches the page's record and its first bytes, for a page that will be asked for after
     /// the next one or two.
     #[inline]
     pub fn prefetch_head(&self, page: PageNo) {
-        let volume = self.lane.volume();
-        if let Place::Stored { store, slot } = volume.map.load(page).place() {
-            volume.tiers[store].records.prefetch(slot);
+        let pool = &self.lane.pool;
+        if let Place::Stored { store, slot } = pool.map.load(self.lane.at(page)).place() {
+            pool.tiers[store].records.prefetch(slot);
             // SAFETY: the map names the slot and this lane is pinned, as in `view`.
             if let Some(bytes) = unsafe { self.lane.stores[store].lane.view(slot) } {
                 weir_core::prefetch_head(bytes);

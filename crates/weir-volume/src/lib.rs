@@ -7,7 +7,8 @@
 //! and never a torn one. A slot is used again only after every lane that might still be reading it
 //! has moved on (see `epoch.rs`).
 //!
-//! Threads share a [`Volume`]; each opens a [`Lane`] of its own. Lanes share no lock, and allocate
+//! Any number of [volumes](Volume) share the stores of a [`Pool`], each with pages of its own.
+//! Threads share a volume; each opens a [`Lane`] of its own. Lanes share no lock, and allocate
 //! nothing once open. Nothing here starts a thread, sleeps, spins or reads a clock. Time comes in
 //! by [`Lane::poll`], and a lane's owner decides how to wait.
 //!
@@ -59,6 +60,7 @@ mod recover;
 mod seats;
 mod status;
 mod sync;
+mod volume;
 
 pub use batch::BatchCounts;
 pub use chunks::{ChunkCounts, ChunkState, ChunkStatus, Note};
@@ -74,6 +76,7 @@ pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
 #[cfg(all(debug_assertions, not(loom)))]
 pub use sync::run_within_claims;
+pub use volume::{Removal, Volume};
 pub use weir_device::View;
 
 use epoch::Epochs;
@@ -83,16 +86,17 @@ use quarantine::Quarantine;
 use records::Records;
 use seats::{LaneSeat, Seats};
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{OpenError, OpenErrorKind, Store};
 
-/// The shape of a volume.
+/// The shape of a pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// The volume's size in pages.
+    /// Pages of all volumes together.
     pub pages: u32,
     /// Lanes that may be open at once. [`slack`](Config::slack) is for so many, and a lane or a
     /// [`Lender`] takes its part of it.
@@ -156,6 +160,17 @@ pub enum CreateError {
         #[source]
         source: std::io::Error,
     },
+    /// No range of free pages is that long.
+    #[error(
+        "no {} of the pool lie side by side free, at most {}: make the volume smaller, or remove another",
+        pages_as_size(*.pages), pages_as_size(*.longest)
+    )]
+    NoRange {
+        /// Pages asked for.
+        pages: u32,
+        /// Pages of the longest free range.
+        longest: u32,
+    },
     /// An earlier daemon's pages do not fit this configuration.
     #[error("cannot take over the pages of the former daemon: {0}")]
     Kept(String),
@@ -165,14 +180,16 @@ fn pages_as_size(pages: u32) -> ByteSize {
     ByteSize(u64::from(pages) * PAGE_SIZE as u64)
 }
 
-/// A page-addressed volume; see the [crate's introduction](crate).
-pub struct Volume {
+/// Stores, and the map of the pages in them, for any number of [volumes](Volume).
+pub struct Pool {
     config: Config,
     map: Map,
+    /// The ranges of pages that volumes have, in order.
+    taken: Mutex<Vec<Range<u32>>>,
     tiers: Vec<Tier>,
     epochs: Epochs,
     seats: Seats,
-    /// Whether the volume has a lender.
+    /// Whether there is a lender.
     lending: AtomicBool,
     /// The algorithm by which lanes compress, if they do.
     compression: OnceLock<Compression>,
@@ -199,8 +216,8 @@ impl Tier {
     }
 }
 
-impl Volume {
-    /// Makes an empty volume over `stores`, which are filled in this order.
+impl Pool {
+    /// Makes a pool over `stores`, which are filled in this order. It has no volume yet.
     ///
     /// # Errors
     /// Fails when the stores are too small for [`Config::slots`], or memory is missing for map and
@@ -221,9 +238,10 @@ impl Volume {
     }
 
     fn assemble(config: Config, map: Map, tiers: Vec<Tier>) -> Arc<Self> {
-        Arc::new(Volume {
+        Arc::new(Pool {
             config,
             map,
+            taken: Mutex::default(),
             tiers,
             epochs: Epochs::new(),
             seats: Seats::new(config.slack()),
@@ -235,19 +253,14 @@ impl Volume {
         })
     }
 
-    /// The volume's configuration.
+    /// The pool's configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// The volume's size in pages.
+    /// Pages of all volumes together, taken or free.
     pub fn pages(&self) -> u32 {
         self.config.pages
-    }
-
-    /// The volume's size in bytes.
-    pub fn bytes(&self) -> u64 {
-        u64::from(self.config.pages) * PAGE_SIZE as u64
     }
 
     /// Has lanes compress pages from now on, if several of them then fit into one slot. Call it
@@ -268,27 +281,10 @@ impl Volume {
     }
 
     /// Has `clock` time a sample of the operations, for the latencies in
-    /// [`status`](Volume::status). Without this, none is timed: the volume has no clock of its own.
+    /// [`status`](Pool::status). Without this, none is timed: a pool has no clock of its own.
     /// Only the first call counts.
     pub fn time_with(&self, clock: fn() -> Instant) {
         let _ = self.stopwatch.set(clock);
-    }
-
-    /// Opens a lane, which belongs to one thread. It takes [`Config::lane_slots`] of the slack.
-    /// Dropping it waits for nothing. It gives its part of the slack back at once, or, if a store
-    /// still works for it, [once that has ended](Volume::close_lanes). A write that was not handed
-    /// over by then takes no effect.
-    ///
-    /// # Errors
-    /// Fails with [`OpenErrorKind::Slack`] when too little slack is left, or when a store has no
-    /// memory for the lane.
-    pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
-        self.lane_for(lane::PARTS, PAGE_SIZE)
-    }
-
-    fn lane_for(self: &Arc<Self>, parts: usize, patch: usize) -> Result<Lane, OpenError> {
-        self.take_slack(self.config.lane_slots())?;
-        Lane::open(Arc::clone(self), self.seats.take(), parts, patch)
     }
 
     /// Takes slots of the slack, for a lane's writes under way or for pages that are lent.
@@ -316,7 +312,7 @@ impl Volume {
         self.seats.give_slack(self.config.lane_slots());
     }
 
-    /// The volume's stores, in order.
+    /// The pool's stores, in order.
     pub fn stores(&self) -> impl Iterator<Item = &Arc<dyn Store>> {
         self.tiers.iter().map(|tier| &tier.store)
     }
@@ -326,7 +322,7 @@ impl Volume {
         self.map.memory().len() as u64
     }
 
-    /// Bytes of memory that the volume takes besides its stores: page map, slot records and their
+    /// Bytes of memory that the pool takes besides its stores: page map, slot records and their
     /// counts.
     pub fn memory_bytes(&self) -> u64 {
         let records =
@@ -340,10 +336,10 @@ impl Volume {
     }
 }
 
-impl fmt::Debug for Volume {
+impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stores: Vec<_> = self.tiers.iter().map(|tier| tier.store.name()).collect();
-        write!(f, "Volume({} over {stores:?})", ByteSize(self.bytes()))
+        write!(f, "Pool({} over {stores:?})", pages_as_size(self.config.pages))
     }
 }
 

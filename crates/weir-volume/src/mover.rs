@@ -8,7 +8,7 @@ use crate::chunks::{ChunkState, extents};
 use crate::entry::Place;
 use crate::give_back::LANES_WAIT;
 use crate::lane::OPENED_MAX;
-use crate::{GiveBackError, Lane, Sparse, Tier, Volume};
+use crate::{GiveBackError, Lane, Pool, Removal, Sparse, Tier, Volume};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,8 +24,8 @@ const LOOKS: u32 = 1 << 12;
 /// The work of a [`Mover`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
-    /// Empties a chunk that [`Volume::begin_give_back`] has closed into the other slots of the
-    /// volume, and releases its memory. Several movers may do so at once, each with chunks of its
+    /// Empties a chunk that [`Pool::begin_give_back`] has closed into the other slots of the
+    /// pool, and releases its memory. Several movers may do so at once, each with chunks of its
     /// own. Where that fails the chunk is open again, whole, with every page in it or safely
     /// elsewhere.
     GiveBack {
@@ -167,14 +167,14 @@ enum Next {
     End,
 }
 
-impl Volume {
+impl Pool {
     /// Opens a mover for a worker.
     ///
     /// # Errors
     /// Fails as [`lane`](Volume::lane) does.
     pub fn mover(self: &Arc<Self>) -> Result<Mover, OpenError> {
         Ok(Mover {
-            lane: self.lane_for(self.config.depth.max(1), 0)?,
+            lane: Lane::open(Volume::whole(self), self.config.depth.max(1), 0)?,
             job: None,
             failed: Vec::new(),
             next: 0,
@@ -183,9 +183,19 @@ impl Volume {
 }
 
 impl Mover {
-    /// The volume whose pages it moves.
-    pub fn volume(&self) -> &Arc<Volume> {
-        self.lane.volume()
+    /// The pool whose pages it moves.
+    pub fn pool(&self) -> &Arc<Pool> {
+        self.lane.volume().pool()
+    }
+
+    /// Goes on with a removal: discards the next pages. Returns whether it has ended, and another
+    /// volume may take the range.
+    pub fn remove(&mut self, removal: &mut Removal) -> bool {
+        debug_assert!(Arc::ptr_eq(self.pool(), removal.pool()), "the mover is of another pool");
+        let (first, count) = removal.next(LOOKS);
+        self.lane.discard(first, count);
+        self.lane.submit();
+        removal.advance(count)
     }
 
     /// Abandons the mover as [`Lane::abandon`] does.
@@ -250,8 +260,8 @@ impl Mover {
     /// # Errors
     /// Fails when the store cannot get the memory now.
     pub fn take(&mut self, store: usize, chunk: u32) -> Result<(), GiveBackError> {
-        let volume = Arc::clone(self.volume());
-        let (tier, slots) = volume.find_chunk(store, chunk)?;
+        let pool = Arc::clone(self.pool());
+        let (tier, slots) = pool.find_chunk(store, chunk)?;
         match tier.chunk_state(chunk) {
             ChunkState::Held => return Ok(()),
             ChunkState::Emptying => return Err(GiveBackError::NotHeld { store, chunk }),
@@ -266,32 +276,30 @@ impl Mover {
     }
 
     fn job(&self, task: Task) -> Result<Job, GiveBackError> {
-        let volume = self.volume();
-        let depth = volume.config.depth.max(1) as u32;
+        let pool = self.pool();
+        let depth = pool.config.depth.max(1) as u32;
         let (phase, range, batch) = match task {
-            Task::GiveBack { store, chunk } => {
-                (Phase::Lanes(None), volume.find_chunk(store, chunk)?.1, depth)
-            }
+            Task::GiveBack { store, chunk } => (Phase::Lanes(None), pool.find_chunk(store, chunk)?.1, depth),
             Task::MoveOut { store, chunk, part: (part, parts) } => {
-                let slots = volume.find_chunk(store, chunk)?.1;
+                let slots = pool.find_chunk(store, chunk)?.1;
                 let size = (slots.end - slots.start).div_ceil(parts.max(1));
                 let start = slots.start.saturating_add(size.saturating_mul(part)).min(slots.end);
                 let slots = start..start.saturating_add(size).min(slots.end);
                 (Phase::Slots(slots.start), slots, depth)
             }
             Task::MoveUp { from, next } => {
-                let tier = volume.tiers.get(from).ok_or(GiveBackError::NoChunk { store: from, chunk: 0 })?;
-                let room = volume.tiers[..from].iter().map(Tier::free_online).fold(0, u32::saturating_add);
-                let batch = depth.min(room.saturating_sub(volume.config.slack()));
-                let range = next..next.saturating_add(SEARCH).min(end_of(volume, tier));
+                let tier = pool.tiers.get(from).ok_or(GiveBackError::NoChunk { store: from, chunk: 0 })?;
+                let room = pool.tiers[..from].iter().map(Tier::free_online).fold(0, u32::saturating_add);
+                let batch = depth.min(room.saturating_sub(pool.config.slack()));
+                let range = next..next.saturating_add(SEARCH).min(end_of(pool, tier));
                 // A pack's record does not say whose it is; the map does.
                 (if tier.records.has_packs() { Phase::Pages(next) } else { Phase::Slots(next) }, range, batch)
             }
             Task::Compact { store, next, .. } => {
-                let tier = volume.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk: 0 })?;
+                let tier = pool.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk: 0 })?;
                 // Slots are free after a batch, not before: where there are few, a new pack or two
                 // at a time.
-                let room = volume.tiers[..=store].iter().map(|tier| tier.records.open_free(|_| true));
+                let room = pool.tiers[..=store].iter().map(|tier| tier.records.open_free(|_| true));
                 let batch = (room.fold(0, u32::saturating_add) / 2).clamp(2, OPENED_MAX as u32);
                 (Phase::Open(next, 0), next..next.saturating_add(SEARCH).min(tier.records.slots()), batch)
             }
@@ -315,12 +323,12 @@ impl Mover {
 
     fn end(&mut self, job: &Job, result: Result<Moved, GiveBackError>) -> Step {
         self.lane.submit();
-        self.lane.reach = self.volume().tiers.len();
+        self.lane.reach = self.pool().tiers.len();
         self.next = job.range.start;
         // Pages of opened packs that were not moved stay where they are.
         while self.lane.opened().is_some() {}
         if let (Task::GiveBack { store, chunk }, Err(_)) = (job.task, &result) {
-            self.volume().keep(store, chunk);
+            self.pool().keep(store, chunk);
         }
         Step::Ended(result)
     }
@@ -351,11 +359,11 @@ impl Mover {
         let is_last = matches!(job.phase, Phase::LastLanes(_));
         // This lane's own batch ends first.
         self.lane.submit();
-        let volume = Arc::clone(self.volume());
-        let epoch = begun.unwrap_or_else(|| volume.epochs.now());
+        let pool = Arc::clone(self.pool());
+        let epoch = begun.unwrap_or_else(|| pool.epochs.now());
         // A dropped lane may hold slots here without a pin.
-        volume.close_lanes(now);
-        if volume.epochs.safe() <= epoch {
+        pool.close_lanes(now);
+        if pool.epochs.safe() <= epoch {
             job.phase = if is_last { Phase::LastLanes(Some(epoch)) } else { Phase::Lanes(Some(epoch)) };
             return job.waits(Awaited::Lanes, now);
         }
@@ -363,7 +371,7 @@ impl Mover {
         if is_last {
             // Said before it is done: a daemon that is killed in between leaves a chunk that nobody
             // uses, not one without memory that takes pages.
-            job.step_chunk(&volume, ChunkState::Emptying, ChunkState::GivenBack);
+            job.step_chunk(&pool, ChunkState::Emptying, ChunkState::GivenBack);
             job.phase = Phase::Release;
         } else {
             (job.left, job.passed, job.phase) = (false, 0, Phase::Slots(job.range.start));
@@ -373,15 +381,15 @@ impl Mover {
 
     /// Moves the pages in slots from `at` on.
     fn move_slots(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
-        let volume = Arc::clone(self.volume());
+        let pool = Arc::clone(self.pool());
         let store = job.task.store();
-        let (tier, until) = (&volume.tiers[store], at.saturating_add(LOOKS).min(job.range.end));
+        let (tier, until) = (&pool.tiers[store], at.saturating_add(LOOKS).min(job.range.end));
         while at < until && job.queued < job.batch {
             let (slot, here) = (Slot(at), Place::Stored { store, slot: Slot(at) });
             let occupant = tier.records.occupant(slot);
             job.left |= occupant.is_some();
-            let page = occupant.map(|it| it.page).filter(|page| page.0 < volume.pages());
-            if let Some(page) = page.filter(|page| volume.map.load(*page).place() == here)
+            let page = occupant.map(|it| it.page).filter(|page| page.0 < pool.pages());
+            if let Some(page) = page.filter(|page| pool.map.load(*page).place() == here)
                 && !self.begin_move(job, page, here)
             {
                 job.phase = Phase::Slots(at);
@@ -402,16 +410,16 @@ impl Mover {
 
     /// Moves pages from `at` on that lie in the slots of a chunk; of a task upwards, in its store.
     fn move_pages(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
-        let volume = Arc::clone(self.volume());
+        let pool = Arc::clone(self.pool());
         let store = job.task.store();
         let (slots, end) = if job.is_upwards() {
-            (0..volume.tiers[store].records.slots(), job.range.end)
+            (0..pool.tiers[store].records.slots(), job.range.end)
         } else {
-            (job.range.clone(), volume.pages())
+            (job.range.clone(), pool.pages())
         };
         let until = at.saturating_add(LOOKS).min(end);
         while at < until && job.queued < job.batch {
-            let here = volume.map.load(PageNo(at)).place();
+            let here = pool.map.load(PageNo(at)).place();
             let lies_there =
                 matches!(here, Place::Stored { store: it, slot } if it == store && slots.contains(&slot.0));
             if lies_there && !self.begin_move(job, PageNo(at), here) {
@@ -439,11 +447,11 @@ impl Mover {
         now: Instant,
     ) -> Result<Step, GiveBackError> {
         let Task::Compact { store, sparse, .. } = job.task else { unreachable!("packs are compacted") };
-        let volume = Arc::clone(self.volume());
+        let pool = Arc::clone(self.pool());
         let until = at.saturating_add(LOOKS).min(job.range.end);
         while at < until && found < job.batch {
             let slot = Slot(at);
-            if sparse.has(volume.tiers[store].records.occupant(slot)) {
+            if sparse.has(pool.tiers[store].records.occupant(slot)) {
                 if self.lane.in_flight() == 0 {
                     self.lane.plan(job.batch as usize, job.batch as usize);
                 }
@@ -566,7 +574,7 @@ impl Mover {
             Next::Slots(at) => Phase::Slots(at),
             Next::Pages(at) => Phase::Pages(at),
             Next::EndOfSlots
-                if chunk && job.left && self.volume().tiers[job.task.store()].records.has_packs() =>
+                if chunk && job.left && self.pool().tiers[job.task.store()].records.has_packs() =>
             {
                 Phase::Pages(0)
             }
@@ -578,7 +586,7 @@ impl Mover {
 
     /// The result of a task that ends with a batch.
     fn result(&mut self, job: &Job) -> Result<Moved, GiveBackError> {
-        let (volume, next) = (self.lane.volume(), job.range.start);
+        let (pool, next) = (self.lane.volume().pool(), job.range.start);
         let more = match job.task {
             Task::GiveBack { .. } | Task::MoveOut { .. } => false,
             Task::MoveUp { .. } => {
@@ -587,9 +595,9 @@ impl Mover {
                 if !self.failed.is_empty() {
                     return Err(GiveBackError::Pages(self.failed.clone()));
                 }
-                job.batch > 0 && !is_full && next < end_of(volume, &volume.tiers[job.task.store()])
+                job.batch > 0 && !is_full && next < end_of(pool, &pool.tiers[job.task.store()])
             }
-            Task::Compact { store, .. } => next < volume.tiers[store].records.slots(),
+            Task::Compact { store, .. } => next < pool.tiers[store].records.slots(),
         };
         Ok(Moved { pages: job.total, more })
     }
@@ -597,10 +605,10 @@ impl Mover {
     /// Releases the memory of a chunk that nobody uses any more.
     fn release(&mut self, job: &mut Job) -> Result<Step, GiveBackError> {
         let Task::GiveBack { store, chunk } = job.task else { unreachable!("a chunk is released") };
-        let volume = Arc::clone(self.volume());
-        let (tier, _) = volume.find_chunk(store, chunk)?;
+        let pool = Arc::clone(self.pool());
+        let (tier, _) = pool.find_chunk(store, chunk)?;
         if let Err(fault) = tier.release(chunk) {
-            job.step_chunk(&volume, ChunkState::GivenBack, ChunkState::Emptying);
+            job.step_chunk(&pool, ChunkState::GivenBack, ChunkState::Emptying);
             return Err(GiveBackError::Store(fault));
         }
         Ok(Step::Ended(Ok(Moved { pages: job.total, ..Moved::default() })))
@@ -608,8 +616,8 @@ impl Mover {
 }
 
 /// The end of what a task upwards looks at.
-fn end_of(volume: &Volume, tier: &Tier) -> u32 {
-    if tier.records.has_packs() { volume.pages() } else { tier.records.slots() }
+fn end_of(pool: &Pool, tier: &Tier) -> u32 {
+    if tier.records.has_packs() { pool.pages() } else { tier.records.slots() }
 }
 
 impl Task {
@@ -652,9 +660,9 @@ impl Job {
         if now > until { Err(GiveBackError::Busy) } else { Ok(Step::Waits(Awaited::Loans, until)) }
     }
 
-    fn step_chunk(&self, volume: &Volume, from: ChunkState, to: ChunkState) {
+    fn step_chunk(&self, pool: &Pool, from: ChunkState, to: ChunkState) {
         let Task::GiveBack { store, chunk } = self.task else { return };
-        let stepped = volume.tiers[store].step(chunk, from, to);
+        let stepped = pool.tiers[store].step(chunk, from, to);
         debug_assert!(stepped, "only whoever closed a chunk moves it on");
     }
 }

@@ -13,7 +13,7 @@
 //! and new ones stay within that room.
 
 use crate::lane::HINTS;
-use crate::{Tier, Volume};
+use crate::{Pool, Tier};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use weir_core::Slot;
@@ -28,7 +28,7 @@ pub(crate) struct Quarantine {
 }
 
 impl Quarantine {
-    /// Puts these slots into quarantine. No other thread may be using the volume.
+    /// Puts these slots into quarantine. No other thread may be using the pool.
     pub fn fill(&mut self, slots: Vec<Slot>) {
         *self.count.get_mut() = slots.len() as u32;
         self.slots = Mutex::new(slots);
@@ -61,7 +61,7 @@ impl Tier {
     }
 }
 
-impl Volume {
+impl Pool {
     /// Frees the slots of writes that an earlier daemon had under way when it died, once those
     /// writes can no longer change anything.
     pub(crate) fn end_quarantines(&self) {

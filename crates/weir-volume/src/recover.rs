@@ -1,6 +1,6 @@
 //! Takes over the pages of a daemon that has died.
 //!
-//! The keeper holds three kinds of memory for a volume: the page map, the slot records of each
+//! The keeper holds three kinds of memory for a pool: the page map, the slot records of each
 //! store, and (for a host store) the pages. The map decides, also about how many pages of a pack
 //! count. A record that the map does not name belongs to a write that was never acknowledged, or to
 //! a slot that was just freed. That slot is free at once; or, if the write may still be on its way
@@ -10,13 +10,13 @@
 use crate::entry::{Entry, Place};
 use crate::map::Map;
 use crate::records::{Occupant, Records};
-use crate::{Config, CreateError, Tier, Volume, check, chunks};
+use crate::{Config, CreateError, Pool, Tier, Volume, check, chunks};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use weir_core::{Memory, PageNo, Slot};
 use weir_store::Store;
 
-/// The memory that must survive for a volume to be taken over; the stores keep the pages
+/// The memory that must survive for a pool to be taken over; the stores keep the pages
 /// themselves.
 #[derive(Debug)]
 pub struct Kept {
@@ -33,6 +33,21 @@ pub struct KeptFds<'a> {
     pub map: BorrowedFd<'a>,
     /// A bitmap with one bit a slot.
     pub records: Vec<BorrowedFd<'a>>,
+}
+
+impl Volume {
+    /// Takes over a pool that has one volume of all its pages; see [`Pool::take_over`].
+    ///
+    /// # Errors
+    /// Fails as [`Pool::take_over`] does.
+    pub fn take_over(
+        config: Config,
+        stores: Vec<Arc<dyn Store>>,
+        kept: Kept,
+    ) -> Result<(Arc<Self>, u64), CreateError> {
+        let (pool, lost) = Pool::take_over(config, stores, kept)?;
+        Ok((pool.reopen(0..config.pages)?, lost))
+    }
 }
 
 /// One bit a slot.
@@ -52,7 +67,7 @@ impl Bitmap {
     }
 }
 
-impl Volume {
+impl Pool {
     /// The descriptors that a keeper must map and lock, and hand to the next daemon.
     pub fn kept_fds(&self) -> KeptFds<'_> {
         KeptFds {
@@ -65,11 +80,11 @@ impl Volume {
         }
     }
 
-    /// Takes over the volume that an earlier daemon left. That daemon must have ended: nothing here
+    /// Takes over the pool that an earlier daemon left. That daemon must have ended: nothing here
     /// keeps it from writing. The map must be of `config.pages` pages, and `stores` must be the
     /// same, in the same order.
     ///
-    /// Returns the volume, and the number of pages that were lost.
+    /// Returns the pool, and the number of pages that were lost.
     ///
     /// # Errors
     /// Fails when sizes do not fit, or a store does not survive its process.
@@ -141,15 +156,15 @@ impl Volume {
             tier.records.keep_only(|slot| kept.contains(slot));
             tier.adopt_chunks();
         }
-        let volume = Self::assemble(config, map, tiers);
+        let pool = Self::assemble(config, map, tiers);
         // The first seat's counters include all earlier counts: no lane has been opened yet, so no
         // other thread writes them.
-        let metrics = volume.seats.seat(0).metrics(volume.tiers.len());
+        let metrics = pool.seats.seat(0).metrics(pool.tiers.len());
         metrics.stored.add(stored);
         metrics.filled.add(filled);
         metrics.packed.add(packed);
         metrics.packs.add(packs);
-        Ok((volume, lost))
+        Ok((pool, lost))
     }
 }
 

@@ -1,8 +1,8 @@
 //! The seats of lanes, and the slack that they share.
 //!
-//! A lane's writes under way take slots that the volume has promised to nobody: its slack. A lane
+//! A lane's writes under way take slots that the pool has promised to nobody: its slack. A lane
 //! takes its share of it when it is opened, and gives it back when its last operation has settled.
-//! So no write finds the slack spent, and the size of the volume does not depend on the number of
+//! So no write finds the slack spent, and the size of the pool does not depend on the number of
 //! lanes that are open.
 
 use crate::blocks::{Blocks, Item};
@@ -21,7 +21,7 @@ pub(crate) struct LaneSeat {
     pub closing: Mutex<Option<Closing>>,
 }
 
-/// All seats of a volume.
+/// All seats of a pool.
 pub(crate) struct Seats {
     all: Blocks<LaneSeat>,
     /// Slots of the slack that no lane and no lender has.
@@ -76,7 +76,7 @@ impl LaneSeat {
         self.taken.load(Ordering::Acquire)
     }
 
-    /// The counts of a lane in this seat, of a volume with so many stores.
+    /// The counts of a lane in this seat, of a pool with so many stores.
     pub fn metrics(&self, stores: usize) -> Arc<LaneMetrics> {
         Arc::clone(self.metrics.get_or_init(|| Arc::new(LaneMetrics::new(stores))))
     }

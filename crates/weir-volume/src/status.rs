@@ -1,8 +1,8 @@
-//! A volume's status. Reading it costs the I/O path nothing: each lane counts in memory that only
+//! A pool's status. Reading it costs the I/O path nothing: each lane counts in memory that only
 //! it writes, and the reader of the status adds up.
 
 use crate::entry::Place;
-use crate::{ChunkCounts, Compression, Volume};
+use crate::{ChunkCounts, Compression, Pool};
 use weir_core::metrics::{Counter, Distribution, Latencies};
 use weir_store::{Condition, Report, State};
 
@@ -72,11 +72,11 @@ impl LaneMetrics {
     }
 }
 
-/// A volume at one moment. Counts are since it was made; those of lanes at work may be a little
+/// A pool at one moment. Counts are since it was made; those of lanes at work may be a little
 /// behind.
 #[derive(Clone, Debug)]
 pub struct VolumeStatus {
-    /// The volume's size in pages.
+    /// The pool's size in pages.
     pub pages: u32,
     /// Number of pages that lie in a slot of a store.
     pub stored: u64,
@@ -117,7 +117,7 @@ pub struct VolumeStatus {
     pub stores: Vec<StoreStatus>,
 }
 
-/// A store of a volume at one moment.
+/// A store of a pool at one moment.
 #[derive(Clone, Debug)]
 pub struct StoreStatus {
     /// The store's URL.
@@ -142,9 +142,9 @@ pub struct StoreStatus {
     pub write_latencies: Distribution,
 }
 
-impl Volume {
+impl Pool {
     /// Number of pages read, written and discarded so far: the sum of those counts in
-    /// [`status`](Volume::status), for a caller that only checks whether the volume is in use.
+    /// [`status`](Pool::status), for a caller that only checks whether the pool is in use.
     pub fn operations(&self) -> u64 {
         let of = |lane: &LaneMetrics| {
             let moved = |traffic: &Traffic| traffic.reads.get().wrapping_add(traffic.writes.get());
@@ -153,7 +153,7 @@ impl Volume {
         self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(of(lane)))
     }
 
-    /// The volume's counts, and the condition of its stores.
+    /// The pool's counts, and the condition of its stores.
     pub fn status(&self) -> VolumeStatus {
         self.end_quarantines();
         let sum = |counter: fn(&LaneMetrics) -> &Counter| -> u64 {

@@ -173,7 +173,7 @@ fn pages_that_do_not_shrink_any_more_always_find_the_room_that_was_promised() {
 /// Empties the sparse packs of every store, as often as that pays; returns how many pages were
 /// moved.
 fn compact(mover: &mut Mover) -> u32 {
-    let volume = Arc::clone(mover.volume());
+    let volume = Arc::clone(mover.pool());
     let mut moved = 0;
     for store in 0..volume.stores().count() {
         while let Some(sparse) = volume.sparse(store) {

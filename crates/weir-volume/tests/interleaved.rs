@@ -4,7 +4,7 @@
 //! where a lane hands a completion over, between the pages of a pack that it publishes, and within
 //! a claim, between the look at a slot's record and the exchange that claims it. No store fails
 //! here, so every read is right: it gives a write that none which began after its end ended before
-//! the read began.
+//! the read began. The lanes use two volumes of one pool, and a page's number here is the pool's.
 //!
 //! `WEIR_SIMULATOR_SEED=17` plays one seed, `WEIR_SIMULATOR_SEEDS=1000` so many from 0 on. It needs
 //! debug assertions, by which the volume lets others run within a claim.
@@ -15,13 +15,14 @@ mod chance;
 
 use chance::Chance;
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Progress, Sim, SimUrl, Store};
 use weir_volume::{
-    ChunkState, Compression, Config, GiveBackError, Lane, Mover, Sparse, Step, Task, Volume,
+    ChunkState, Compression, Config, GiveBackError, Lane, Mover, Pool, Sparse, Step, Task, Volume,
     run_within_claims,
 };
 
@@ -47,6 +48,8 @@ enum Pending {
 
 struct Client {
     lane: Lane,
+    /// The pages of the lane's volume.
+    pages: Range<u32>,
     pending: Vec<Option<Pending>>,
 }
 
@@ -70,7 +73,7 @@ struct Tally {
 
 struct World {
     config: Config,
-    volume: Arc<Volume>,
+    pool: Arc<Pool>,
     clients: Vec<RefCell<Client>>,
     worker: RefCell<Worker>,
     /// By page; its first is that of the beginning, of zeros.
@@ -128,20 +131,26 @@ impl World {
             };
             Arc::new(Sim::open(url).expect("memory")) as Arc<dyn Store>
         });
-        let volume = Volume::create(config, stores.collect()).expect("stores that are large enough");
+        let pool = Pool::create(config, stores.collect()).expect("stores that are large enough");
         let compresses = chance.one_in(2);
         if compresses {
-            volume.compress(chance.pick(&[Compression::Lz4, Compression::Zstd]));
+            pool.compress(chance.pick(&[Compression::Lz4, Compression::Zstd]));
         }
-        let client = || RefCell::new(Client { lane: volume.lane().expect("a seat"), pending: Vec::new() });
-        let clients = (1..config.lanes).map(|_| client()).collect();
-        let mover = volume.mover().expect("a seat");
+        // This number comes from another stream: the histories of old seeds change less.
+        let first = Chance::new(!seed).within(1, config.pages);
+        let volumes = [first, config.pages - first].map(|pages| pool.volume(pages).expect("free pages"));
+        let client = |volume: &Arc<Volume>| {
+            let lane = volume.lane().expect("a seat");
+            RefCell::new(Client { lane, pages: volume.range(), pending: Vec::new() })
+        };
+        let clients = volumes.iter().cycle().take(config.lanes - 1).map(client).collect();
+        let mover = pool.mover().expect("a seat");
         let first = Write { serial: 0, began: 0, ended: Some(0) };
         Rc::new(World {
             config,
             clients,
             worker: RefCell::new(Worker { mover, task: None, away: Vec::new() }),
-            volume,
+            pool,
             writes: RefCell::new(vec![vec![first]; config.pages as usize]),
             chance: RefCell::new(chance),
             events: Cell::new(0),
@@ -225,6 +234,7 @@ impl World {
         // Half of all operations meet on a few pages.
         let page = self.within(0, self.config.pages);
         let page = if self.one_in(2) { page % 4 } else { page };
+        let page = client.pages.start + page % client.pages.len() as u32;
         match self.within(0, 20) {
             0..7 => self.write(client, page),
             7..12 => self.read(client, page),
@@ -253,7 +263,7 @@ impl World {
         };
         let serial = u32::from_le_bytes(bytes[4..8].try_into().expect("4 bytes"));
         let ticket = Self::ticket(client);
-        match client.lane.write(ticket as u32, PageNo(page), &bytes) {
+        match client.lane.write(ticket as u32, PageNo(page - client.pages.start), &bytes) {
             Progress::Done(result) => self.end_write(page, serial, result),
             Progress::Queued => client.pending[ticket] = Some(Pending::Write { page, serial }),
             // Nothing has begun, and nobody tries again.
@@ -290,7 +300,7 @@ impl World {
         let began = self.event();
         let ticket = Self::ticket(client);
         let mut out = [0x5a; PAGE_SIZE];
-        match client.lane.read(ticket as u32, PageNo(page), &mut out) {
+        match client.lane.read(ticket as u32, PageNo(page - client.pages.start), &mut out) {
             Progress::Done(Ok(())) => self.check(page, began, &out),
             Progress::Done(Err(fault)) => panic!("page {page} cannot be read, and no store fails: {fault}"),
             Progress::Queued => client.pending[ticket] = Some(Pending::Read { page, began }),
@@ -321,7 +331,7 @@ impl World {
 
     fn poll(&self, client: &mut Client) {
         let now = self.time();
-        let Client { lane, pending } = client;
+        let Client { lane, pending, .. } = client;
         lane.poll(now, &mut |done| {
             let ended = pending[done.ticket as usize].take().expect("a ticket that is in flight");
             match (ended, done.result) {
@@ -369,11 +379,11 @@ impl World {
     }
 
     fn begin_task(&self, worker: &mut Worker) -> bool {
-        let stores = self.volume.stores().count() as u32;
+        let stores = self.pool.stores().count() as u32;
         let (store, chunk) = (self.within(0, stores) as usize, self.within(0, 2));
         let task = match self.within(0, 4) {
             0 | 1 if worker.away.len() < 2 => {
-                if self.volume.begin_give_back(store, &[chunk]).is_err() {
+                if self.pool.begin_give_back(store, &[chunk]).is_err() {
                     return false;
                 }
                 Task::GiveBack { store, chunk }
@@ -397,7 +407,7 @@ impl World {
             (Task::GiveBack { store, chunk }, Ok(_)) => {
                 worker.away.push((store, chunk));
                 self.count(|tally| tally.given_back += 1);
-                let state = self.volume.chunks(store).nth(chunk as usize).map(|chunk| chunk.state);
+                let state = self.pool.chunks(store).nth(chunk as usize).map(|chunk| chunk.state);
                 assert_eq!(state, Some(ChunkState::GivenBack));
             }
             (Task::Compact { .. }, Ok(pages)) => self.count(|tally| tally.compacted += u64::from(pages)),
@@ -423,10 +433,11 @@ impl World {
             self.work(&mut worker);
         }
         for page in 0..self.config.pages {
-            self.read(&mut self.clients[0].borrow_mut(), page);
+            let reader = self.clients.iter().find(|client| client.borrow().pages.contains(&page));
+            self.read(&mut reader.expect("a client of each volume").borrow_mut(), page);
             rest();
         }
-        let status = self.volume.status();
+        let status = self.pool.status();
         let used: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
         assert_eq!(
             used,

@@ -118,7 +118,7 @@ impl Lane {
         }
         // Waiting frees slots, but brings no store back. A page that is to be promoted does not
         // wait: its present slot is good enough.
-        let any_left = self.volume.tiers.iter().any(|tier| !tier.is_lost());
+        let any_left = self.pool.tiers.iter().any(|tier| !tier.is_lost());
         if !self.holds_slots() && any_left && self.reach == self.stores.len() {
             if self.slot_wait.phase == Phase::Idle && !self.slot_wait.asked {
                 count(&self.metrics().waits);
@@ -142,8 +142,8 @@ impl Lane {
     #[cold]
     pub(super) fn wait_for_slot(&mut self, now: Instant) {
         self.slot_wait.tick(now);
-        self.volume.end_quarantines();
-        self.volume.step_closing(now);
+        self.pool.end_quarantines();
+        self.pool.step_closing(now);
         if self.unsettled > 0 {
             self.settle_idle(now);
         }
@@ -177,11 +177,11 @@ impl Lane {
     #[inline]
     fn claim_in(&mut self, page: PageNo, state: State) -> Option<(usize, Slot)> {
         for at in 0..self.reach {
-            let tier = &self.volume.tiers[at];
+            let tier = &self.pool.tiers[at];
             if !tier.has_member(state) {
                 continue;
             }
-            if tier.is_quarantined() && self.slots_held() >= self.volume.share_in_quarantine() as usize {
+            if tier.is_quarantined() && self.slots_held() >= self.pool.share_in_quarantine() as usize {
                 continue;
             }
             if self.claims_since_safe > HINTS as u32 / 2 && self.stores[at].hints.len > 0 {
@@ -193,7 +193,7 @@ impl Lane {
                 self.taker = at;
                 return Some((at, slot));
             }
-            let tier = &self.volume.tiers[at];
+            let tier = &self.pool.tiers[at];
             let may = |extent| tier.lies_on(extent, state);
             let store = &mut self.stores[at];
             while let Some(slot) = store.hints.first() {
@@ -225,7 +225,7 @@ impl Lane {
                 return None;
             }
             self.refresh_safe();
-            let tier = &self.volume.tiers[at];
+            let tier = &self.pool.tiers[at];
             let StoreLane { run, run_cursor, .. } = &mut self.stores[at];
             let may = |extent| tier.lies_on(extent, state);
             *run = tier.records.find_run(run_cursor, RUN_FINE, RUN_MAX, self.safe, may);
@@ -235,7 +235,7 @@ impl Lane {
             }
         }
         let slot = Slot(self.stores[at].run.next()?);
-        let tier = &self.volume.tiers[at];
+        let tier = &self.pool.tiers[at];
         if tier.lies_on(slot.0 / EXTENT_SLOTS, state) && tier.records.try_claim(slot, page, self.safe) {
             self.long -= 1;
             return Some(slot);
@@ -256,7 +256,7 @@ impl Lane {
     /// reason is a store that is lost, or a disk that hangs and keeps slots. For a worker, a
     /// hanging disk counts as full: the page can stay in its slot.
     pub(super) fn no_slot(&self) -> Fault {
-        let tiers = &self.volume.tiers;
+        let tiers = &self.pool.tiers;
         let is_worker = self.parts.iter().any(|part| part.patch.is_empty());
         let is_late = |tier: &Tier| tier.is_quarantined() || tier.has_member(State::Unreachable);
         if tiers.iter().any(|tier| tier.has_member(State::Lost)) {
@@ -269,7 +269,7 @@ impl Lane {
     }
 
     fn refresh_safe(&mut self) {
-        self.safe = self.volume.epochs.safe();
+        self.safe = self.pool.epochs.safe();
         self.claims_since_safe = 0;
     }
 }

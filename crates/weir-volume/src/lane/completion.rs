@@ -38,9 +38,9 @@ impl Lane {
 
     /// Frees slots of writes that were late and can no longer change them.
     fn free_settled(&mut self, at: usize) {
-        let Lane { stores, volume, unsettled, .. } = self;
+        let Lane { stores, pool, unsettled, .. } = self;
         stores[at].lane.settled(&mut |slot| {
-            volume.tiers[at].records.free_slot(slot, 0);
+            pool.tiers[at].records.free_slot(slot, 0);
             *unsettled -= 1;
         });
     }
@@ -106,7 +106,7 @@ impl Lane {
     /// lies. Other answers are noted for later, since the store's lane is borrowed by its own poll.
     fn poll_store(&mut self, now: Instant, at: usize, done: &mut dyn FnMut(Done<'_>)) {
         let (pin, metrics) = (&self.pin, &self.metrics);
-        let Lane { stores, ops, parts, runs, finished, volume, under_way, looking, packing, .. } = self;
+        let Lane { stores, ops, parts, runs, finished, pool, under_way, looking, packing, .. } = self;
         stores[at].lane.poll(now, &mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
@@ -121,7 +121,7 @@ impl Lane {
                         }
                         Ok(())
                     });
-                    looking.end(op.found, &volume.epochs, pin);
+                    looking.end(op.found, &pool.epochs, pin);
                     metrics.read_ended(op.work.place(), op.started, result);
                     done(Done { ticket: op.ticket, result, page: page.filter(|_| result.is_ok()) });
                 }
@@ -129,7 +129,7 @@ impl Lane {
                     if let Some(bytes) = completion.page {
                         parts[part as usize].base.copy_from_slice(bytes);
                     }
-                    looking.end(op.found, &volume.epochs, pin);
+                    looking.end(op.found, &pool.epochs, pin);
                 }
                 Work::Run { run } => {
                     let run = &mut runs[run as usize];
@@ -142,7 +142,7 @@ impl Lane {
                     }
                     if run.has_ended() {
                         if !run.is_write() {
-                            looking.end(op.found, &volume.epochs, pin);
+                            looking.end(op.found, &pool.epochs, pin);
                         }
                         finished.push((completion.ticket, Ok(())));
                     }

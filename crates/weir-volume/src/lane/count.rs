@@ -36,7 +36,7 @@ impl Lane {
         if self.until_sample > 0 {
             None
         } else {
-            self.volume.stopwatch.get().map(|clock| Started { at: clock(), clock: *clock })
+            self.pool.stopwatch.get().map(|clock| Started { at: clock(), clock: *clock })
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The place where a page was found, and the checksum that proves its content.
 
-use crate::Volume;
+use crate::Pool;
 use crate::entry::{Entry, Place};
 use crate::pack;
 use weir_core::{Checksum, PageBytes, PageNo};
@@ -18,7 +18,7 @@ pub(crate) struct Located {
     pub(super) packed: bool,
 }
 
-impl Volume {
+impl Pool {
     /// Finds a page's place and its checksum. The calling lane must be pinned.
     ///
     /// The slot's record is read after the map named the slot. No lane can claim the slot

@@ -26,12 +26,13 @@ use crate::epoch::Pin;
 use crate::looking::Looking;
 use crate::records::Cursor;
 use crate::status::LaneMetrics;
-use crate::{Tier, Volume};
+use crate::{Pool, Tier, Volume};
 use claim::{Hints, SlotWait};
 use packing::{Carried, Packed, Packing};
 use part::Part;
 use publish::Written;
 use queued_run::RUNS;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -49,7 +50,10 @@ pub(crate) const PARTS: usize = 8;
 /// that any lane frees meanwhile may not be reused before the batch ends. So end a batch, by
 /// `submit`, before waiting for anything.
 pub struct Lane {
+    pub(crate) pool: Arc<Pool>,
     volume: Arc<Volume>,
+    /// The volume's pages in the pool.
+    range: Range<u32>,
     seat: usize,
     /// This lane as others see it.
     pin: Item<Pin>,
@@ -150,15 +154,13 @@ enum Work {
 }
 
 impl Lane {
-    /// Opens the lane in `seat`, for `parts` partial writes of at most `patch` bytes at a time.
-    pub(crate) fn open(
-        volume: Arc<Volume>,
-        seat: usize,
-        parts: usize,
-        patch: usize,
-    ) -> Result<Self, OpenError> {
-        let depth = volume.config.depth.max(1);
-        let lanes = volume.config.lanes;
+    /// Opens a lane, for `parts` partial writes of at most `patch` bytes at a time.
+    pub(crate) fn open(volume: Arc<Volume>, parts: usize, patch: usize) -> Result<Self, OpenError> {
+        let pool = Arc::clone(volume.pool());
+        pool.take_slack(pool.config.lane_slots())?;
+        let seat = pool.seats.take();
+        let depth = pool.config.depth.max(1);
+        let lanes = pool.config.lanes;
         let open = |tier: &Tier| {
             Ok(StoreLane {
                 lane: tier.store.lane(depth)?,
@@ -168,17 +170,17 @@ impl Lane {
                 run_cursor: tier.records.cursor(seat, lanes),
             })
         };
-        let stores: Box<[StoreLane]> = match volume.tiers.iter().map(open).collect() {
+        let stores: Box<[StoreLane]> = match pool.tiers.iter().map(open).collect() {
             Ok(stores) => stores,
             Err(error) => {
-                volume.release_seat(seat);
+                pool.release_seat(seat);
                 return Err(error);
             }
         };
-        let packing = match Packing::of(&volume) {
+        let packing = match Packing::of(&pool) {
             Ok(packing) => packing,
             Err(error) => {
-                volume.release_seat(seat);
+                pool.release_seat(seat);
                 return Err(OpenError::io("volume", "no memory to compress pages in", error));
             }
         };
@@ -191,8 +193,10 @@ impl Lane {
             len: 0,
             moving: None,
         };
-        let (pin, metrics) = (volume.epochs.pin_of(seat), volume.seats.seat(seat).metrics(stores.len()));
+        let (pin, metrics) = (pool.epochs.pin_of(seat), pool.seats.seat(seat).metrics(stores.len()));
         Ok(Lane {
+            pool,
+            range: volume.range(),
             volume,
             seat,
             pin,
@@ -230,6 +234,24 @@ impl Lane {
         &self.volume
     }
 
+    /// The page of the pool that is this page of the volume.
+    #[inline]
+    pub(crate) fn at(&self, page: PageNo) -> PageNo {
+        self.run_at(page, 1)
+    }
+
+    /// The page of the pool with which a run of this many pages begins.
+    ///
+    /// # Panics
+    /// Panics when the volume has no such pages: the next ones are another volume's.
+    #[inline]
+    pub(crate) fn run_at(&self, first: PageNo, count: usize) -> PageNo {
+        let pages = self.range.end - self.range.start;
+        let fits = first.0 <= pages && count <= (pages - first.0) as usize;
+        assert!(fits, "{count} pages from page {} of {pages} on", first.0);
+        PageNo(self.range.start + first.0)
+    }
+
     /// Announces a batch to every store, so that each can choose how to do it. Optional. If it is
     /// known which pages will be read, [`batch`](Lane::batch) tells each store only its own part.
     pub fn plan(&mut self, reads: usize, writes: usize) {
@@ -241,15 +263,16 @@ impl Lane {
     /// A batch to announce; `None` if no store would act differently for it.
     pub fn batch(&mut self) -> Option<BatchCounts<'_>> {
         let heeded = self.stores.iter().any(|store| store.lane.heeds_plan());
-        heeded.then(|| BatchCounts::new(&self.volume, &mut self.stores, self.taker))
+        heeded.then(|| BatchCounts::new(&self.pool, &self.range, &mut self.stores, self.taker))
     }
 
     /// Reads a page. With [`Progress::Done`] `out` holds the page; with [`Progress::Queued`] it
     /// comes with the completion.
     pub fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
+        let page = self.at(page);
         self.enter();
         let started = self.sample();
-        let located = self.volume.locate(page);
+        let located = self.pool.locate(page);
         let result = match located.entry.place() {
             Place::Empty => {
                 out.fill(0);
@@ -284,10 +307,11 @@ impl Lane {
     /// another lane has written the page meanwhile, the caller checks that its client is still
     /// there before it tries again.
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
+        let page = self.at(page);
         self.enter();
         let started = self.sample();
         let Some(op) = self.idle_op() else { return Progress::Full };
-        let generation = self.volume.map.load(page).next_generation();
+        let generation = self.pool.map.load(page).next_generation();
         if self.packing.is_some() {
             match self.pack(op, page, bytes) {
                 Packed::Joined => {
@@ -337,10 +361,11 @@ impl Lane {
     }
 
     fn replace_all(&mut self, first: PageNo, count: u32, place: Place, which: impl Fn(Place) -> bool) {
+        let first = self.run_at(first, count as usize);
         for page in (first.0..first.0 + count).map(PageNo) {
             self.enter();
             loop {
-                let was = self.volume.map.load(page);
+                let was = self.pool.map.load(page);
                 if !which(was.place()) || self.publish(page, Entry::new(place, was.next_generation()), None) {
                     break;
                 }
@@ -370,12 +395,12 @@ impl Lane {
 
     /// Whether the page has been written since it was last discarded.
     pub fn mapped(&self, page: PageNo) -> bool {
-        self.volume.map.load(page).place() != Place::Empty
+        self.pool.map.load(self.at(page)).place() != Place::Empty
     }
 
     /// Whether the page is known to read as zeros, without looking into a store.
     pub fn known_zero(&self, page: PageNo) -> bool {
-        matches!(self.volume.map.load(page).place(), Place::Empty | Place::Fill(0))
+        matches!(self.pool.map.load(self.at(page)).place(), Place::Empty | Place::Fill(0))
     }
 
     /// Operations queued and not yet handed over.
@@ -410,7 +435,7 @@ impl Lane {
     /// so a long batch does not hold back the slots that it frees.
     #[inline]
     fn enter(&mut self) {
-        self.looking.enter(&self.volume.epochs, &self.pin);
+        self.looking.enter(&self.pool.epochs, &self.pin);
     }
 
     #[inline]
@@ -502,16 +527,16 @@ impl Op {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        let Lane { volume, seat, stores, ops, runs, finished, .. } = self;
+        let Lane { pool, seat, stores, ops, runs, finished, .. } = self;
         if self.in_flight + self.unsettled == 0 {
-            return volume.free_seat(*seat);
+            return pool.free_seat(*seat);
         }
         // Writes under way hold slots that no other lane knows of, and reads need the lane's pin.
         // The volume takes care of both.
         let (stores, ops, runs) = (std::mem::take(stores), std::mem::take(ops), std::mem::take(runs));
-        let mut closing = Closing::new(volume, stores, ops, runs, self.unsettled);
-        finished.drain(..).for_each(|(op, result)| closing.end_single(volume, op, result));
-        volume.close(*seat, closing);
+        let mut closing = Closing::new(pool, stores, ops, runs, self.unsettled);
+        finished.drain(..).for_each(|(op, result)| closing.end_single(pool, op, result));
+        pool.close(*seat, closing);
     }
 }
 

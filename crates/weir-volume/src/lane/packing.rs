@@ -10,7 +10,7 @@
 
 use super::count::count;
 use super::{Lane, Located, Part, Work};
-use crate::Volume;
+use crate::Pool;
 use crate::compress::{Codec, WORST};
 use crate::entry::{Entry, Place};
 use crate::pack::{self, MEMBER_MAX, MEMBERS_MAX, OpenPack};
@@ -69,12 +69,12 @@ impl Packing {
     ///
     /// # Errors
     /// Fails when there is no memory for it.
-    pub fn of(volume: &Volume) -> io::Result<Option<Box<Self>>> {
-        if !volume.tiers.iter().any(|tier| tier.records.has_packs()) {
+    pub fn of(pool: &Pool) -> io::Result<Option<Box<Self>>> {
+        if !pool.tiers.iter().any(|tier| tier.records.has_packs()) {
             return Ok(None);
         }
         // Packs of an earlier daemon may use another algorithm.
-        let codec = Codec::new(volume.compression(), true)?;
+        let codec = Codec::new(pool.compression(), true)?;
         let (small, page) = (Box::new([0; WORST]), Box::new([0; PAGE_SIZE]));
         let found = Vec::with_capacity(OPENED_MAX * MEMBERS_MAX);
         Ok(Some(Box::new(Packing {
@@ -263,7 +263,7 @@ impl Lane {
 
     fn send_pack(&mut self, first: u32, pages: usize, store: usize, slot: Slot) -> bool {
         let Some(packing) = &self.packing else { return true };
-        let records = &self.volume.tiers[store].records;
+        let records = &self.pool.tiers[store].records;
         let (room, checksum) = (packing.open.room() as u32, pack::checksum(packing.open.bytes()));
         records.fill_in(slot, Occupant::unpublished_pack(pages as u32, room, checksum));
         match self.stores[store].lane.write(first, slot, packing.open.bytes()) {
@@ -285,7 +285,7 @@ impl Lane {
     fn send_single(&mut self, op: u32, page: PageNo, store: usize, slot: Slot) -> bool {
         let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
         let Some(packing) = &mut self.packing else { return true };
-        let records = &self.volume.tiers[store].records;
+        let records = &self.pool.tiers[store].records;
         let Packing { codec, open, page: bytes, .. } = &mut **packing;
         let small = pack::find(open.bytes(), page);
         let whole = small.is_some_and(|(compression, small)| codec.expand(compression, small, bytes));
@@ -320,7 +320,7 @@ impl Lane {
         match result {
             Ok(()) => count(&self.metrics().packs),
             Err(Fault::Timeout) => self.unsettled += 1,
-            Err(_) => self.volume.tiers[store].records.free_slot(slot, 0),
+            Err(_) => self.pool.tiers[store].records.free_slot(slot, 0),
         }
         let mut next = Some(first);
         while let Some(op) = next {
@@ -335,7 +335,7 @@ impl Lane {
             self.go_on(op, Ok(()), done);
         }
         if result.is_ok() {
-            let gone = self.volume.tiers[store].records.published(slot, || self.volume.epochs.now());
+            let gone = self.pool.tiers[store].records.published(slot, || self.pool.epochs.now());
             self.metrics().unpacks.add(u64::from(gone));
         }
     }
@@ -361,7 +361,7 @@ impl Lane {
         packing.left += 1;
         if packing.left >= TELL_EVERY {
             packing.left = 0;
-            self.volume.packs_are_left();
+            self.pool.packs_are_left();
         }
     }
 
@@ -373,7 +373,7 @@ impl Lane {
             return Progress::Full;
         };
         // A slot published after this lane was pinned stays unchanged until the pin ends.
-        let occupant = self.volume.tiers[store].records.occupant(slot);
+        let occupant = self.pool.tiers[store].records.occupant(slot);
         let Some(occupant) = occupant.filter(|it| it.fill().is_some()) else { return Progress::Done(Ok(())) };
         let here = Place::Stored { store, slot };
         let from = Located {
@@ -406,14 +406,13 @@ impl Lane {
 
     /// Notes which pages of the pack in a part's base still lie there.
     pub(super) fn note_members(&mut self, part: u32) {
-        let Lane { packing: Some(packing), parts, volume, .. } = self else { return };
+        let Lane { packing: Some(packing), parts, pool, .. } = self else { return };
         let Part { base, moving, .. } = &parts[part as usize];
         let Some(Place::Stored { slot, .. }) = *moving else { return };
         if pack::compression(base) != packing.codec.compression() {
             return;
         }
-        let there =
-            |page: &PageNo| page.0 < volume.pages() && Some(volume.map.load(*page).place()) == *moving;
+        let there = |page: &PageNo| page.0 < pool.pages() && Some(pool.map.load(*page).place()) == *moving;
         for page in pack::members(base).filter(there) {
             if packing.found.len() < packing.found.capacity() {
                 packing.found.push((page, slot));
@@ -431,7 +430,7 @@ impl Lane {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::{Compression, Config};
+    use crate::{Compression, Config, Volume};
     use std::sync::Arc;
     use std::time::Instant;
     use weir_store::Host;

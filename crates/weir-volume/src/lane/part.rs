@@ -27,6 +27,7 @@ impl Lane {
     /// the page keeps its content, even if another lane writes the page at the same time. It is
     /// slower than a whole page, so callers align when they can.
     pub fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
+        let page = self.at(page);
         self.enter();
         let started = self.sample();
         self.start_part(ticket, started, page, (offset, bytes), None)
@@ -94,7 +95,7 @@ impl Lane {
                 // Nothing is under way: begin, or begin again, with the page's content now.
                 (None, _) => {
                     self.enter();
-                    let from = self.volume.locate(from.page);
+                    let from = self.pool.locate(from.page);
                     if self.parts[part as usize].moving.is_some_and(|place| place != from.entry.place()) {
                         return Progress::Done(Ok(()));
                     }

@@ -2,7 +2,7 @@
 
 use super::Lane;
 use super::count::count;
-use crate::Volume;
+use crate::Pool;
 use crate::entry::{Entry, Place};
 use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
@@ -56,7 +56,7 @@ impl Lane {
         let checksum = Checksum::of(bytes, page, generation);
         // The record may be complete before the content is: no lane reads the slot until the map
         // names it.
-        self.volume.tiers[store].records.fill_in(slot, Occupant { page, checksum });
+        self.pool.tiers[store].records.fill_in(slot, Occupant { page, checksum });
         let outcome = match self.stores[store].lane.write(op, slot, bytes) {
             Progress::Done(Ok(())) if self.publish(page, entry, condition) => Written::Published,
             Progress::Done(Ok(())) => {
@@ -88,10 +88,10 @@ impl Lane {
     /// once. A move keeps the generation. So an entry that comes back (before 2^26 writes) names
     /// the same content.
     pub(super) fn publish(&mut self, page: PageNo, entry: Entry, condition: Option<Entry>) -> bool {
-        let map = &self.volume.map;
+        let map = &self.pool.map;
         let is_pack = match entry.place() {
             Place::Stored { store, slot } if self.packing.is_some() => {
-                self.volume.tiers[store].records.is_pack(slot)
+                self.pool.tiers[store].records.is_pack(slot)
             }
             _ => false,
         };
@@ -122,7 +122,7 @@ impl Lane {
         match old.place() {
             Place::Stored { store, slot } => {
                 count(&metrics.unstored);
-                let retired = self.volume.tiers[store].records.retire(slot, || self.volume.epochs.now());
+                let retired = self.pool.tiers[store].records.retire(slot, || self.pool.epochs.now());
                 if retired.pack {
                     count(&metrics.unpacked);
                     metrics.unpacks.add(u64::from(retired.freed));
@@ -145,8 +145,8 @@ impl Lane {
     /// enough.
     pub(super) fn publish_slow(&mut self, op: u32, page: PageNo, mut entry: Entry) -> Option<Entry> {
         while !self.publish(page, entry, None) {
-            let now = self.volume.map.load(page).next_generation();
-            entry = self.volume.renew(page, entry, now);
+            let now = self.pool.map.load(page).next_generation();
+            entry = self.pool.renew(page, entry, now);
             if self.ops[op as usize].looks < LOOKS_MAX {
                 return Some(entry);
             }
@@ -172,12 +172,12 @@ impl Lane {
     /// Frees the slot of an entry that was never published, or its place in a pack.
     pub(super) fn unclaim(&self, entry: Entry) {
         if let Place::Stored { store, slot } = entry.place() {
-            self.volume.retire_unpublished(store, slot);
+            self.pool.retire_unpublished(store, slot);
         }
     }
 }
 
-impl Volume {
+impl Pool {
     /// Frees a slot that the map has not named, or one page's place in a pack. Lanes may have read
     /// other pages of that pack.
     pub(crate) fn retire_unpublished(&self, store: usize, slot: Slot) {

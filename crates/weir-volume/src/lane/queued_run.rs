@@ -107,16 +107,17 @@ impl Lane {
     /// in any order among other operations.
     pub fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
+        let first = self.run_at(first, count);
         let mut most = count.min(RUN_PAGES).min(self.room_under_way());
         if most < LEAST {
             return 0;
         }
         self.enter();
-        let Lane { volume, stores, runs, .. } = self;
+        let Lane { pool, stores, runs, .. } = self;
         let found = &mut runs[run as usize];
         let (mut pages, mut from) = (0, None);
         while pages < most {
-            let located = volume.locate(PageNo(first.0 + pages as u32));
+            let located = pool.locate(PageNo(first.0 + pages as u32));
             let (Place::Stored { store, slot }, Some(checksum), false) =
                 (located.entry.place(), located.checksum, located.packed)
             else {
@@ -146,12 +147,13 @@ impl Lane {
     /// written; the others are for [`write`](Lane::write). All have one completion together.
     pub fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
+        let first = self.run_at(first, pages.len());
         let room = self.stores[self.taker].lane.run_room(true).min(self.room_under_way());
         let most = pages.len().min(RUN_PAGES).min(room);
         if most < LEAST
             || self.long == 0
             || self.packing.is_some()
-            || self.volume.tiers[self.taker].is_quarantined()
+            || self.pool.tiers[self.taker].is_quarantined()
         {
             return 0;
         }
@@ -165,7 +167,7 @@ impl Lane {
         let place = |at: usize| Place::Stored { store, slot: Slot(slot.0 + at as u32) };
         let page = |at: usize| PageNo(first.0 + at as u32);
         let mut claimed = 1;
-        if self.stores[store].lane.run_room(true) >= most && !self.volume.tiers[store].is_quarantined() {
+        if self.stores[store].lane.run_room(true) >= most && !self.pool.tiers[store].is_quarantined() {
             while claimed < most
                 && !is_uniform(claimed)
                 && self.claim_neighbour(store, Slot(slot.0 + claimed as u32), page(claimed))
@@ -173,13 +175,13 @@ impl Lane {
                 claimed += 1;
             }
         }
-        let Lane { volume, stores, runs, .. } = self;
-        let records = &volume.tiers[store].records;
+        let Lane { pool, stores, runs, .. } = self;
+        let records = &pool.tiers[store].records;
         for (at, bytes) in pages[..claimed].iter().enumerate() {
             if let Some(ahead) = pages[..claimed].get(at + AHEAD) {
                 weir_core::prefetch(ahead);
             }
-            let entry = Entry::new(place(at), volume.map.load(page(at)).next_generation());
+            let entry = Entry::new(place(at), pool.map.load(page(at)).next_generation());
             let checksum = Checksum::of(bytes, page(at), entry.generation());
             // The record may be complete before the content is: no lane reads the slot until the
             // map names it.

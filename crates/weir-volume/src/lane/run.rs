@@ -52,6 +52,7 @@ impl Lane {
     /// [`write`](Lane::write), which can wait, queue and fail. It gives them neighbouring slots if
     /// there are any.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
+        let first = self.run_at(first, pages.len());
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);
         // Compressed pages wait for others in a pack, by another way.
@@ -86,7 +87,7 @@ impl Lane {
                 None => self.claim_now(page).map(|(store, slot)| Place::Stored { store, slot }),
             };
             let Some(place) = place else { break };
-            entries[claimed] = Entry::new(place, self.volume.map.load(page).next_generation());
+            entries[claimed] = Entry::new(place, self.pool.map.load(page).next_generation());
             claimed += 1;
             if let Place::Stored { store, .. } = place
                 && !self.stores[store].lane.writes_past_caches()
@@ -101,7 +102,7 @@ impl Lane {
                     break;
                 }
                 let checksum = Checksum::of(bytes, page, entry.generation());
-                self.volume.tiers[store].records.fill_in(slot, Occupant { page, checksum });
+                self.pool.tiers[store].records.fill_in(slot, Occupant { page, checksum });
             }
             written += 1;
         }

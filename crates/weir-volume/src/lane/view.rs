@@ -30,7 +30,7 @@ impl Lane {
 impl Guard<'_> {
     /// A read of the page without I/O. A page shown as bytes has been verified.
     pub fn view(&self, page: PageNo) -> View<'_> {
-        self.show(&self.lane.volume.locate(page))
+        self.show(&self.lane.pool.locate(self.lane.at(page)))
     }
 
     #[inline]
@@ -69,9 +69,9 @@ impl Guard<'_> {
     /// after one or two others.
     #[inline]
     pub fn prefetch(&self, page: PageNo) {
-        let volume = &self.lane.volume;
-        if let Place::Stored { store, slot } = volume.map.load(page).place() {
-            volume.tiers[store].records.prefetch(slot);
+        let pool = &self.lane.pool;
+        if let Place::Stored { store, slot } = pool.map.load(self.lane.at(page)).place() {
+            pool.tiers[store].records.prefetch(slot);
             // SAFETY: the map names the slot and this lane is pinned, as in `view`.
             if let Some(bytes) = unsafe { self.lane.stores[store].lane.view(slot) } {
                 weir_core::prefetch(bytes);

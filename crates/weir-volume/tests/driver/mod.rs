@@ -79,7 +79,7 @@ impl Driven for Mover {
     }
 
     fn give_back(&mut self, store: usize, chunk: u32, told: Told<'_>) -> Result<u32, GiveBackError> {
-        self.volume().begin_give_back(store, &[chunk])?;
+        self.pool().begin_give_back(store, &[chunk])?;
         self.finish_give_back(store, chunk, told)
     }
 

@@ -3,6 +3,7 @@
 use crate::chance::Chance;
 use crate::model::{Content, squeezable, uniform, unique};
 use std::cell::Cell;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
 use weir_volume::{
-    ChunkState, Compression, Config, GiveBackError, Kept, Lane, Moved, Mover, Sparse, Step, Task, View,
+    ChunkState, Compression, Config, GiveBackError, Kept, Lane, Moved, Mover, Pool, Sparse, Step, Task, View,
     Volume,
 };
 
@@ -180,7 +181,9 @@ pub struct History {
     chance: Chance,
     config: Config,
     stores: Vec<Arc<Sim>>,
-    volume: Arc<Volume>,
+    /// The volumes of one pool; in half of all histories there are two. A page's number here is the
+    /// pool's.
+    volumes: Vec<Arc<Volume>>,
     players: Vec<Player>,
     /// The mover that gives chunks back and takes them.
     worker: Option<Mover>,
@@ -213,7 +216,7 @@ impl Drop for History {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("seed {} failed at step {}; add it to seeds.txt", self.seed, self.step);
-            eprintln!("{:?} over {:?}", self.config, self.volume.status().stores);
+            eprintln!("{:?} over {:?}", self.config, self.pool().status().stores);
         }
     }
 }
@@ -264,13 +267,18 @@ impl History {
                 Arc::new(Sim::open(url).expect("memory for a small store"))
             })
             .collect();
-        let volume = Volume::create(config, as_stores(&stores)).expect("stores of the size asked for");
+        let pool = Pool::create(config, as_stores(&stores)).expect("stores of the size asked for");
         // These numbers come from another stream, so that the histories of old seeds do not change.
         let compression = match Chance::new(!seed).within(0, 4) {
             0 => Some(Compression::Lz4),
             1 => Some(Compression::Zstd),
             _ => None,
         };
+        let mut split = Chance::new(!seed.rotate_left(32));
+        let two = config.lanes > 2 && config.pages > 1 && split.one_in(2);
+        let first = if two { split.within(1, config.pages) } else { config.pages };
+        let sizes = [first, config.pages - first].into_iter().filter(|pages| *pages > 0);
+        let volumes = sizes.map(|pages| pool.volume(pages).expect("free pages")).collect();
         let busy = chance.one_in(2).then(|| chance.within(0, config.lanes as u32 - 1) as usize);
         let mut history = History {
             seed,
@@ -278,7 +286,7 @@ impl History {
             chance,
             config,
             stores,
-            volume,
+            volumes,
             players: Vec::new(),
             worker: None,
             pages: vec![Content::Nothing; config.pages as usize],
@@ -302,15 +310,36 @@ impl History {
     }
 
     fn compress(&self) {
-        self.compression.iter().for_each(|with| self.volume.compress(*with));
+        self.compression.iter().for_each(|with| self.pool().compress(*with));
     }
 
     fn seat_players(&mut self) {
-        let volume = &self.volume;
-        let player =
-            || Player { lane: volume.lane().expect("a seat for each"), pending: Vec::new(), refused: None };
-        self.players = std::iter::repeat_with(player).take(self.config.lanes - 1).collect();
-        self.worker = Some(volume.mover().expect("a seat for the worker"));
+        let player = |volume: &Arc<Volume>| {
+            let lane = volume.lane().expect("a seat for each");
+            Player { lane, pending: Vec::new(), refused: None }
+        };
+        self.players = self.volumes.iter().cycle().take(self.config.lanes - 1).map(player).collect();
+        self.worker = Some(self.pool().mover().expect("a seat for the worker"));
+    }
+
+    fn pool(&self) -> &Arc<Pool> {
+        self.volumes[0].pool()
+    }
+
+    /// The pages of a player's volume.
+    fn pages_of(&self, at: usize) -> Range<u32> {
+        self.players[at].lane.volume().range()
+    }
+
+    /// A page of a player's volume, for any number.
+    fn own(&self, at: usize, number: u32) -> u32 {
+        let pages = self.pages_of(at);
+        pages.start + number % pages.len() as u32
+    }
+
+    /// The number that this page has in the player's volume.
+    fn number(&self, at: usize, page: u32) -> PageNo {
+        PageNo(page - self.pages_of(at).start)
     }
 
     /// Lets a write of a dead daemon land, every now and then.
@@ -336,6 +365,7 @@ impl History {
         let hot = self.config.pages.min(8);
         let page = self.chance.within(0, self.config.pages);
         let page = if self.chance.one_in(2) { page % hot } else { page };
+        let page = self.own(at, page);
         match self.chance.within(0, 1000) {
             0..300 => self.write(at, page),
             300..550 => self.read(at, page),
@@ -360,6 +390,7 @@ impl History {
     fn overwrite(&mut self, at: usize) {
         for _ in 0..2 * self.config.slack() {
             let page = self.chance.within(0, self.config.pages);
+            let page = self.own(at, page);
             self.write(at, page);
             self.players[at].lane.submit();
         }
@@ -457,7 +488,8 @@ impl History {
         self.rest_all();
         let bytes = unique(self.serial);
         let refused = self.tally.refused;
-        let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, PageNo(page), &bytes);
+        let number = self.number(at, page);
+        let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, number, &bytes);
         match self.queue(at, queue) {
             Ok(Ok(())) => self.pages[page as usize] = Content::Bytes(Rc::new(bytes)),
             Ok(Err(Fault::Full | Fault::Timeout)) => {}
@@ -484,7 +516,8 @@ impl History {
             _ => unique(self.serial),
         };
         let content = Content::Bytes(Rc::new(bytes));
-        let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, PageNo(page), &bytes);
+        let number = self.number(at, page);
+        let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, number, &bytes);
         match self.queue(at, queue) {
             Ok(Ok(())) => self.pages[page as usize] = content,
             Ok(Err(Fault::Full | Fault::Timeout)) => self.must_find_a_slot(at, page),
@@ -499,7 +532,8 @@ impl History {
         let offset = self.chance.within(0, PAGE_SIZE as u32) as usize;
         let length = self.chance.within(0, (PAGE_SIZE - offset + 1) as u32) as usize;
         let patch = unique(self.serial)[..length].to_vec();
-        let queue = |lane: &mut Lane, ticket: u32| lane.write_part(ticket, PageNo(page), offset, &patch);
+        let number = self.number(at, page);
+        let queue = |lane: &mut Lane, ticket: u32| lane.write_part(ticket, number, offset, &patch);
         match self.queue(at, queue) {
             Ok(Err(Fault::Lost)) if self.is_lost(page) => self.tally.lost_reads += 1,
             Ok(Ok(())) => self.patch(page, offset, &patch),
@@ -520,7 +554,8 @@ impl History {
     fn read(&mut self, at: usize, page: u32) {
         self.tally.reads += 1;
         let mut out = [0x5a; PAGE_SIZE];
-        let outcome = self.queue(at, |lane, ticket| lane.read(ticket, PageNo(page), &mut out));
+        let number = self.number(at, page);
+        let outcome = self.queue(at, |lane, ticket| lane.read(ticket, number, &mut out));
         // Take the page's content now: making room for the read may have finished a write of the
         // page.
         let expected = self.pages[page as usize].clone();
@@ -538,21 +573,21 @@ impl History {
         self.tally.trace = self.tally.trace.rotate_left(5) ^ word ^ u64::from(page);
     }
 
-    fn range(&mut self, page: u32) -> u32 {
-        self.chance.within(1, 9).min(self.config.pages - page)
+    fn range(&mut self, at: usize, page: u32) -> u32 {
+        self.chance.within(1, 9).min(self.pages_of(at).end - page)
     }
 
     fn discard(&mut self, at: usize, page: u32) {
         self.tally.discards += 1;
-        let count = self.range(page);
-        self.players[at].lane.discard(PageNo(page), count);
+        let (count, number) = (self.range(at, page), self.number(at, page));
+        self.players[at].lane.discard(number, count);
         self.pages[page as usize..(page + count) as usize].fill(Content::Nothing);
     }
 
     fn zero(&mut self, at: usize, page: u32) {
         self.tally.zeroes += 1;
-        let count = self.range(page);
-        self.players[at].lane.zero(PageNo(page), count, false);
+        let (count, number) = (self.range(at, page), self.number(at, page));
+        self.players[at].lane.zero(number, count, false);
         let zeros = Content::Bytes(Rc::new(uniform(0)));
         self.pages[page as usize..(page + count) as usize].fill(zeros);
     }
@@ -560,10 +595,11 @@ impl History {
     fn view(&mut self, at: usize, page: u32) {
         self.tally.views += 1;
         let expected = self.pages[page as usize].clone();
+        let number = self.number(at, page);
         let lane = &mut self.players[at].lane;
-        assert_eq!(lane.mapped(PageNo(page)), expected != Content::Nothing, "page {page}");
-        assert!(!lane.known_zero(PageNo(page)) || expected.bytes() == uniform(0), "page {page}");
-        match lane.pin().view(PageNo(page)) {
+        assert_eq!(lane.mapped(number), expected != Content::Nothing, "page {page}");
+        assert!(!lane.known_zero(number) || expected.bytes() == uniform(0), "page {page}");
+        match lane.pin().view(number) {
             View::Fault(Fault::Lost) => assert!(expected == Content::Lost, "page {page} is not lost"),
             View::Fill(value) => assert!(expected.bytes() == uniform(value), "page {page} shown as {value}"),
             View::Elsewhere => {}
@@ -685,8 +721,7 @@ impl History {
             return;
         }
         self.rest_all();
-        let volume = Arc::clone(&self.volume);
-        if let Err(error) = volume.begin_give_back(store, &[chunk]) {
+        if let Err(error) = self.pool().begin_give_back(store, &[chunk]) {
             use GiveBackError::{NoChunk, NoRoom, Settling};
             let expected = matches!(error, NoRoom { .. } | NoChunk { .. } | Settling);
             assert!(expected, "giving back chunk {chunk} of store {store}: {error}");
@@ -720,6 +755,7 @@ impl History {
         for _ in 0..self.chance.within(0, 4) {
             let at = self.chance.within(0, self.players.len() as u32) as usize;
             let page = self.chance.within(0, self.config.pages);
+            let page = self.own(at, page);
             match self.chance.within(0, 5) {
                 0 | 1 => self.write(at, page),
                 2 => self.write_part(at, page),
@@ -733,7 +769,7 @@ impl History {
     }
 
     fn chunk_state(&self, store: usize, chunk: u32) -> Option<ChunkState> {
-        self.volume.chunks(store).nth(chunk as usize).map(|chunk| chunk.state)
+        self.pool().chunks(store).nth(chunk as usize).map(|chunk| chunk.state)
     }
 
     /// Takes a chunk again, and promotes pages into the stores that have room now.
@@ -816,10 +852,11 @@ impl History {
         }
         self.tally.crashes += 1;
         // A chunk that was being given back is open again, unless its word says that it is gone.
-        let gone = |volume: &Volume, store: usize, chunk: u32| {
-            volume.chunks(store).nth(chunk as usize).is_some_and(|it| it.state == ChunkState::GivenBack)
+        let gone = |pool: &Pool, store: usize, chunk: u32| {
+            pool.chunks(store).nth(chunk as usize).is_some_and(|it| it.state == ChunkState::GivenBack)
         };
-        self.released.retain(|&(store, chunk)| gone(&self.volume, store, chunk));
+        let pool = Arc::clone(self.pool());
+        self.released.retain(|&(store, chunk)| gone(&pool, store, chunk));
         for &(store, chunk) in &self.released {
             // A store that is opened anew may have all its memory; the volume remembers the chunks
             // that were given back.
@@ -834,7 +871,7 @@ impl History {
         self.worker.take().expect("nobody else has it").abandon();
         self.stores.iter().for_each(|store| store.let_writes_outlive_lanes(false));
         self.tally.orphans += self.stores.iter().map(|store| store.orphans() as u64).sum::<u64>();
-        let fds = self.volume.kept_fds();
+        let fds = pool.kept_fds();
         let adopt = |fd: &BorrowedFd<'_>| {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
         };
@@ -844,13 +881,14 @@ impl History {
             2 => self.double_a_slot(&kept),
             _ => Vec::new(),
         };
-        let (volume, lost) =
-            Volume::take_over(self.config, as_stores(&self.stores), kept).expect("the same shape");
+        let (pool, lost) =
+            Pool::take_over(self.config, as_stores(&self.stores), kept).expect("the same shape");
         assert_eq!(lost, destroyed.len() as u64, "pages lost by the crash");
         for page in destroyed {
             self.pages[page as usize] = Content::Lost;
         }
-        self.volume = volume;
+        let reopened = |volume: &Arc<Volume>| pool.reopen(volume.range()).expect("its own pages");
+        self.volumes = self.volumes.iter().map(reopened).collect();
         self.check_chunks();
         // Sometimes the next one does it otherwise, or no more.
         if self.compression.is_some() && self.chance.one_in(4) {
@@ -864,7 +902,7 @@ impl History {
     /// A chunk that the volume uses has its memory, and one that was given back has none.
     fn check_chunks(&self) {
         for (at, store) in self.stores.iter().enumerate().filter(|&(at, _)| Some(at) != self.dead) {
-            for chunk in self.volume.chunks(at) {
+            for chunk in self.pool().chunks(at) {
                 let given = self.released.contains(&(at, chunk.chunk));
                 let state = if given { ChunkState::GivenBack } else { ChunkState::Held };
                 assert_eq!(chunk.state, state, "chunk {} of store {at} after a crash", chunk.chunk);
@@ -934,7 +972,8 @@ impl History {
     fn end(mut self) -> Tally {
         self.rest_all();
         for page in 0..self.config.pages {
-            self.read(0, page);
+            let at = self.volumes.iter().position(|volume| volume.range().contains(&page));
+            self.read(at.expect("a volume of each page"), page);
         }
         self.rest_all();
         let injected =
@@ -969,7 +1008,7 @@ impl History {
         for store in &self.stores {
             (0..store.orphans()).for_each(|_| store.land(0));
         }
-        let status = self.volume.status();
+        let status = self.pool().status();
         let used: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
         assert_eq!(
             used,
