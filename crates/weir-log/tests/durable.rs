@@ -78,6 +78,7 @@ struct Counts {
     cuts: u64,
     /// Cuts within a commit.
     mid_commit: u64,
+    cuts_while_opening: u64,
     checkpoints: u64,
     commits: u64,
     cleaned: u64,
@@ -321,8 +322,30 @@ impl World {
                 self.below.land(0);
             }
         }
+        while cuts && self.chance.below(2) == 0 {
+            self.die_while_opening();
+        }
         self.open();
         self.read_all();
+    }
+
+    /// Cuts the power while the log is opened.
+    fn die_while_opening(&mut self) {
+        let (below, config) = (Arc::clone(&self.below) as Arc<dyn Store>, config(self.seed));
+        let (mut now, mut left) = (self.now, 1 + self.chance.below(60));
+        let mut clock = || {
+            left -= 1;
+            if left == 0 {
+                std::panic::resume_unwind(Box::new("the power is cut"));
+            }
+            now += Duration::from_millis(1);
+            now
+        };
+        let opens = || drop(Log::open(&below, config, &mut clock, &mut unwatched));
+        let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(opens));
+        self.counts.cuts_while_opening += u64::from(ended.is_err());
+        let chance = &mut self.chance;
+        self.below.tear_power(&mut |count| chance.below(count as u64) as usize);
     }
 
     /// Reads each page; from here on that is its content.
@@ -392,6 +415,7 @@ fn a_durable_log_has_every_flushed_page_after_a_power_cut_and_no_torn_one() {
         all.flushes += world.counts.flushes;
         all.cuts += world.counts.cuts;
         all.mid_commit += world.counts.mid_commit;
+        all.cuts_while_opening += world.counts.cuts_while_opening;
         all.commits += world.counts.commits;
         all.checkpoints += world.counts.checkpoints;
         all.cleaned += world.counts.cleaned;
@@ -400,7 +424,11 @@ fn a_durable_log_has_every_flushed_page_after_a_power_cut_and_no_torn_one() {
     println!("{all:?}");
     // The histories must have had the events that they are for.
     assert!(one.is_some() || all.flushes > 400 && all.cuts > 100 && all.mid_commit > 15, "{all:?}");
-    assert!(one.is_some() || all.cleaned > 1000 && all.checkpoints > 200 && all.lost > 400, "{all:?}");
+    assert!(
+        one.is_some()
+            || all.cleaned > 1000 && all.cuts_while_opening > 20 && all.checkpoints > 200 && all.lost > 400,
+        "{all:?}"
+    );
 }
 
 #[test]
