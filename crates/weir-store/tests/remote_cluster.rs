@@ -16,12 +16,14 @@ fn hash_of(engine: &Engine, key: &str) -> String {
     }
 }
 
-/// Moves a hash slot with its keys, a few at a time, as `redis-cli --cluster reshard` does.
-fn migrate(engines: &[Engine], hash: &str, from: usize, to: usize) {
+/// Moves a hash slot with its keys, a few at a time, as `redis-cli --cluster reshard` does. Once
+/// the first keys have gone, it calls `pause`.
+fn migrate(engines: &[Engine], hash: &str, from: usize, to: usize, pause: impl FnOnce()) {
     let id = |at: usize| engines[at].text(&["CLUSTER", "MYID"]);
     let (from_id, to_id, port) = (id(from), id(to), engines[to].port.to_string());
     assert_eq!(engines[to].text(&["CLUSTER", "SETSLOT", hash, "IMPORTING", &from_id]), "OK");
     assert_eq!(engines[from].text(&["CLUSTER", "SETSLOT", hash, "MIGRATING", &to_id]), "OK");
+    let mut pause = Some(pause);
     loop {
         let keys = match engines[from].call(&["CLUSTER", "GETKEYSINSLOT", hash, "8"]) {
             Some(redis::Value::Array(keys)) => keys,
@@ -34,6 +36,7 @@ fn migrate(engines: &[Engine], hash: &str, from: usize, to: usize) {
         words.extend(keys.into_iter().map(|key| redis::from_redis_value::<String>(key).unwrap()));
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         assert_eq!(engines[from].text(&words), "OK");
+        pause.take().into_iter().for_each(|pause| pause());
     }
     for at in [to, from] {
         assert_eq!(engines[at].text(&["CLUSTER", "SETSLOT", hash, "NODE", &to_id]), "OK");
@@ -79,8 +82,10 @@ fn hash_slots_move_under_load_and_no_page_is_lost_or_refused() {
     let fill: Vec<_> = slots.iter().map(|slot| (*slot, Some(page(slot.0)))).collect();
     assert!(all(&mut *lane, &fill).iter().all(|(result, _)| result.is_ok()));
     let mut hashes: Vec<String> = slots.iter().map(|slot| hash_of(&engines[0], &store.key(*slot))).collect();
+    // One for each extent, but for an accident.
+    hashes.sort();
     hashes.dedup();
-    assert_eq!(hashes.len(), 16, "one for each extent");
+    assert!((14..=16).contains(&hashes.len()), "{hashes:?}");
 
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
     let versions = std::thread::scope(|scope| {
@@ -93,14 +98,16 @@ fn hash_slots_move_under_load_and_no_page_is_lost_or_refused() {
                 };
                 let from = engines.iter().position(owner).unwrap();
                 let to = if turn == 0 { 2 } else { (from + 1) % 3 };
-                let before = done.load(Ordering::Relaxed);
-                migrate(&engines, hash, from, to);
-                // The load goes on between two moves.
-                let begun = Instant::now();
-                while done.load(Ordering::Relaxed) < before + 64 && !worker.is_finished() {
-                    assert!(begun.elapsed() < PATIENCE, "nothing is read or written any more");
-                    std::thread::yield_now();
-                }
+                // The load goes on while a hash slot moves, and between two moves.
+                let wait = || {
+                    let (begun, before) = (Instant::now(), done.load(Ordering::Relaxed));
+                    while done.load(Ordering::Relaxed) < before + 64 && !worker.is_finished() {
+                        assert!(begun.elapsed() < PATIENCE, "nothing is read or written any more");
+                        std::thread::yield_now();
+                    }
+                };
+                migrate(&engines, hash, from, to, wait);
+                wait();
             }
         }
         drop(stopping);

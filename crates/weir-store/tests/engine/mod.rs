@@ -171,6 +171,8 @@ pub fn cluster(count: usize, owners: usize, test: &str) -> Option<Vec<Engine>> {
         let bus = free_port().to_string();
         let mut flags = vec!["--cluster-enabled", "yes", "--cluster-port", &bus];
         flags.extend(["--cluster-node-timeout", "5000", "--cluster-require-full-coverage", "no"]);
+        // Else a node whose last hash slot moves away becomes a replica.
+        flags.extend(["--cluster-allow-replica-migration", "no"]);
         let Some(mut engine) = Engine::start(&flags) else {
             println!("\nskipped: {test}: redis-tools is not installed");
             return None;
