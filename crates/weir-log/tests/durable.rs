@@ -5,6 +5,9 @@
 //! `WEIR_SCALE=full` runs 4,000 seeds and 80,000 power cuts; without it, the test takes a few
 //! seconds. `WEIR_SEED=N` runs one seed.
 
+mod common;
+
+use common::{Chance, content};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, unwatched};
@@ -15,21 +18,6 @@ const SEGMENT: u32 = 8;
 const SEGMENTS: u32 = 200;
 const LANES: usize = 3;
 const DEPTH: usize = 12;
-
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, below: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) * below) >> 31
-    }
-}
-
-fn content(value: u64) -> PageBytes {
-    let mut bytes = [0; PAGE_SIZE];
-    bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&value.to_ne_bytes()));
-    bytes
-}
 
 /// The value of a page; `None`: it is torn.
 fn value(bytes: &PageBytes) -> Option<u64> {

@@ -4,6 +4,9 @@
 //! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations; without it, the test takes a few
 //! seconds. `WEIR_SEED=N` runs one seed.
 
+mod common;
+
+use common::{Chance, content};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
@@ -15,15 +18,6 @@ const SEGMENTS: u32 = 120;
 const LANES: usize = 3;
 const DEPTH: usize = 12;
 
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, below: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) * below) >> 31
-    }
-}
-
 /// The URL with the faults of the seed's stores.
 fn url(seed: u64) -> SimUrl {
     let size = ByteSize(u64::from(SEGMENT * SEGMENTS) * PAGE_SIZE as u64);
@@ -34,12 +28,6 @@ fn url(seed: u64) -> SimUrl {
         3 => SimUrl { delay: url.delay.max(1), ..url },
         _ => url,
     }
-}
-
-fn content(value: u64) -> PageBytes {
-    let mut bytes = [0; PAGE_SIZE];
-    bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&value.to_ne_bytes()));
-    bytes
 }
 
 #[derive(Clone, Copy)]

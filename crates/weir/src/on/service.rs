@@ -235,7 +235,7 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
     for file in [config_file, log_file, start_report, nbd_socket, control_socket].map(|file| file(directory))
     {
         match fs::remove_file(&file) {
-            // Where the part's directory could not be made, a file may be in its place.
+            // A file may be in the place of a directory that could not be made.
             Err(error) if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 return Err(Failure::Failed(format!("cannot remove {}: {error}", file.display())));
             }
