@@ -11,7 +11,7 @@ use weir_store::{Fault, Lane, Progress, Ticket};
 /// An appender. Each lane has one, and the cleaner has one.
 pub(crate) struct Appender {
     open: [Option<Open>; OPEN_MAX],
-    /// For each generation, the segment that takes its next page.
+    /// The open segment of each generation. The segment takes that generation's next page.
     current: [Option<usize>; GENERATIONS],
     turn: u32,
     /// Number of free segments that this appender must leave to the cleaner.
@@ -28,7 +28,7 @@ struct Open {
     row: u32,
     /// Number of places taken so far.
     next: u32,
-    /// Number of writes, with the summary's, that may still land.
+    /// Number of writes to the segment, its summary included, that may still land.
     waits: u32,
     generation: usize,
     summary: Written,
@@ -41,7 +41,8 @@ enum Written {
     Wanted,
     Waits,
     Done,
-    /// The summary failed, or the segment ended early: the row stays in memory.
+    /// The summary is not written, because its write failed or the segment ended early. The row
+    /// stays in memory.
     Never,
 }
 
@@ -63,8 +64,7 @@ impl Appender {
         open.map_or(0, |open| log.shape.places() - open.next)
     }
 
-    /// The place of the next page, which [`take`](Appender::take) takes. `None`: no segment can be
-    /// had now.
+    /// Names the place that [`take`](Appender::take) takes next. `None`: no segment is free now.
     pub fn next(&mut self, log: &Shared, generation: usize) -> Option<u32> {
         let at = match self.current[generation] {
             Some(at) => at,
@@ -90,8 +90,8 @@ impl Appender {
         Some(log.shape.place(open.segment, open.next))
     }
 
-    /// Takes the place that [`next`](Appender::next) has named; `queued`: its write has no answer
-    /// yet. Returns whether the segment is now full, so that its summary is due.
+    /// Takes the place that [`next`](Appender::next) has named. `queued`: the page's write has no
+    /// answer yet. Returns whether the segment is now full, so that its summary is due.
     pub fn take(&mut self, log: &Shared, generation: usize, record: Record, queued: bool) -> bool {
         let at = self.current[generation].expect("next has named a place");
         let open = self.open[at].as_mut().expect("a current segment is open");
@@ -106,8 +106,8 @@ impl Appender {
         is_full
     }
 
-    /// Gives the record of a place its version, once its page has been written. In a scratch log it
-    /// does nothing.
+    /// Gives the record of a place its version, once the page has been written. Scratch logs have
+    /// no versions.
     pub fn publish(&self, log: &Shared, place: u32, version: u64) {
         if log.durable.is_none() {
             return;
@@ -119,8 +119,8 @@ impl Appender {
         log.segments.mark(segment);
     }
 
-    /// Writes the summaries that are due, as far as there is room below. The summary of a durable
-    /// log says which pages were written, so it waits for their answers.
+    /// Writes the summaries that are due, as far as the store below has room. The summary of a
+    /// durable log names the pages that were written, so it waits for the answers of their writes.
     pub fn write_summaries(&mut self, log: &Shared, below: &mut dyn Lane) {
         for at in 0..OPEN_MAX {
             let is_due = |open: &&mut Open| {
@@ -184,7 +184,7 @@ impl Appender {
         self.end(log, at);
     }
 
-    /// Handles a failed write: its segment ends, so that the next one lies on another member.
+    /// Ends the segment of a failed write, so that the next segment lies on another member.
     pub fn failed(&mut self, log: &Shared, place: u32) {
         log.counters.write_errors.fetch_add(1, Relaxed);
         log.segments.blame(log.shape.split(place).0);
@@ -192,7 +192,8 @@ impl Appender {
         if let Some(current) = self.current.iter_mut().find(|current| **current == Some(at)) {
             *current = None;
             if let Some(open) = self.open[at].as_mut() {
-                // A scratch log's summary would name the page that failed.
+                // In a scratch log the summary would also name the page that failed. So it is not
+                // written.
                 open.summary = if log.durable.is_some() { Written::Wanted } else { Written::Never };
             }
             self.end(log, at);
@@ -204,7 +205,7 @@ impl Appender {
         self.open.iter().position(|open| open.as_ref().is_some_and(|open| open.segment == segment))
     }
 
-    /// Lets a segment go that is completely written.
+    /// Ends an appender's work on a segment whose writes all have answers.
     fn end(&mut self, log: &Shared, at: usize) {
         let over = |open: &&Open| open.waits == 0 && matches!(open.summary, Written::Done | Written::Never);
         let Some(&Open { segment, row, summary, .. }) = self.open[at].as_ref().filter(over) else { return };
@@ -222,8 +223,8 @@ impl Appender {
         self.open.iter().any(Option::is_none)
     }
 
-    /// Lets go of all segments, except those whose writes may still land: those are never used
-    /// again.
+    /// Ends the appender's work on all segments. A segment whose writes may still land is never
+    /// used again.
     pub fn close(&mut self, log: &Shared) {
         self.current = [None; GENERATIONS];
         for at in 0..OPEN_MAX {

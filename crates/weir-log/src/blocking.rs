@@ -1,5 +1,5 @@
-//! Reads and writes of a store by a caller that waits: to make a durable log, to open it, and to
-//! check it. Nothing else has a lane of the log then.
+//! Reads and writes of the store below by a caller that waits for each. A durable log is made,
+//! opened and checked so, while no other thread has a lane of the log.
 
 use std::io;
 use std::time::Instant;
@@ -8,10 +8,10 @@ use weir_store::{Fault, Lane, OpenError, Progress, Store, Ticket};
 
 /// Operations under way at once.
 const DEPTH: usize = 256;
-/// Times that a read is tried.
+/// Maximum number of attempts of one read.
 const TRIES: usize = 4;
 
-/// A clock: what is asked for the time.
+/// The caller's clock.
 pub type Clock<'a> = &'a mut dyn FnMut() -> Instant;
 
 /// A lane whose owner waits.
@@ -24,12 +24,12 @@ pub(crate) struct Blocking<'a> {
     under_way: Vec<Option<(usize, u32)>>,
 }
 
-/// The reason why work ended early.
+/// The reason why the caller's work ended early.
 #[derive(Debug)]
 pub(crate) enum Ended {
     /// A write or a flush failed.
     Fault(Fault),
-    /// The watch ended it.
+    /// The watch ended the work.
     Stopped(io::Error),
 }
 
@@ -48,13 +48,13 @@ impl<'a> Blocking<'a> {
         &mut *self.clock
     }
 
-    /// Says how far the work is; the watch may end it.
+    /// Reports the progress to the watch, which may end the work.
     pub fn tell(&mut self, done: u64, all: u64) -> Result<(), Ended> {
         (self.watch)(done, all).map_err(Ended::Stopped)
     }
 
-    /// Reads these slots and hands each over with its index in the row, in any order. A read that
-    /// fails is tried again.
+    /// Reads these slots, and hands each page over with the slot's index in `slots`, in any order.
+    /// Tries a failed read again.
     pub fn read(
         &mut self,
         slots: impl Iterator<Item = u32>,
@@ -71,7 +71,7 @@ impl<'a> Blocking<'a> {
         failed.into_iter().for_each(|(number, _, fault)| each(number, Err(fault)));
     }
 
-    /// Reads numbered slots. Returns those that failed.
+    /// Reads numbered slots once. Returns the slots whose read failed.
     fn read_once(
         &mut self,
         slots: impl Iterator<Item = (usize, u32)>,
@@ -140,7 +140,7 @@ impl<'a> Blocking<'a> {
         self.under_way.iter().position(Option::is_none)
     }
 
-    /// Takes the answers that are there, or rests.
+    /// Takes the store's answers. Sleeps if there are none.
     fn wait(&mut self, mut each: impl FnMut((usize, u32), Result<(), Fault>, Option<&PageBytes>)) {
         self.lane.submit();
         if self.lane.in_flight() == 0 {

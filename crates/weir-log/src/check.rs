@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use weir_core::Watch;
 use weir_store::Store;
 
-/// Most bad pages that are listed.
+/// Maximum number of bad pages in the list.
 const LISTED_MAX: usize = 1000;
 
 /// A page of the log whose content is not what was written.
@@ -21,7 +21,7 @@ pub struct BadPage {
     pub page: u32,
     /// Its slot in the store below.
     pub slot: u32,
-    /// Whether it could be read at all.
+    /// Whether the slot could be read at all.
     pub was_read: bool,
 }
 
@@ -40,13 +40,13 @@ pub struct CheckReport {
     pub used: u32,
     /// The last complete commit.
     pub commit: u64,
-    /// Damage to superblocks, journal and summaries; the first hundred.
+    /// Damage to superblocks, journal and summaries: the first hundred findings.
     pub damage: Vec<DamagedError>,
-    /// Number of such findings.
+    /// Number of all findings of damage.
     pub damage_count: u64,
-    /// Live pages whose content is not what was written; the first thousand.
+    /// Live pages whose content is not what was written: the first thousand.
     pub bad: Vec<BadPage>,
-    /// Number of such pages.
+    /// Number of all such pages.
     pub bad_count: u64,
 }
 
@@ -132,7 +132,7 @@ fn look(
         match table.inline.get(segment) {
             Some(inline) => (0..).zip(&inline.records).for_each(|(place, record)| gather(place, *record)),
             None => io.read(std::iter::once(first + places), |_, page| {
-                // A summary that is damaged was found before.
+                // Reading the journal has already reported a damaged summary.
                 if let Ok(summary) = summary_of(&superblock, &table, *segment, page.ok()) {
                     (0..places).zip(summary.records()).for_each(|(place, record)| gather(place, record));
                 }

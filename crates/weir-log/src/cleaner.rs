@@ -1,17 +1,18 @@
 //! The cleaner makes segments free: it reads their live pages, verifies them, and appends them to
 //! other segments.
 //!
-//! The cleaner works while fewer segments are free than the writers may soon want. It takes up to
-//! [`VICTIMS`] at a time. It reads their live pages, with gaps that are cheaper to read than to
-//! skip, and writes whole segments. Pages that were moved before go to other segments than those
-//! that were not: so frequently written pages leave segments that die by themselves. Pages that do
-//! not fill a segment wait in memory; meanwhile they are read in their old place.
+//! The cleaner works while fewer segments are free than the writers may soon want. It cleans up to
+//! [`VICTIMS`] segments at a time. It reads their live pages, and writes whole segments of them. It
+//! reads a short gap between live pages too, since a second operation would cost more. Pages that
+//! were moved before go to other segments than pages that were not. So pages that are often written
+//! leave segments that die without cleaning. Pages that do not fill a segment wait in memory.
+//! Meanwhile lanes read them in their old place.
 //!
-//! In a durable log the cleaner also [commits](crate::commit): for flushes, and to free the
+//! In a durable log the cleaner also [commits](crate::commit): it answers flushes, and frees the
 //! segments that have died.
 //!
-//! A page that cannot be read or verified stays in its place. Its segment is stuck: it is tried
-//! again only now and then, when there is no other.
+//! A page that cannot be read or verified stays in its place, and its segment is *stuck*. The
+//! cleaner tries a stuck segment again only now and then, when it finds no other segment.
 
 use crate::append::Appender;
 use crate::commit::{Committer, Stepped};
@@ -27,20 +28,20 @@ use std::time::{Duration, Instant};
 use weir_core::{Page, Rest, Slot};
 use weir_store::{Done, Fault, Lane, POLL_EVERY, Progress, Ticket};
 
-/// Number of segments that are cleaned at a time. Pages that wait to fill a segment lie in some of
-/// them.
+/// Number of segments that are cleaned at a time. Some of them wait with pages that do not fill a
+/// segment.
 const VICTIMS: usize = 16;
 /// Number of segments that one choice looks at.
 const WINDOW: u32 = 4096;
-/// Most dead pages between two live ones for which both are read in one operation. To read 64 KiB
-/// more takes a disk no longer than a second operation.
+/// Largest number of dead pages between two live ones for which one operation reads both. A disk
+/// reads 64 KiB more in the time of a second operation.
 const GAP: u32 = 16;
 const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
-/// Time that stuck segments are left alone.
+/// Time for which the cleaner leaves stuck segments alone.
 const AGAIN: Duration = Duration::from_millis(100);
 
 /// The bit of the ticket of a page's write in the store below. The ticket of a page's read names
-/// victim and place; other bits mark the other operations.
+/// the victim and the place. Other bits mark the other operations.
 const WRITE: Ticket = 1 << 16;
 const SUMMARY: Ticket = 1 << 17;
 const SEGMENTS: Ticket = 1 << 18;
@@ -85,7 +86,7 @@ struct Victim {
     records: Vec<Record>,
     pages: Box<[Page]>,
     states: Box<[PageState]>,
-    /// For each page, the place to which it is being written.
+    /// For each page, the new place to which it is being written.
     targets: Box<[u32]>,
     /// Number of outstanding answers.
     waits: u32,
@@ -105,21 +106,21 @@ enum Phase {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PageState {
-    /// The page is dead, moved, or given up.
+    /// The page is dead or moved, or the cleaner has given it up.
     Over,
-    /// The page is being read, perhaps only as part of a gap.
+    /// The page is being read, for itself or as part of a gap.
     Reads,
-    /// The page is read and verified.
+    /// The page is in memory and verified.
     Here,
     /// The page is being written.
     Writes,
 }
 
 impl Cleaner {
-    /// Opens the cleaner of a log, and takes its memory: sixteen segments.
+    /// Opens the cleaner of a log, and takes memory for sixteen segments.
     ///
     /// # Errors
-    /// Fails when there is no lane for it.
+    /// Fails when the store below has no lane left.
     pub fn open(log: &Log) -> Result<Self, LogError> {
         let log = Arc::clone(&log.shared);
         let (pages, places) = (log.shape.segment_pages as usize, log.shape.places() as usize);
@@ -191,12 +192,12 @@ impl Cleaner {
         if self.below.in_flight() > 0 {
             return Next::Answers;
         }
-        // Every possible segment has been chosen, and the pages here fill no segment.
+        // No further segment can be chosen, and the pages in memory fill no segment.
         if may_add || self.parts.is_crowded() {
             if self.write_what_is_here() {
                 return Next::Step;
             }
-            // A commit may free segments.
+            // A commit may free enough segments.
             let is_short = self.log.segments.free() <= RESERVE
                 && (!self.log.segments.are_durable() || is_idle && self.log.segments.dead() == 0);
             self.log.is_full.store(is_short && !self.parts.is_busy(), SeqCst);
@@ -207,8 +208,8 @@ impl Cleaner {
         Next::Work
     }
 
-    /// Waits for what the last step needs, or until `also` is readable. No other function here
-    /// sleeps.
+    /// Sleeps until the event that the last step needs, or until `also` is readable. No other
+    /// function of the cleaner sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>) {
         let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
         let nap = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.subsec_nanos().into() };
@@ -228,8 +229,8 @@ impl Cleaner {
             }
             Next::Work => {
                 self.log.asleep.store(true, SeqCst);
-                // A page can die without a write that takes a segment, and then nothing wakes this
-                // thread: so it does not sleep for ever.
+                // A page can die without a write that takes a segment. Then nothing wakes this
+                // thread, so its sleep has a limit.
                 let _ = rustix::event::poll(&mut [listen(also), listen(self.log.bell())], Some(&nap));
                 let _ = rustix::io::read(self.log.bell(), &mut [0; 8]);
             }
@@ -238,8 +239,8 @@ impl Cleaner {
 
     /// Whether to clean one segment more.
     fn wants_more(&self) -> bool {
-        // Victims may wait for other victims to fill a segment with them. The time at which they
-        // become free is unknown.
+        // A victim may wait for the pages of another victim to fill a segment. So its pages do not
+        // count as free soon.
         let moves = |victim: &&Victim| victim.phase != Phase::Write || victim.waits > 0;
         let taken = self.parts.victims.iter().filter(|victim| victim.segment.is_some());
         let soon = taken.filter(moves).count() as u32;
@@ -247,8 +248,8 @@ impl Cleaner {
         !self.parts.is_crowded() && free + soon < self.log.low()
     }
 
-    /// Chooses the segment that is most worth cleaning: with many dead pages, and live ones that
-    /// have been so for long.
+    /// Chooses the segment that is most worth cleaning: many pages are dead, and the segment is
+    /// old.
     fn choose(&mut self, now: Instant) -> bool {
         let Cleaner { log, parts, cursor, again_at, .. } = self;
         let count = log.segments.count();
@@ -288,7 +289,7 @@ impl Cleaner {
         true
     }
 
-    /// Writes whole segments of the pages that are read.
+    /// Writes whole segments of the pages in memory.
     fn write(&mut self) {
         for generation in 1..GENERATIONS {
             while self.parts.count_here(&self.log, generation) >= self.goal(generation) {
@@ -299,7 +300,7 @@ impl Cleaner {
         }
     }
 
-    /// The number of pages that makes a write of a generation worthwhile.
+    /// The number of pages of a generation for which a write is worthwhile.
     fn goal(&self, generation: usize) -> usize {
         match self.parts.appender.left(&self.log, generation) {
             0 => self.log.shape.places() as usize,
@@ -307,7 +308,7 @@ impl Cleaner {
         }
     }
 
-    /// Writes less than a segment, of the generation that has most pages.
+    /// Writes less than a segment: pages of the generation that has most in memory.
     fn write_what_is_here(&mut self) -> bool {
         let log = Arc::clone(&self.log);
         let most = (1..GENERATIONS).max_by_key(|generation| self.parts.count_here(&log, *generation));
@@ -365,7 +366,7 @@ impl Cleaner {
 
 /// The worth of cleaning a segment: the room gained for the work, and older is better (after
 /// Rosenblum and Ousterhout, *The design and implementation of a log-structured file system*, SOSP
-/// 1991). The square root of the age leaves less to move than the age does.
+/// 1991). With the square root of the age the cleaner moves fewer pages than with the age.
 fn score(live: u32, places: u32, age: u32) -> u64 {
     let dead = u64::from(places - live);
     dead * (u64::from(age) + 1).isqrt() * 1024 / (u64::from(live) * 2 + 1)
@@ -376,7 +377,7 @@ fn ticket(victim: usize, at: u32) -> Ticket {
 }
 
 impl Victim {
-    /// The generation that the segment's pages join.
+    /// The generation to which the segment's pages move.
     fn target(&self) -> usize {
         (self.generation + 1).min(GENERATIONS - 1)
     }
@@ -453,7 +454,8 @@ impl Parts {
                 self.appender.publish(log, place, victim.records[at as usize].version);
                 victim.moved(log, at as usize, place);
             }
-            // The page is in its old place, and here; it is written again, to another segment.
+            // The page is still in its old place, and in memory. It is written again, to another
+            // segment.
             Err(_) => victim.states[at as usize] = PageState::Here,
         }
         self.appender.answered(log, place, result);
@@ -504,8 +506,8 @@ impl Parts {
         victim.phase = if at == places { Phase::Write } else { Phase::Read(at) };
     }
 
-    /// The number of this generation's pages that can be written. Pages that were written anew
-    /// meanwhile are dropped.
+    /// Number of this generation's pages in memory that can be written. Drops pages that a lane has
+    /// written anew meanwhile.
     fn count_here(&mut self, log: &Shared, generation: usize) -> usize {
         let mut count = 0;
         for victim in self.victims.iter_mut().filter(|victim| victim.target() == generation) {
@@ -523,7 +525,7 @@ impl Parts {
         count
     }
 
-    /// Lets go of finished victims. Returns whether there was one.
+    /// Ends work on finished victims. Returns whether there was one.
     fn end(&mut self, log: &Shared) -> bool {
         let mut ended = false;
         for victim in &mut self.victims {
@@ -565,12 +567,12 @@ impl Drop for Cleaner {
                 self.log.free(segment);
             }
         }
-        // The cleaner's segments stay open: their writes may land as long as the cleaner's lane
-        // lives.
+        // The cleaner's segments stay open, because their writes may land as long as the cleaner's
+        // lane lives.
         if let Some(durable) = &self.log.durable
             && let Some(number) = durable.asked()
         {
-            // Nobody else commits.
+            // Only the cleaner commits, so a flush that waits gets its error here.
             durable.answer(number, Err(Fault::Io(EIO)));
         }
     }

@@ -1,4 +1,4 @@
-//! Commits of a durable log: they make what was written before a flush outlive a power cut.
+//! Commits of a durable log. A power cut loses no page that was written before a committed flush.
 //!
 //! A commit has four steps, each of which waits for the disks:
 //!
@@ -8,15 +8,16 @@
 //! 3. The store below flushes again. The commit is complete.
 //! 4. The dead segments that it names are free: their old pages cannot come back.
 //!
-//! Then a page beside the first superblock confirms the commit. Nobody waits for it. It tells a
-//! commit that was damaged later from one that was under way at a power cut.
+//! Then a page beside the first superblock confirms the commit. No flush waits for that page. It
+//! tells a commit that was damaged later from a commit that was under way at a power cut.
 //!
-//! The dead segments are taken first, the records after them. A segment dies after the records that
-//! replace its pages were published. So each commit that frees a segment has those records.
+//! The commit takes the dead segments first, and the records after them. A segment dies after the
+//! records that replace its pages were published. So each commit that frees a segment has those
+//! records.
 //!
-//! If a write to the journal fails, all is written again as a checkpoint, into the half that is not
-//! in use. After a flush below has failed, no later commit succeeds: the kernel tells of such a
-//! loss once.
+//! If a write to the journal fails, the committer writes everything again as a checkpoint, into the
+//! half that is not in use. After a flush of the store below has failed, no later commit succeeds.
+//! The kernel reports lost writes once only, so a later flush would hide them.
 
 use crate::Shared;
 use crate::config::LogError;
@@ -31,23 +32,24 @@ use std::time::{Duration, Instant};
 use weir_core::{Page, Slot};
 use weir_store::{Done, Fault, Lane, Progress, Ticket};
 
-/// Pages under way to the journal at once.
+/// Number of journal pages under way at once.
 const DEPTH: usize = 256;
-/// The tickets of a flush, and of the page that confirms a commit; others are indices of pages.
+/// The tickets of a flush, and of the page that confirms a commit. All other tickets are indices of
+/// pages.
 const FLUSH: Ticket = Ticket::MAX;
 const CONFIRM: Ticket = Ticket::MAX - 1;
 /// Attempts to write the journal before flushes fail.
 const ATTEMPTS: u32 = 8;
-/// Time after which segments are freed again when that has failed.
+/// Time until the committer tries to free segments again, after a failed commit.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Commits what was written. The cleaner drives it.
+/// Commits what was written. The cleaner drives the committer.
 pub(crate) struct Committer {
     lane: Box<dyn Lane>,
     journal: Journal,
-    /// The next page of the half that is in use.
+    /// The index of the next page in the half that is in use.
     at: u32,
-    /// Pages of each half.
+    /// Number of pages of each half.
     half_pages: u32,
     phase: Phase,
     is_checkpoint: bool,
@@ -69,12 +71,12 @@ pub(crate) struct Committer {
 /// The writes of a commit.
 #[derive(Default)]
 struct Write {
-    /// Number of pages that have been issued once.
+    /// Number of pages whose first write has been issued.
     issued: usize,
     waits: usize,
-    /// Pages whose write failed, to be written again.
+    /// Pages whose write failed. They are written again.
     again: Vec<usize>,
-    /// How many more writes may fail.
+    /// Number of writes that may still fail before the attempt ends.
     patience: u32,
     failed: bool,
     /// Writes that ended with a timeout and may still land.
@@ -84,7 +86,7 @@ struct Write {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     Idle,
-    /// The store below flushes what the commit names.
+    /// The store below flushes the pages that the commit names.
     FlushPages,
     Write,
     /// The store below flushes the commit itself.
@@ -102,11 +104,11 @@ pub(crate) enum Stepped {
     Worked,
 }
 
-/// Why a commit could not be gathered.
+/// The reason why a commit could not be gathered.
 enum Unfit {
-    /// It needs more pages than there is room for.
+    /// The commit needs more pages than half a journal has.
     Large,
-    /// A segment changed meanwhile.
+    /// A segment changed while its records were copied.
     Changed,
 }
 
@@ -136,7 +138,8 @@ impl Committer {
         })
     }
 
-    /// Returns the place at which the journal goes on. The next committer begins with a checkpoint.
+    /// Returns the place at which the journal goes on. The next committer begins with a checkpoint
+    /// there.
     pub fn end(self) -> Journal {
         self.journal
     }
@@ -158,12 +161,13 @@ impl Committer {
         }
     }
 
-    /// A descriptor that becomes readable when a step has something to do; `None`: poll.
+    /// A descriptor that becomes readable when a step has something to do. `None`: the caller must
+    /// poll.
     pub fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.lane.wake_fd()
     }
 
-    /// Whether the disks have something to answer.
+    /// Number of operations that the disks have not answered.
     pub fn in_flight(&self) -> usize {
         self.lane.in_flight()
     }
@@ -174,7 +178,7 @@ impl Committer {
         durable.asked().is_some() || frees && self.again_at.is_none_or(|at| now >= at)
     }
 
-    /// Gathers what a commit must say, and has the store below flush.
+    /// Gathers the pages of a commit, and has the store below flush.
     fn begin(&mut self, log: &Shared, durable: &Durable, now: Instant) {
         self.number = durable.asked().unwrap_or(0);
         if self.is_broken {
@@ -188,10 +192,11 @@ impl Committer {
             gathered = self.gather(log, true);
         }
         if let Err(unfit) = gathered {
-            // The marks are taken, so the next one has to look at all segments.
+            // This commit has taken the marks of changed segments. So the next one has to look at
+            // all segments.
             self.must_checkpoint = true;
             if matches!(unfit, Unfit::Large) {
-                // No half has room for the records of so many segments without a summary.
+                // So many segments are without a summary that no half has room for their records.
                 self.attempts = ATTEMPTS;
                 self.fail(durable, now);
             }
@@ -218,7 +223,7 @@ impl Committer {
         self.flush(log, durable, Phase::FlushPages, now);
     }
 
-    /// Fills the pages of a commit: of everything, or of what is marked.
+    /// Fills the pages of a commit: with all segments, or with those that are marked.
     fn gather(&mut self, log: &Shared, everything: bool) -> Result<(), Unfit> {
         self.pages.clear();
         let room = if everything { self.half_pages } else { self.half_pages.saturating_sub(self.at) };
@@ -247,7 +252,7 @@ impl Committer {
         result
     }
 
-    /// Adds what a segment holds.
+    /// Adds a segment's records, or only its name if its summary is on the disk.
     fn add(&mut self, log: &Shared, segment: u32, room: u32) -> Result<(), Unfit> {
         for _ in 0..3 {
             let word = log.segments.word(segment);
@@ -325,7 +330,7 @@ impl Committer {
         }
     }
 
-    /// Issues what is not written yet, and goes on once all is written.
+    /// Issues the pages that are not written yet, and begins the next step once all are written.
     fn go_on(&mut self, log: &Shared, durable: &Durable, now: Instant) {
         let half = if self.is_checkpoint { self.journal.half } else { self.journal.half ^ 1 };
         let first = if self.is_checkpoint { 0 } else { self.at };
@@ -352,7 +357,7 @@ impl Committer {
         }
     }
 
-    /// Ends an attempt to write the journal. The next one is a checkpoint.
+    /// Ends a failed attempt to write the journal. The next attempt is a checkpoint.
     fn fail(&mut self, durable: &Durable, now: Instant) {
         self.phase = Phase::Idle;
         self.must_checkpoint = true;
@@ -364,7 +369,7 @@ impl Committer {
         }
     }
 
-    /// Ends a commit that is safe.
+    /// Ends a commit that is safe on the disks.
     fn complete(&mut self, log: &Shared, durable: &Durable) {
         self.phase = Phase::Idle;
         self.journal.commit += 1;
@@ -389,19 +394,20 @@ impl Committer {
         self.answer(durable, Ok(()));
     }
 
-    /// Writes that the last commit is complete. If that fails, the one before stays confirmed.
+    /// Writes the confirmation of the last commit. If that write fails, the commit before stays the
+    /// confirmed one.
     fn confirm(&mut self, log: &Shared, durable: &Durable) {
         let commit = self.journal.commit;
         let page = &mut self.confirmation;
         journal::begin(page);
         journal::seal(page, Head { is_last: true, ..Head::new(log.identity(), commit, commit) });
         let slot = Slot(durable.superblock.confirmation_slot(commit));
-        // The next commit's answers come later than this one.
+        // The next commit's answers come later than this write's.
         let _ = self.lane.write(CONFIRM, slot, page);
         self.lane.submit();
     }
 
-    /// Answers the flushes that the commit is for.
+    /// Answers the flushes that waited for the commit.
     fn answer(&mut self, durable: &Durable, result: Result<(), Fault>) {
         let number = std::mem::take(&mut self.number);
         if number > 0 {

@@ -1,15 +1,15 @@
-//! The settings of a log, and the reasons why there is none.
+//! The settings of a log, and the reasons why a log cannot be made or opened.
 
 use std::io;
 use weir_store::OpenError;
 
-/// Most segments that one appender has under way at once.
+/// Largest number of segments that one appender has under way at once.
 pub(crate) const OPEN_MAX: usize = 16;
 /// Number of free segments that only the cleaner takes.
 pub(crate) const RESERVE: u32 = 4;
 /// Number of free segments that the cleaner provides for the writers, besides one for each lane.
 pub(crate) const AHEAD: u32 = 8;
-/// The same in a durable log, where a segment is free only after a commit.
+/// The same number for a durable log, where a segment is free only after a commit.
 pub(crate) const DURABLE_AHEAD: u32 = 32;
 
 /// The settings of a log.
@@ -21,7 +21,7 @@ pub struct Config {
     pub segment_pages: u32,
     /// Number of members of the store below, on which segments lie in turns.
     pub members: u32,
-    /// Most lanes that may be open at once.
+    /// Largest number of lanes that may be open at once.
     pub lanes: u32,
     /// Number of summaries in memory; 0: as many as bring map and summaries to 1 GiB for 1 TiB of
     /// the store below. If a segment's summary is not in memory, a read also reads it from disk.
@@ -51,7 +51,7 @@ pub enum LogError {
     TooSmall {
         /// The name of the store below.
         store: String,
-        /// Number of pages that it has room for.
+        /// Largest number of pages that the store has room for.
         most: u32,
         /// Number of pages that were asked for.
         asked: u32,
@@ -94,7 +94,7 @@ pub enum LogError {
         /// The reason why it failed.
         fault: weir_store::Fault,
     },
-    /// The caller ended it.
+    /// The caller's watch ended the work.
     #[error("stopped before it was done")]
     Stopped(#[source] io::Error),
 }
@@ -105,7 +105,7 @@ pub enum DamagedError {
     /// Both copies of the superblock are damaged.
     #[error("disk {0} of the log: both copies of the superblock are damaged")]
     Superblock(u32),
-    /// A copy of the superblock is damaged, and the other is whole.
+    /// One copy of the superblock is damaged, and the other is whole.
     #[error("disk {0} of the log: a copy of the superblock is damaged; the other is whole")]
     Copy(u32),
     /// The journal has no complete checkpoint.
@@ -121,13 +121,13 @@ pub enum DamagedError {
         /// The highest commit that was found.
         seen: u64,
     },
-    /// A commit says what cannot be.
+    /// A commit has an entry that is impossible.
     #[error("the journal is damaged: it says of segment {0} what cannot be")]
     Entry(u32),
     /// The summary of a segment in use is damaged.
     #[error("segment {0} is in use, and its summary is damaged")]
     Summary(u32),
-    /// A summary says what cannot be.
+    /// A summary has a record that is impossible.
     #[error("the summary of segment {0} says of a page what cannot be")]
     Record(u32),
 }

@@ -1,4 +1,5 @@
-//! The state that only a durable log has: its superblock, the clock of its writes, and its flushes.
+//! The parts that only a durable log has: its superblock, its flushes, and the numbers of its
+//! writes.
 
 use crate::superblock::Superblock;
 use std::sync::Mutex;
@@ -24,7 +25,7 @@ pub(crate) struct Durable {
     pub superblock: Superblock,
     /// The version of the latest write.
     clock: AtomicU64,
-    /// Number of the last flush that was asked for.
+    /// Number of the last flush that a lane has asked for.
     asked: AtomicU64,
     /// Number of the last flush that has been answered, times 2; plus 1 if it succeeded.
     done: AtomicU64,
@@ -64,12 +65,12 @@ impl Durable {
         self.clock.load(SeqCst)
     }
 
-    /// Asks for a flush of what has been answered so far. Returns its number.
+    /// Asks for a flush of all writes that have been answered so far. Returns the flush's number.
     pub fn ask(&self) -> u64 {
         self.asked.fetch_add(1, SeqCst) + 1
     }
 
-    /// The number of the last flush that was asked for, if it has no answer yet.
+    /// The number of the last flush that a lane has asked for, if it has no answer yet.
     pub fn asked(&self) -> Option<u64> {
         let asked = self.asked.load(SeqCst);
         (asked > self.done.load(SeqCst) / 2).then_some(asked)
@@ -81,7 +82,7 @@ impl Durable {
         self.done.store(number * 2 + u64::from(result.is_ok()), SeqCst);
     }
 
-    /// The answer to a flush.
+    /// The answer to a flush; `None` while it has none.
     pub fn answer_to(&self, number: u64) -> Option<Result<(), Fault>> {
         let done = self.done.load(SeqCst);
         let result = if done & 1 == 1 { Ok(()) } else { Err(Fault::Io(EIO)) };

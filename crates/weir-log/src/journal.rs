@@ -10,7 +10,7 @@ use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
 const MAGIC: u32 = 0x314a_4c57;
 const HEAD: usize = 64;
 const INLINE_HEAD: usize = HEAD + 12;
-/// Most segments that one page names.
+/// Largest number of segments that one page names.
 pub(crate) const NAMES_MAX: usize = (PAGE_SIZE - HEAD) / 8;
 const _: () = assert!(INLINE_HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 
@@ -19,9 +19,9 @@ const _: () = assert!(INLINE_HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 pub(crate) struct Head {
     /// The log's [short identity](crate::superblock::Superblock::short_identity).
     pub identity: u64,
-    /// Counts the pages that were written to the journal.
+    /// The number of this page among all pages that were written to the journal.
     pub sequence: u64,
-    /// Counts the commits that were completed.
+    /// The number of this commit among all commits.
     pub commit: u64,
     pub is_checkpoint: bool,
     pub is_last: bool,
@@ -38,11 +38,11 @@ const INLINE: u8 = 3;
 /// The content of a page.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Entry<'a> {
-    /// These segments have their summary on the disk, in this life.
+    /// The summaries of these segments are on the disk. Each name has the segment's life.
     Written(Names<'a>),
-    /// These segments hold nothing.
+    /// These segments have no live page.
     Free(Names<'a>),
-    /// The segment has these records. It has no summary on the disk yet, or never.
+    /// The segment has these records. Its summary is not on the disk yet, or will never be.
     Inline { segment: u32, life: u32, generation: u32, records: Records<'a> },
 }
 
@@ -74,12 +74,13 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     u64::from(word(bytes, at + 4)) << 32 | u64::from(word(bytes, at))
 }
 
-/// A page that is being filled; [`seal`] ends it.
+/// Empties a page, to fill it. [`seal`] ends it.
 pub(crate) fn begin(page: &mut PageBytes) {
     page.fill(0);
 }
 
-/// Adds a segment to a page of names. False: the page is full, or has other entries.
+/// Adds a segment to a page of names. Returns false if the page is full, or has entries of another
+/// kind.
 pub(crate) fn add_name(page: &mut PageBytes, is_free: bool, segment: u32, life: u32) -> bool {
     let kind = if is_free { FREE } else { WRITTEN };
     let count = usize::from(u16::from_le_bytes([page[38], page[39]]));
@@ -93,7 +94,7 @@ pub(crate) fn add_name(page: &mut PageBytes, is_free: bool, segment: u32, life: 
     true
 }
 
-/// Fills a page with a segment's records. Those without a version are left out.
+/// Fills a page with a segment's records. Leaves out records without a version.
 pub(crate) fn put_records(
     page: &mut PageBytes,
     (segment, life, generation): (u32, u32, usize),
@@ -133,7 +134,7 @@ impl Head {
     }
 }
 
-/// Parses a page of the journal of the log with this identity; `None`: it is none.
+/// Parses a page of the journal of the log with this identity. `None`: the bytes are no such page.
 pub(crate) fn parse(page: &PageBytes, identity: u64) -> Option<(Head, Entry<'_>)> {
     let head = Head {
         identity: long(page, 8),

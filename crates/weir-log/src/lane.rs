@@ -12,16 +12,16 @@ use std::time::Instant;
 use weir_core::{Page, PageBytes, Slot};
 use weir_store::{Done, Fault, Lane, OpenError, Progress, Ticket};
 
-/// In the store below, the ticket of an operation's page is its number. The tickets of its summary,
-/// of a segment's summary and of the flush have these bits besides.
+/// In the store below, the ticket of an operation's page is the operation's number. These bits are
+/// added for the read of a summary, the write of a summary, and the flush.
 const SUMMARY: Ticket = 1 << 16;
 const SEGMENTS: Ticket = 1 << 17;
 const FLUSH: Ticket = 1 << 18;
-/// Restarts of a read because the cleaner moved its page.
+/// Maximum number of restarts of one read. A read restarts when the cleaner has moved its page.
 const TRIES: u8 = 100;
 
 pub(crate) struct LogLane {
-    /// The lane of the store below; `None` only while this is dropped.
+    /// The lane of the store below; `None` only while this lane is dropped.
     below: Option<Box<dyn Lane>>,
     parts: Parts,
 }
@@ -34,10 +34,10 @@ struct Parts {
     /// Content that waits for its verification, for each operation.
     pages: Box<[Page]>,
     idle: Vec<u16>,
-    /// Reads that have something to issue or to answer.
+    /// Reads that have a step to issue or a result to hand over.
     again: Vec<u16>,
     flush: Option<Ticket>,
-    /// Of a durable log: the flush's number.
+    /// The number of the flush, for a durable log's flush.
     flush_number: u64,
     /// Whether a write has found no free segment since the last poll.
     is_starved: bool,
@@ -48,9 +48,9 @@ struct Operation {
     ticket: Ticket,
     page: u32,
     place: u32,
-    /// The life of the place's segment: content read there in another life proves nothing.
+    /// The life of the place's segment. Content that was read in another life proves nothing.
     life: u32,
-    /// Of a write: its number.
+    /// The number of a write.
     version: u64,
     state: State,
 }
@@ -65,7 +65,7 @@ enum State {
 /// The progress of a part of a read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
-    /// The read has not needed this part so far.
+    /// The read has not needed this part yet.
     No,
     Wanted,
     Waits,
@@ -129,7 +129,7 @@ impl Parts {
                     *pages[usize::from(at)] = *out;
                 }
             }
-            // Issue both at once if both are known to be needed.
+            // Issue both parts at once if the read needs both.
             if *content != Part::Wanted && *summary == Part::No && !log.rows.has(&log.segments, segment) {
                 *summary = Part::Wanted;
             }
@@ -152,8 +152,8 @@ impl Parts {
         }
     }
 
-    /// The result of a read, as far as it is known. Its content is in its page of memory, unless
-    /// `content` is given. Restarts the read if its page has moved.
+    /// The result of a read, or `None` if it is not known yet. The content is in the operation's
+    /// page of memory, unless `found` has it. Restarts the read if its page has moved.
     fn verdict(&mut self, at: u16, found: Option<&PageBytes>) -> Option<Result<(), Fault>> {
         let Parts { log, operations, pages, again, .. } = self;
         let operation = &mut operations[usize::from(at)];
@@ -164,7 +164,8 @@ impl Parts {
         let bytes = found.unwrap_or(&pages[usize::from(at)]);
         let row = log.rows.get(&log.segments, segment, within);
         if read.is_ok() && [row, *proof].into_iter().flatten().any(|record| record.proves(page, bytes)) {
-            // A summary that came later would find its operation idle, so the read waits for it.
+            // A summary that came later would find its operation idle. So the read waits for the
+            // summary.
             return (*summary != Part::Waits).then_some(Ok(()));
         }
         if *summary == Part::Waits {
@@ -238,7 +239,7 @@ impl Parts {
                     self.log.publish(page, place);
                 }
                 self.appender.answered(&self.log, place, result);
-                // The page is in its old place, and a late write lands in another.
+                // The page is in its old place. A late write lands in a place that no page has.
                 let result = result.map_err(|fault| match fault {
                     Fault::Timeout => Fault::Io(Errno::TIMEDOUT.raw_os_error()),
                     fault => fault,
@@ -267,7 +268,7 @@ impl Parts {
         }
     }
 
-    /// Hands over the flush if a commit has answered it.
+    /// Hands over the flush's completion if a commit has answered the flush.
     fn take_commit(&mut self, done: &mut dyn FnMut(Done<'_>)) {
         let Some(durable) = self.log.durable.as_ref().filter(|_| self.flush.is_some()) else { return };
         if let Some(result) = durable.answer_to(self.flush_number)
@@ -292,7 +293,7 @@ impl Parts {
 }
 
 impl Shared {
-    /// The page at a place, by a summary that was read. Stores the summary in memory.
+    /// The record of a place in a summary that was read. Stores the summary in memory.
     fn read_summary(&self, place: u32, bytes: &PageBytes) -> Option<Record> {
         let (segment, within) = self.shape.split(place);
         let summary = Summary::parse(bytes, segment)?;
@@ -312,7 +313,7 @@ impl Lane for LogLane {
         let Some(at) = idle.last().copied() else { return Progress::Full };
         let Some(place) = appender.next(log, 0) else {
             if !appender.has_room() && below.in_flight() == 0 {
-                // All operations wait for a disk that hangs.
+                // All operations of the lane wait for a disk that does not answer.
                 return Progress::Done(Err(Fault::Io(Errno::TIMEDOUT.raw_os_error())));
             }
             if log.is_full.load(SeqCst) {
@@ -376,7 +377,7 @@ impl Lane for LogLane {
         }
     }
 
-    /// Pages up to the end of a segment go out as one write.
+    /// Best runs are the pages up to the end of a segment, which go out as one write.
     fn best_runs(&self) -> Option<(usize, usize)> {
         let Parts { log, appender, .. } = &self.parts;
         let places = log.shape.places();
@@ -423,8 +424,8 @@ impl Lane for LogLane {
         self.parts.operations.len() - self.parts.idle.len() + usize::from(self.parts.flush.is_some())
     }
 
-    /// No descriptor announces a segment that has become free, nor a commit, nor an operation that
-    /// can be issued again.
+    /// A lane must also notice a free segment, a commit, and an operation to issue again. No
+    /// descriptor announces those.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         let Parts { log, again, flush, is_starved, .. } = &self.parts;
         let must_poll = *is_starved || !again.is_empty() || log.durable.is_some() && flush.is_some();
@@ -433,7 +434,7 @@ impl Lane for LogLane {
 }
 
 impl Drop for LogLane {
-    /// The lane below ends first: then no write that has an answer can still land.
+    /// The lane below ends first. After that, no answered write can still land.
     fn drop(&mut self) {
         self.below = None;
         self.parts.appender.close(&self.parts.log);

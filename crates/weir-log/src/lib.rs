@@ -1,24 +1,25 @@
-//! A log over disks, as a store: pages in any order are written as long segments, one after
-//! another.
+//! A log over disks, as a store: the log takes writes of pages in any order, and writes long
+//! segments one after another.
 //!
-//! A [`Log`] stands on a store, which may be a stripe of disks. It has a row of slots of its own. A
-//! map says for each slot where its page lies below: 4 bytes a page. A written page is appended to
-//! a *segment*, and the map names its new place once the write has been answered. So a write that
-//! fails, or lands late, damages nothing. The last page of a segment is its *summary*: it says
-//! which page lies in each place, with its checksum. Each read is verified by that.
+//! A [`Log`] stands on a store, which may be a stripe of disks. The log has a row of slots of its
+//! own. For each slot a map names the place of its page in the store below, in 4 bytes. A written
+//! page is appended to a *segment*. The map names the new place once the write has been answered.
+//! So a write that fails or lands late damages nothing. The last page of a segment is its
+//! *summary*: the page number and checksum of each place. Each read is verified by the summary.
 //!
 //! Each lane appends to a segment of its own, so lanes share no lock. Segments lie on the members
-//! of a stripe in turns. Pages that are written again leave holes. The [`Cleaner`] moves the rest
-//! of a segment and makes the segment free. It is a step function that its owner drives.
+//! of a stripe in turns. Pages that are written again leave holes in old segments. The [`Cleaner`]
+//! moves the remaining pages of such a segment and makes the segment free. The cleaner is a step
+//! function, which its owner drives.
 //!
 //! A log is *scratch* or *durable*. A [scratch](Log::create) log ends with its process. A
-//! [durable](Log::make) one has a superblock and a journal, and is [opened](Log::open) again: after
-//! a power cut it has every page that was written before the last flush that succeeded. Its flushes
-//! are the cleaner's work too. [`check`] verifies it while nobody uses it. docs/log-format.md has
-//! the format.
+//! [durable](Log::make) log has a superblock and a journal, and can be [opened](Log::open) again.
+//! After a power cut it has every page that was written before the last flush that succeeded. The
+//! cleaner does its flushes. [`check`] verifies a durable log while nobody uses it.
+//! docs/log-format.md describes the format.
 //!
-//! Nothing starts a thread or reads a clock. [`Cleaner::wait`] sleeps, and so do the functions that
-//! make, open and check a durable log.
+//! No function here starts a thread or reads a clock. Only [`Cleaner::wait`] sleeps, and the
+//! functions that make, open and check a durable log.
 
 mod append;
 mod blocking;
@@ -77,10 +78,10 @@ struct Shared {
     rows: Rows,
     /// The parts that only a durable log has.
     durable: Option<Durable>,
-    /// Number of lanes that may still be opened.
+    /// Number of lanes that can still be opened.
     seats: AtomicU32,
     counters: Counters,
-    /// Whether no segment can be made free.
+    /// Whether the cleaner can make no segment free.
     is_full: AtomicBool,
     /// Wakes the thread that drives the cleaner.
     bell: OwnedFd,
@@ -111,7 +112,7 @@ impl Shape {
 }
 
 impl Log {
-    /// Makes an empty log over `below`, which only the log may use.
+    /// Makes an empty log over `below`. Only the log may use `below` from then on.
     ///
     /// # Errors
     /// Fails when the store is too small, or memory is missing.
@@ -154,7 +155,7 @@ impl Log {
         u64::from(self.shared.shape.pages) * PAGE_SIZE as u64
     }
 
-    /// The log's status. Looks at each segment.
+    /// The log's status. Reads the word of each segment.
     pub fn status(&self) -> LogStatus {
         self.shared.status()
     }
@@ -171,7 +172,8 @@ impl Shared {
         loop {
             let place = self.find(page)?;
             let life = self.segments.word(self.shape.split(place).0).life();
-            // The page was there in this life: a segment with a live page begins no other life.
+            // The page was at this place in this life: a segment with a live page begins no other
+            // life.
             if self.find(page) == Some(place) {
                 return Some((place, life));
             }
@@ -187,7 +189,8 @@ impl Shared {
         }
     }
 
-    /// Notes that a page has been copied. False: it was written anew meanwhile.
+    /// Notes that the cleaner has copied a page. Returns false if a lane wrote the page anew
+    /// meanwhile.
     fn rename(&self, page: u32, from: u32, to: u32) -> bool {
         self.segments.add_live(self.shape.split(to).0);
         let moved = self.map.at(page as usize).compare_exchange(from + 1, to + 1, SeqCst, SeqCst).is_ok();
@@ -195,7 +198,7 @@ impl Shared {
         moved
     }
 
-    /// Notes that no page is read at this place any more.
+    /// Notes that the page at this place is dead.
     fn die(&self, place: u32) {
         let (segment, _) = self.shape.split(place);
         if self.segments.drop_live(segment) {
@@ -267,7 +270,7 @@ impl Store for Log {
         }
     }
 
-    /// Always online: a disk that fails reports it for each operation.
+    /// Always online. A disk that fails reports an error for each operation.
     fn state(&self, _member: u32) -> State {
         State::Online
     }

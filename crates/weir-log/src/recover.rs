@@ -1,9 +1,9 @@
-//! Makes a durable log, and opens it again after its end, whether that was in good order or not.
+//! Makes a durable log, and opens it again after it was closed or interrupted.
 //!
-//! The last complete commit counts (see [`crate::commit`]). It names the segments in use. Their
-//! summaries say which page lies in each place, and the highest version counts. If the pages are
-//! many, the summaries are read several times, each time for a part of the pages: so the memory for
-//! versions stays within the bound.
+//! The last complete commit (see [`crate::commit`]) names the segments in use. Their summaries name
+//! the page of each place. Of several places with one page, the place with the highest version
+//! counts. If the log has many pages, the summaries are read several times. Each pass finds the
+//! places of a part of the pages, so the memory for versions stays within the bound.
 
 use crate::blocking::{Blocking, Clock, Ended};
 use crate::commit::{Committer, Stepped};
@@ -22,15 +22,15 @@ use std::sync::{Arc, PoisonError};
 use weir_core::{PAGE_SIZE, Page, Rest, Watch, unwatched};
 use weir_store::Store;
 
-/// Pages of the journal that are in memory at a time.
+/// Number of journal pages in memory at a time.
 const CHUNK: u32 = 256;
-/// Most findings that are kept.
+/// Largest number of findings that are stored.
 const FINDINGS_MAX: usize = 100;
-/// Numbers above this were never counted up to: the log is damaged.
+/// Largest number that a counter can have reached. A higher one shows that the log is damaged.
 const COUNT_MAX: u64 = 1 << 47;
 const LIFE_MAX: u32 = u32::MAX - (1 << 20);
 
-/// Findings, the first of them kept.
+/// The first findings, and the number of all.
 #[derive(Default)]
 pub(crate) struct Findings {
     pub first: Vec<DamagedError>,
@@ -46,7 +46,7 @@ impl Findings {
     }
 }
 
-/// A segment whose records lie in the journal.
+/// A segment whose records lie in the journal instead of a summary.
 pub(crate) struct Inline {
     pub generation: u32,
     pub records: Vec<Record>,
@@ -54,7 +54,7 @@ pub(crate) struct Inline {
 
 /// The journal's content.
 pub(crate) struct Table {
-    /// For each segment its life; 0: it holds nothing.
+    /// The life of each segment; 0: the segment holds nothing.
     pub lives: Vec<u32>,
     pub generations: Vec<u8>,
     pub inline: BTreeMap<u32, Inline>,
@@ -133,17 +133,17 @@ pub(crate) fn read_superblocks(
     Ok(found)
 }
 
-/// The part of a half of the journal that counts.
+/// The pages of a journal half up to its last complete commit.
 struct Chain {
     /// The last complete commit.
     commit: u64,
-    /// The first page's number.
+    /// The sequence number of the first page.
     sequence: u64,
-    /// Number of pages up to the end of that commit.
+    /// Number of pages from the first to the end of the last complete commit.
     pages: u32,
 }
 
-/// Finds the complete commits of a half, from its checkpoint on.
+/// Finds the complete commits of a half, beginning with its checkpoint.
 fn chain(heads: &[Option<Head>]) -> Option<Chain> {
     let first = heads.first().copied().flatten().filter(|first| first.is_checkpoint)?;
     let mut found = None;
@@ -164,7 +164,7 @@ fn chain(heads: &[Option<Head>]) -> Option<Chain> {
     found
 }
 
-/// Reads the journal: what its last complete commit said.
+/// Reads the journal up to its last complete commit.
 pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Result<Table, LogError> {
     let identity = superblock.short_identity();
     let half_pages = superblock.half_pages();
@@ -195,7 +195,7 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
         confirmed = confirmed.max(head.map_or(0, |head| head.commit));
     });
     let (half, chain) = truth.ok_or(LogError::Damaged(DamagedError::NoCheckpoint))?;
-    // Only one commit is under way at a time.
+    // The log has only one commit under way at a time. So a gap of more than one is damage.
     if seen > chain.commit + 1 || confirmed > chain.commit {
         let seen = seen.max(confirmed);
         return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
@@ -217,7 +217,7 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
         });
         for page in &pages[..count as usize] {
             let Some((head, entry)) = journal::parse(page, identity) else {
-                // It was whole a moment ago.
+                // The same page was whole in the first reading.
                 return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
             };
             table.apply(superblock, &head, &entry).map_err(LogError::Damaged)?;
@@ -285,7 +285,8 @@ pub(crate) fn summary_of<'p>(
         .ok_or(DamagedError::Summary(segment))
 }
 
-/// The map, while the records are read: pages of a part of the log, and their versions so far.
+/// The part of the map that one pass fills: the pages of a part of the log, with their versions so
+/// far.
 struct Pass<'a> {
     superblock: &'a Superblock,
     map: &'a Words,
@@ -360,7 +361,7 @@ pub(crate) fn replay(
             }
         }
         if findings.count > 0 && first == 0 && pass < superblock.pages {
-            // Each pass would find the same again.
+            // The other passes would find the same damage.
             break;
         }
     }
@@ -377,8 +378,8 @@ fn stopped(superblock: &Superblock, ended: Ended) -> LogError {
 }
 
 impl Log {
-    /// Makes an empty durable log on `below`, which loses what it holds. `identity` is a random
-    /// number. The log is not open then. Waits for the disks.
+    /// Makes an empty durable log on `below`. The former content of `below` is lost. `identity` is
+    /// a random number. The log is not open afterwards. Waits for the disks.
     ///
     /// # Errors
     /// Fails when the store is too small, or cannot be written.
@@ -409,7 +410,7 @@ impl Log {
         journal::seal(&mut page, head);
         io.write([(superblock.journal_slot(0, 0), &*page)].into_iter()).map_err(failed)?;
         io.flush().map_err(failed)?;
-        // The first copies first: they replace those of an earlier log.
+        // The first copies are written first, because they replace those of an earlier log.
         for copy in 0..2 {
             for member in 0..members {
                 Superblock { member, ..superblock }.encode(&mut page);
@@ -420,9 +421,9 @@ impl Log {
         io.flush().map_err(failed)
     }
 
-    /// Opens the durable log on `below`, which only the log may use. The shape of `config` must be
-    /// the log's own; its size is not looked at. Waits for the disks. `watch` gets the progress,
-    /// and may end it.
+    /// Opens the durable log on `below`. Only the log may use `below` from then on. The shape in
+    /// `config` must be the log's own, and the size in `config` is ignored. `watch` gets the
+    /// progress, and may end the work. Waits for the disks.
     ///
     /// # Errors
     /// Fails when there is no log, it is damaged, its disks are not in order, or memory is missing.
@@ -451,7 +452,7 @@ impl Log {
             let generation = inline.get(&segment).map_or(generations[at].into(), |inline| inline.generation);
             (lives[at] > 0).then_some((lives[at], generation as usize, has_summary))
         };
-        // A life may have begun that no commit has named.
+        // A segment may have begun a life that no commit has named.
         let floor = journal.floor + 1;
         let segments =
             Segments::recovered(superblock.segments, superblock.members, superblock.reserved(), floor, life);
@@ -465,8 +466,8 @@ impl Log {
                 Some((segment, row, lives[segment as usize]))
             })
             .collect();
-        // A commit that was under way at the crash, and that is not whole now, could become
-        // readable later. From here on it counts for nothing.
+        // A commit that was under way at the crash may be damaged now and become readable later.
+        // The new checkpoint makes it void.
         log.shared.begin_anew(io.clock())?;
         for about in unfinished {
             log.shared.finish(&mut io, about);
@@ -475,7 +476,7 @@ impl Log {
     }
 }
 
-/// The sizes of a log that was made.
+/// The sizes of an existing log.
 pub(crate) fn sizes_of(
     superblock: &Superblock,
     below: &dyn Store,
@@ -492,7 +493,7 @@ pub(crate) fn sizes_of(
 }
 
 impl Shared {
-    /// Counts the live pages of each segment, and lets go of segments that have none.
+    /// Counts the live pages of each segment, and frees segments that have none.
     fn settle(&self, lives: &[u32]) {
         for page in 0..self.shape.pages {
             if let Some(place) = self.find(page) {
@@ -506,8 +507,8 @@ impl Shared {
         }
     }
 
-    /// Takes the records of a segment that was being written at the crash into memory. `None`: it
-    /// has no live page.
+    /// Loads the records of a segment that was being written at the crash. `None`: the segment has
+    /// no live page.
     fn remember(&self, segment: u32, inline: &Inline) -> Option<u32> {
         if self.segments.word(segment).live() == 0 {
             return None;
@@ -522,7 +523,7 @@ impl Shared {
         Some(row)
     }
 
-    /// Commits what was recovered, as a checkpoint.
+    /// Commits the recovered state, as a checkpoint.
     fn begin_anew(&self, clock: Clock<'_>) -> Result<(), LogError> {
         let durable = self.durable.as_ref().expect("a durable log");
         let mut committer = Committer::open(self, durable)?;
@@ -539,8 +540,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Ends a segment that was being written at the crash: it gets its summary. If that fails, its
-    /// records stay in memory, and go into each checkpoint.
+    /// Writes the summary of a segment that was being written at the crash. If the write fails, the
+    /// segment's records stay in memory, and each checkpoint has them.
     fn finish(&self, io: &mut Blocking<'_>, (segment, row, life): (u32, u32, u32)) {
         let mut page = Page::zeroed();
         let about = (segment, life, self.segments.word(segment).generation());

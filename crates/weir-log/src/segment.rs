@@ -1,4 +1,4 @@
-//! The record of each segment, in one word and two numbers; and the free segments.
+//! The record of each segment, in one word and two numbers; the stacks of free segments.
 //!
 //! ```text
 //!  63              32 31    24 23        8 7 6     5     4        3 2     0
@@ -7,19 +7,19 @@
 //! +------------------+--------+-----------+---+-------+----------+-------+
 //! ```
 //!
-//! *Live* counts the segment's pages that the map names. A closed segment is free at once when its
-//! last page dies. The lane or the cleaner that made it die frees it: by a write that replaces a
-//! page, or by a move. A *life* is one filling of a segment. *Summary*: the segment's summary is on
-//! the disk.
+//! *Live* counts the segment's pages that the map names. A closed segment becomes free when its
+//! last page dies. A page dies when a lane writes it anew, or when the cleaner moves it. The lane
+//! or the cleaner then frees the segment. A *life* is one filling of a segment. *Summary* says
+//! whether the segment's summary is on the disk.
 //!
-//! In a durable log such a segment is dead at first: a crash may bring back what it held. It is
-//! free once a commit has said that it holds nothing.
+//! In a durable log a closed segment without a live page is first dead, because a crash may bring
+//! back its pages. The segment is free once a commit has said that it holds nothing.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-/// Number of generations of pages: 0 for written pages, the others for pages that were moved so
-/// often.
+/// Number of generations of pages. Written pages have generation 0. A page that the cleaner moves
+/// gets the next generation, up to the last.
 pub(crate) const GENERATIONS: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,9 +32,10 @@ pub(crate) enum State {
     Closed = 2,
     /// The cleaner moves the segment's pages.
     Cleaning = 3,
-    /// A page of the segment cannot be moved. The segment is free once no page of it is live.
+    /// The cleaner cannot move a page of the segment. The segment is free once no page of it is
+    /// live.
     Stuck = 4,
-    /// Of a durable log: the segment holds no page that counts, but no commit has said so yet.
+    /// In a durable log: the segment holds no page that counts, but no commit has said so yet.
     Dead = 5,
     /// The segment holds the log's own records.
     Reserved = 6,
@@ -81,8 +82,8 @@ impl Word {
         self.0 & SUMMARY != 0
     }
 
-    /// The next state of a segment in this state when no work on it is under way; `over`: of one
-    /// without a live page.
+    /// The state that follows this one when no work on the segment is under way. `over` is the
+    /// state of a segment without a live page.
     fn settled(self, over: State) -> Self {
         let rests = matches!(self.state(), State::Closed | State::Stuck);
         if rests && self.live() == 0 { self.with_state(over) } else { self }
@@ -100,7 +101,7 @@ const LIVE: u64 = 1 << 8;
 #[derive(Debug, Default)]
 struct Segment {
     word: AtomicU64,
-    /// In a free segment, the next free one plus 1; in another, the log's clock when it was closed.
+    /// In a free segment, the next free segment plus 1. In another, the log's clock at its closing.
     next_or_closed: AtomicU32,
     /// The row of the segment's summary in memory, plus 1; 0: none.
     row: AtomicU32,
@@ -109,8 +110,8 @@ struct Segment {
 /// Bytes of memory for one segment's record.
 pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 
-/// A member's free segments: a stack whose head has a tag, so that a segment that left and came
-/// back is noticed.
+/// A member's free segments, as a stack. Its head has a tag, which shows that a segment has left
+/// and come back.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Stack {
@@ -128,10 +129,10 @@ pub(crate) struct Segments {
     free: AtomicU32,
     /// Number of segments closed so far.
     clock: AtomicU32,
-    /// Of a durable log: the dead segments, and their number.
+    /// In a durable log: the dead segments, and their number.
     dead: Stack,
     dead_count: AtomicU32,
-    /// Of a durable log: a bit for each segment with records that no commit has.
+    /// In a durable log: a bit for each segment with records that no commit has.
     changed: Box<[AtomicU64]>,
 }
 
@@ -143,9 +144,10 @@ impl Segments {
         segments
     }
 
-    /// Makes the segments of a durable log. The first `reserved` hold its own records. Those that
-    /// `life` names (with their generation, and whether they have a summary) are closed, and no
-    /// page of theirs is counted yet. The others are free, and begin their next life above `floor`.
+    /// Makes the segments of a durable log. The first `reserved` hold the log's own records. `life`
+    /// names the life of each segment in use, its generation, and whether it has a summary. Those
+    /// segments are closed, and none of their pages is counted yet. The others are free, and begin
+    /// their next life above `floor`.
     pub fn recovered(
         count: u32,
         members: u32,
@@ -182,7 +184,7 @@ impl Segments {
         }
     }
 
-    /// Whether segments are dead before they are free.
+    /// Whether a segment is dead before it is free, as in a durable log.
     pub fn are_durable(&self) -> bool {
         !self.changed.is_empty()
     }
@@ -207,13 +209,13 @@ impl Segments {
         self.dead_count.fetch_sub((out.len() - before) as u32, SeqCst);
     }
 
-    /// Adds a dead segment, which [`take_dead`](Segments::take_dead) takes.
+    /// Adds a dead segment. [`take_dead`](Segments::take_dead) takes it again.
     fn bury(&self, segment: u32) {
         self.dead_count.fetch_add(1, SeqCst);
         let mut head = self.dead.head.load(SeqCst);
         loop {
             self.all[segment as usize].next_or_closed.store(head as u32, SeqCst);
-            // Nobody pops a single segment, so the head needs no tag.
+            // Dead segments are taken all at once and never singly, so the head needs no tag.
             match self.dead.head.compare_exchange_weak(head, u64::from(segment + 1), SeqCst, SeqCst) {
                 Ok(_) => return,
                 Err(other) => head = other,
@@ -241,7 +243,7 @@ impl Segments {
         }
     }
 
-    /// Calls `each` for the segments that were marked, and takes the marks away.
+    /// Calls `each` for every marked segment, and clears the marks.
     pub fn take_marked(&self, mut each: impl FnMut(u32)) {
         for (at, bits) in self.changed.iter().enumerate() {
             if bits.load(SeqCst) == 0 {
@@ -296,14 +298,14 @@ impl Segments {
         self.all[segment as usize].word.fetch_add(LIVE, SeqCst);
     }
 
-    /// Notes that one page of the segment is no longer live. Returns whether the segment is free
-    /// now, so that it must [end](Segments::end).
+    /// Notes that one page of the segment is no longer live. Returns whether the segment is over,
+    /// so that the caller must [end](Segments::end) it.
     #[must_use]
     pub fn drop_live(&self, segment: u32) -> bool {
         self.change(segment, |word| Some(Word(word.0 - LIVE).settled(self.over()))).is_some_and(Word::is_over)
     }
 
-    /// Begins a new life of a free segment that was popped.
+    /// Begins the next life of a free segment, after [`pop`](Segments::pop).
     pub fn open(&self, segment: u32, generation: usize) -> u32 {
         let word = &self.all[segment as usize].word;
         let life = Word(word.load(SeqCst)).life().wrapping_add(1);
@@ -311,7 +313,7 @@ impl Segments {
         life
     }
 
-    /// Notes that writing to the segment has ended. Returns whether it is free now.
+    /// Notes that writing to the segment has ended. Returns whether the segment is over.
     #[must_use]
     pub fn close(&self, segment: u32) -> bool {
         let clock = self.clock.fetch_add(1, Relaxed) + 1;
@@ -319,7 +321,7 @@ impl Segments {
         self.leave(segment, State::Closed)
     }
 
-    /// Has the cleaner take the segment, if it is closed as `word` says.
+    /// Reserves the segment for the cleaner, if the segment's word is still `word` and closed.
     pub fn begin_cleaning(&self, segment: u32, word: Word) -> bool {
         let now = word.with_state(State::Cleaning);
         let word = self.all[segment as usize].word.compare_exchange(word.0, now.0, SeqCst, Relaxed);
@@ -360,11 +362,11 @@ impl Segments {
         self.free.fetch_add(1, SeqCst);
     }
 
-    /// Takes a free segment while more than `reserve` are free: from the member whose turn it is,
-    /// if that has one and has not failed lately.
+    /// Takes a free segment while more than `reserve` are free. The members take turns. A member
+    /// without a free segment, or one that has failed lately, misses its turn.
     pub fn pop(&self, turn: &mut u32, reserve: u32) -> Option<u32> {
         self.free.fetch_update(SeqCst, SeqCst, |free| (free > reserve).then(|| free - 1)).ok()?;
-        // One segment is reserved by the count; its member is found here.
+        // The count has reserved one segment. The loop finds its member.
         loop {
             for passes_failed in [true, false] {
                 for _ in 0..self.members() {
@@ -398,8 +400,8 @@ impl Segments {
         }
     }
 
-    /// Notes that a write to the member of `segment` has failed: it is passed over for a while,
-    /// longer each time.
+    /// Notes that a write to the member of `segment` has failed. The member misses turns: more of
+    /// them after each failure.
     pub fn blame(&self, segment: u32) {
         let stack = &self.stacks[(segment % self.members()) as usize];
         let failures = stack.failures.fetch_add(1, Relaxed);
@@ -445,7 +447,8 @@ mod tests {
         segments.blame(2);
         assert_eq!([next(), next(), next()], [Some(0), Some(1), Some(0)]);
         assert_eq!((segments.failures(2), segments.failures(0)), (1, 0));
-        // The member's other segments are taken if there are no others, down to the reserve.
+        // If no other member has a free segment, this member's segments are taken, down to the
+        // reserve.
         assert_eq!(std::iter::from_fn(next).count(), 30 - 7 - 4);
     }
 

@@ -9,7 +9,7 @@ use weir_core::PAGE_SIZE;
 
 /// Bytes of memory for each page of the store below, in all: 1 GiB for 1 TiB.
 const BYTES_A_PAGE: u64 = 4;
-/// A log of this few pages or fewer is opened in one pass, whatever the bound.
+/// Number of pages up to which a log is opened in one pass, whatever the bound.
 const PASS_LEAST: u64 = 4 << 20;
 
 /// The kind of a log.
@@ -18,19 +18,19 @@ pub(crate) enum Kind {
     Scratch,
     /// A durable log that is being made.
     New,
-    /// A durable log that was made with so many segments in each half of its journal.
+    /// A durable log that exists, with this number of segments in each half of its journal.
     Made(u32),
 }
 
 /// The sizes of a log's parts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Sizes {
-    /// Pages of the store below.
+    /// Number of pages of the store below.
     pub slots: u32,
     pub segments: u32,
-    /// Segments of each half of the journal; 0: the log is scratch.
+    /// Number of segments of each half of the journal; 0: the log is scratch.
     pub half: u32,
-    /// Most pages that the log may have.
+    /// Largest number of pages that the log may have.
     pub most: u32,
     /// The log's size in pages.
     pub pages: u32,
@@ -58,8 +58,8 @@ impl Sizes {
         let reserved = if is_durable { members.saturating_add(half.saturating_mul(2)) } else { 0 };
         let spare = Self::spare(lanes, is_durable);
         let places = segment_pages - 1;
-        // Segments that are no room for pages: the reserved ones, those that the cleaner keeps
-        // free, those that are appended to, and one in fifty for segments that end early.
+        // Some segments hold no pages of the log: reserved segments, the cleaner's free ones, and
+        // open ones. One in fifty more is for segments that end early.
         let taken = spare.saturating_add(reserved).saturating_add(segments / 50);
         let most = segments.saturating_sub(taken).saturating_mul(places);
         let usual = (u64::from(segments.saturating_sub(reserved)) * u64::from(places) * 4 / 5) as u32;
@@ -84,26 +84,27 @@ impl Sizes {
         Ok(sizes)
     }
 
-    /// Segments of each half of the journal: a checkpoint fills half of it at most, or there is
-    /// room for the records of all open segments besides.
+    /// Number of segments of each half of the journal. A checkpoint fills at most half of them, or
+    /// they also have room for the records of all open segments.
     fn half(segments: u32, segment_pages: u32, lanes: u32) -> u32 {
         let checkpoint = segments.div_ceil(NAMES_MAX as u32);
         let open = (lanes.saturating_add(1)).saturating_mul(OPEN_MAX as u32);
         (checkpoint * 2 + open.max(segment_pages * 5)).div_ceil(segment_pages)
     }
 
-    /// Segments that the cleaner keeps free, or that are being appended to.
+    /// Number of segments that the cleaner provides, or that are open.
     fn spare(lanes: u32, is_durable: bool) -> u32 {
         let ahead = if is_durable { DURABLE_AHEAD } else { AHEAD };
         (RESERVE + ahead + GENERATIONS as u32).saturating_add(lanes.saturating_mul(2))
     }
 
-    /// The bound on memory. Small logs may take more: they need some summaries in any case.
+    /// The bound on the log's memory. Small logs may take more, because they need some summaries in
+    /// any case.
     pub fn bound(&self) -> u64 {
         u64::from(self.slots) * BYTES_A_PAGE
     }
 
-    /// Bytes of memory that the log takes: map, segments, summaries, and what a commit needs.
+    /// Bytes of memory for the map, segments, summaries and a commit.
     pub fn memory(&self) -> u64 {
         let is_durable = self.half > 0;
         let marks = if is_durable { u64::from(self.segments.div_ceil(64)) * 8 } else { 0 };
@@ -114,14 +115,14 @@ impl Sizes {
             + u64::from(self.rows) * Rows::row_bytes(self.places, is_durable)
     }
 
-    /// Bytes of memory for a commit: its pages, and the dead segments that it names.
+    /// Bytes of memory for the pages of a commit, and for the dead segments that it names.
     fn commit_bytes(&self) -> u64 {
         let pages = u64::from(self.half) * u64::from(self.places + 1);
         if self.half > 0 { pages * PAGE_SIZE as u64 + u64::from(self.segments) * 4 } else { 0 }
     }
 
-    /// Number of pages for which one pass of the opening finds the newest version. Summaries and
-    /// commits take no memory yet.
+    /// Number of pages whose newest version one pass of the opening finds. Summaries and commits
+    /// take no memory at that time.
     pub fn pass(&self) -> u64 {
         // The map, and for each segment its record and its life.
         let taken = u64::from(self.pages) * 4 + u64::from(self.segments) * (SEGMENT_BYTES + 8);

@@ -4,7 +4,7 @@ use crate::Shared;
 use crate::segment::State;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The counts of all lanes and of the cleaner. Each is increased once for some dozens of pages.
+/// The counts of all lanes and of the cleaner. A lane adds to them once for some dozens of pages.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub written: AtomicU64,
@@ -48,7 +48,7 @@ pub struct LogStatus {
     pub segments: u32,
     /// Number of segments without a live page.
     pub free: u32,
-    /// Number of segments that are appended to, or whose writes have no answer.
+    /// Number of segments that a lane or the cleaner fills, or whose writes have no answer.
     pub open: u32,
     /// Number of segments with a page that cannot be moved.
     pub stuck: u32,
@@ -60,9 +60,9 @@ pub struct LogStatus {
     pub summaries: u64,
     /// Number of segments that the cleaner has made free.
     pub cleaned: u64,
-    /// Number of pages that were live in those when the cleaner began.
+    /// Number of pages that were live in the cleaned segments when the cleaner began with each.
     pub live_cleaned: u64,
-    /// Number of summaries that reads had to read.
+    /// Number of summaries that were read from disk for a read of a page.
     pub summary_reads: u64,
     /// Number of pages that did not match their summary.
     pub corrupt: u64,

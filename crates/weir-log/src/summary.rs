@@ -1,18 +1,18 @@
-//! A segment's last page, its summary: it says which page lies in each place, with its checksum. A
-//! row is the same in memory.
+//! A segment's last page, its summary: for each place the page number and checksum. A *row* has the
+//! same in memory.
 //!
 //! The format on disk, the lowest byte first (docs/log-format.md): magic, segment, life, checksum
 //! of this page (with zeros here), generation, the log's identity (8 bytes), and from byte 32 on 14
 //! bytes a place: page, checksum, and the version in 6 bytes. Scratch logs have no identity and no
 //! versions.
 //!
-//! A *version* numbers the writes of a durable log. A record gets it once its page is written.
-//! Among records of a page the one with the highest version counts. A page that is moved keeps its
-//! version.
+//! A *version* numbers the writes of a durable log. A record gets its version once the page is
+//! written. Of several records of a page, the one with the highest version counts. A page that is
+//! moved keeps its version.
 //!
-//! Rows of segments whose summary is not on the disk are *pinned*. The others are a cache, replaced
-//! by CLOCK: a lane that finds no row reads the summary's page. A row may change while it is read,
-//! so readers check its tag before and after.
+//! The rows of segments whose summary is not on the disk are *pinned*. The other rows are a cache,
+//! which CLOCK replaces. A lane that finds no row reads the summary from disk. A row may change
+//! while it is read, so readers check its tag before and after.
 
 use crate::segment::Segments;
 use crate::words::Words;
@@ -25,7 +25,7 @@ const MAGIC: u32 = 0x3247_4c57;
 const HEAD: usize = 32;
 /// Bytes of a record on disk.
 pub(crate) const RECORD: usize = 14;
-/// Most places of a segment, by the room in a page of the journal.
+/// Largest number of places of a segment. The room in a page of the journal limits it.
 pub(crate) const PLACES_MAX: u32 = 284;
 const _: () = assert!(HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 /// The page number of a place that holds no page.
@@ -38,7 +38,7 @@ const HAS_VERSION: u32 = 1 << 31;
 pub(crate) struct Record {
     pub page: u32,
     pub checksum: Checksum,
-    /// 0: the log is scratch, or the page's write has not been answered.
+    /// 0: the log is scratch, or the page's write has no answer yet.
     pub version: u64,
 }
 
@@ -68,9 +68,8 @@ impl Record {
 
 #[derive(Debug)]
 struct Row {
-    /// The segment plus 1 in the lower half, and a number in the upper half that no other tag has.
-    /// 0: the row is free.
-    /// [`BUSY`]: it changes hands.
+    /// The segment plus 1 in the lower half, and in the upper half a number that no other tag has.
+    /// 0: the row is free. [`BUSY`]: the row is between two owners.
     tag: AtomicU64,
     is_pinned: AtomicBool,
     is_used: AtomicBool,
@@ -84,7 +83,8 @@ pub(crate) struct Rows {
     rows: Box<[Row]>,
     records: Words,
     places: usize,
-    /// Words of a place: page and checksum, and in a durable log the version in two more.
+    /// Number of words of a place: page and checksum, and two more for the version in a durable
+    /// log.
     stride: usize,
     hand: AtomicU32,
     tags: AtomicU32,
@@ -126,14 +126,14 @@ impl Rows {
         (self.records.at(at), self.records.at(at + 1))
     }
 
-    /// The words of a version; `None`: the log is scratch.
+    /// The words of a place's version; `None`: the log is scratch.
     fn version_words(&self, row: u32, place: u32) -> Option<(&AtomicU32, &AtomicU32)> {
         let at = (row as usize * self.places + place as usize) * self.stride;
         (self.stride == 4).then(|| (self.records.at(at + 2), self.records.at(at + 3)))
     }
 
     fn record(&self, row: u32, place: u32) -> Record {
-        // The version is read first: who has it also has the rest.
+        // The version is read first. A reader that sees the version also sees the rest.
         let version = self.version_words(row, place).map_or(0, |(low, high)| match high.load(SeqCst) {
             high if high & HAS_VERSION == 0 => 0,
             high => u64::from(high & !HAS_VERSION) << 32 | u64::from(low.load(SeqCst)),
@@ -151,7 +151,7 @@ impl Rows {
         }
     }
 
-    /// Opens a row for a new life of a segment, pinned, without records; `None`: all are pinned.
+    /// Opens an empty, pinned row for a new life of a segment. `None`: all rows are pinned.
     pub fn open(&self, segments: &Segments, segment: u32) -> Option<u32> {
         let row = self.claim(segments)?;
         for place in 0..self.places as u32 {
@@ -195,7 +195,7 @@ impl Rows {
         self.read(segments, segment, |_| {})
     }
 
-    /// Runs `look` on the segment's row. Returns whether it was the segment's row all the time.
+    /// Runs `look` on the segment's row. Returns whether the row was the segment's the whole time.
     fn read(&self, segments: &Segments, segment: u32, look: impl FnOnce(u32)) -> bool {
         let Some(row) = segments.row(segment).load(SeqCst).checked_sub(1) else { return false };
         let Row { tag, is_used, .. } = &self.rows[row as usize];
@@ -212,7 +212,7 @@ impl Rows {
         is_same
     }
 
-    /// Stores a summary that has been read, if a row can be had.
+    /// Stores a summary that has been read, if a row can be freed for it.
     pub fn keep(&self, segments: &Segments, summary: &Summary<'_>) {
         let Summary { segment, life, .. } = *summary;
         if segments.row(segment).load(SeqCst) != 0 || segments.word(segment).life() != life {
@@ -227,7 +227,7 @@ impl Rows {
         }
         self.publish(segments, row, segment, false);
         if segments.word(segment).life() != life {
-            // The segment began another life meanwhile.
+            // The segment began another life while its summary was read.
             self.forget_row(segments, row, segment);
         }
     }
@@ -280,8 +280,8 @@ impl Rows {
         tag.store(u64::from(number) << 32 | u64::from(segment + 1), SeqCst);
         let word = segments.row(segment);
         if is_pinned {
-            // A row that came late, for the segment's earlier life, is replaced when its turn
-            // comes.
+            // A row that is stored late, for an earlier life of the segment, is replaced when its
+            // turn comes.
             word.store(row + 1, SeqCst);
         } else if word.compare_exchange(0, row + 1, SeqCst, Relaxed).is_err() {
             tag.store(0, SeqCst);
@@ -289,8 +289,8 @@ impl Rows {
     }
 }
 
-/// Writes the summary of a segment from its row. In a durable log, pages that have no version were
-/// not written.
+/// Writes the summary of a segment from its row. In a durable log it leaves out pages without a
+/// version, since those were not written.
 pub(crate) fn write(
     rows: &Rows,
     row: u32,
@@ -319,7 +319,7 @@ pub(crate) fn write(
     out[12..16].copy_from_slice(&checksum.0.to_le_bytes());
 }
 
-/// A segment's summary as it was read.
+/// A segment's summary, read from the disk.
 pub(crate) struct Summary<'a> {
     bytes: &'a PageBytes,
     segment: u32,
@@ -327,7 +327,7 @@ pub(crate) struct Summary<'a> {
 }
 
 impl<'a> Summary<'a> {
-    /// Parses the summary of this segment; `None`: the bytes are not that.
+    /// Parses the summary of this segment. `None`: the bytes are no summary of it.
     pub fn parse(bytes: &'a PageBytes, segment: u32) -> Option<Self> {
         let word = |at: usize| word(bytes, at);
         let mut copy = *bytes;

@@ -1,9 +1,9 @@
-//! The superblock of a durable log: what it is, and where its parts lie. The format is that of
-//! docs/log-format.md.
+//! The superblock of a durable log: the log's description, and the position of its parts.
+//! docs/log-format.md describes the format.
 //!
-//! Each member carries two copies, in the first and in the middle page of its first segment. They
-//! are written once, when the log is made, and never change. The two pages after the first copy on
-//! the first member confirm commits in turns.
+//! Each member has two copies, in the first and in the middle page of its first segment. They are
+//! written once, when the log is made, and never change. The two pages after the first copy on the
+//! first member confirm commits in turns.
 
 use crate::summary::PLACES_MAX;
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
@@ -13,11 +13,12 @@ pub const MAGIC: &[u8] = b"WEIR DURABLE LOG\n";
 const NOTICE: &[u8] = b"A disk of a durable log of weir cache. weir cache check says how it is.\n";
 /// The version of the format that this program writes.
 pub(crate) const VERSION: u32 = 1;
-/// Pages of a segment at least: the first one has room for the copies and the confirmations.
+/// Smallest number of pages of a segment. The first segment has room for the copies and the
+/// confirmations.
 pub(crate) const SEGMENT_LEAST: u32 = 8;
-/// Offset of the fields.
+/// Offset of the fields in the page.
 const FIELDS: usize = 512;
-/// Number of fields of 4 bytes, with the identity's four.
+/// Number of fields of 4 bytes. The identity takes four of them.
 const COUNT: usize = 17;
 const CHECKSUM: usize = PAGE_SIZE - 4;
 
@@ -31,19 +32,19 @@ pub(crate) struct Superblock {
     /// Number of members.
     pub members: u32,
     pub segment_pages: u32,
-    /// Number of segments, with the reserved ones.
+    /// Number of segments, the reserved ones included.
     pub segments: u32,
     /// The log's size in pages.
     pub pages: u32,
-    /// Segments of each half of the journal. The first half begins after each member's first
-    /// segment.
+    /// Number of segments of each half of the journal. The first half begins after each member's
+    /// first segment.
     pub half: u32,
 }
 
 /// The reason why a page is no superblock.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum NoSuperblock {
-    /// The page does not begin as one.
+    /// The page does not begin with the magic bytes.
     Absent,
     /// The page is damaged.
     Damaged,
@@ -125,7 +126,7 @@ impl Superblock {
         if found.is_possible() { Ok(found) } else { Err(NoSuperblock::Damaged) }
     }
 
-    /// Whether a log can have this shape: no field makes a computation overflow.
+    /// Whether a log can have this shape. No computation overflows with such fields.
     fn is_possible(&self) -> bool {
         let Superblock { member, members, segment_pages, segments, pages, half, .. } = *self;
         let slots = u64::from(segments) * u64::from(segment_pages);
@@ -165,7 +166,8 @@ mod tests {
         ONE.encode(&mut page);
         assert_eq!(Superblock::decode(&page), Ok(ONE));
         assert!(page.starts_with(b"WEIR DURABLE LOG\nA disk of"));
-        // The same, with another version and with a feature that this program does not know.
+        // A page that is valid but for a later version, and one with a feature that this program
+        // does not know.
         for (at, value) in [(0, 2), (1, 8)] {
             let mut later = page;
             later[FIELDS + at * 4] = value;
