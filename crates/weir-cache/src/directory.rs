@@ -1,21 +1,21 @@
-//! The directory: which page lies in which frame, which users a frame has, and which page leaves
-//! next.
+//! The directory of a cache: the frame of each cached page, the users of each frame, and the choice
+//! of the page that leaves next.
 //!
-//! Frames are grouped in sets of [`WAYS`]. A page can only lie in a frame of one set. So the index
-//! is one word a frame, and its size depends on the cached pages, not on the home. Nothing here
-//! does I/O or takes a lock: every change is one compare-and-exchange.
+//! Frames are grouped in sets of [`WAYS`]. A page can only lie in a frame of its own set. So the
+//! index is one word a frame, and its size depends on the number of cached pages, not on the home.
+//! Nothing here does I/O or takes a lock: every change is one compare-and-exchange.
 //!
 //! **One frame a page.** A lane that finds no frame of a page claims one, then searches the set
-//! again. The claim in the lower frame ends the one in the higher. A claim counts once no other
-//! claim is left. The last step is a compare-and-exchange on the lane's own claim, so of two claims
-//! at least one does not count.
+//! again. Of two claims of a page, the claim in the lower frame ends the other. A claim counts once
+//! no other claim of the page is left. The last step is a compare-and-exchange on the lane's own
+//! claim, so of two claims at least one does not count.
 //!
 //! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023)
 //! within each set. A new page is *young*. A tenth of a set is for young pages. A young page that
-//! was not used again leaves first; one that was used grows old. An old page leaves when the hand
-//! has found it as often as it was used since, at most three times. When a young page leaves, a
-//! fingerprint of 16 bits stays for a while. If the page comes back, it is old at once. So a scan
-//! passes through only a tenth of the cache.
+//! was not used again leaves first. A young page that was used again grows old. An old page leaves
+//! when the hand has found it as often as it was used since, at most three times. When a young page
+//! leaves, a fingerprint of 16 bits stays in the set for a while. If the page comes back, it is old
+//! at once. So a scan passes through only a tenth of the cache.
 
 use crate::entry::{ALONE, Entry, Kind};
 use std::io;
@@ -26,10 +26,10 @@ use weir_core::{Memory, PageNo};
 pub const WAYS: u32 = 64;
 /// Number of young pages of a set at which one of them must leave.
 const YOUNG_MAX: u32 = WAYS / 10;
-/// Most sets that are noted as waiting for the write-back.
+/// Largest number of sets that the list of sets without room has.
 const PRESSED: usize = 64;
 
-/// A frame's number. The cached page has the same number in the volume that holds cached pages.
+/// A frame's number: the page number, in the cache's volume, of the frame's content.
 pub(crate) type Frame = u32;
 
 /// The index of a cache.
@@ -37,14 +37,14 @@ pub struct Directory {
     words: Memory,
     sets: u32,
     dirty: AtomicU32,
-    /// Sets in which a page found no frame: the number plus 1; 0 is none.
+    /// The sets in which a page found no frame, each as its number plus 1; 0: no set.
     pressed: [AtomicU32; PRESSED],
 }
 
-/// The result of a search for a page that is to be shared.
+/// The result of a search for a page's frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Found {
-    /// This frame has the page, and is shared now.
+    /// This frame has the page. The caller shares it now.
     Hit(Frame),
     /// The page has no frame.
     Absent,
@@ -68,7 +68,8 @@ pub(crate) enum Outcome {
     Clean,
     /// The frame has newer content than the home.
     Dirty,
-    /// The frame has newer content, and a write to the home may land at any time.
+    /// The frame has newer content than the home, and a write of it to the home may land at any
+    /// time.
     Late,
     /// The frame has no content.
     Nothing,
@@ -110,8 +111,8 @@ impl Directory {
         (0..self.frames()).filter(|frame| self.load(*frame).kind() != Kind::Empty).count() as u32
     }
 
-    /// Does to the policy what a read of the page does, as if its I/O took no time. Returns whether
-    /// the page was there. For replays of traces.
+    /// Changes the policy's state as a read of the page does, as if the read's I/O took no time.
+    /// Returns whether the page was cached. For replays of traces.
     pub fn replay(&self, page: PageNo) -> bool {
         match self.share(page) {
             Found::Hit(frame) => {
@@ -148,8 +149,8 @@ impl Directory {
         replaced
     }
 
-    /// Replaces a word by the result of `change`; `None` leaves it. Returns the old word, and
-    /// whether it was replaced.
+    /// Replaces a word by the result of `change`; `None` leaves the word as it is. Returns the old
+    /// word, and whether it was replaced.
     fn change(&self, frame: Frame, change: impl Fn(Entry) -> Option<Entry>) -> (Entry, bool) {
         loop {
             let was = self.load(frame);
@@ -189,15 +190,16 @@ impl Directory {
         }
     }
 
-    /// Ends one [`share`](Directory::share). `wrote`: the content is now newer than the home's.
+    /// Ends one [`share`](Directory::share). `wrote`: the frame's content is now newer than the
+    /// home's.
     pub(crate) fn leave(&self, frame: Frame, wrote: bool) {
         self.change(frame, |entry| {
             Some(entry.with_users(entry.users() - 1).with_dirty(entry.is_dirty() || wrote))
         });
     }
 
-    /// Turns a share of a clean frame into having it alone. False: the frame has other users, or is
-    /// not clean.
+    /// Takes a clean frame alone for a caller that shares it. Returns false if the frame has other
+    /// users, or is not clean.
     pub(crate) fn upgrade(&self, frame: Frame) -> bool {
         let alone = |entry: Entry| {
             let may = entry.users() == 1 && !entry.is_dirty() && !entry.is_writing();
@@ -206,8 +208,8 @@ impl Directory {
         self.change(frame, alone).1
     }
 
-    /// Gets the page's frame alone, or a new frame if it has none. `who` is the number of the
-    /// caller's lane. `None`: another user has the frame, or no frame of the set is free.
+    /// Takes the page's frame alone, or a new frame if the page has none. `who` is the number of
+    /// the caller's lane. `None`: another user has the frame, or no frame of the set is free.
     pub(crate) fn hold(&self, page: PageNo, who: u8) -> Option<Held> {
         let (first, fingerprint) = self.place(page);
         if let Some((frame, entry)) = self.find(first, page) {
@@ -234,9 +236,9 @@ impl Directory {
         })
     }
 
-    /// Makes a claim count, unless the page has another frame.
+    /// Makes a lane's claim of a frame count, unless the page has another frame.
     fn confirm(&self, first: Frame, mine: Frame, page: PageNo, who: u8) -> bool {
-        // Once this claim has ended, another lane may have claimed the frame.
+        // After another lane has ended this claim, a third may have claimed the frame.
         let is_mine = |entry: Entry| {
             entry.kind() == Kind::Claimed && entry.page() == page && entry.users() == who.into()
         };
@@ -250,7 +252,7 @@ impl Directory {
                 if entry.page() != page || entry.kind() == Kind::Empty {
                     break;
                 }
-                // Of two claims the one with the lower frame wins, and ends the other.
+                // Of two claims the one with the lower frame wins. It ends the other.
                 if entry.kind() != Kind::Claimed || frame < mine {
                     return give_up();
                 }
@@ -263,7 +265,7 @@ impl Directory {
         self.change(mine, |entry| is_mine(entry).then(|| held(entry))).1
     }
 
-    /// Lets a frame go that the caller had alone.
+    /// Lets other users have a frame that the caller had alone.
     pub(crate) fn let_go(&self, held: Held, outcome: Outcome) {
         self.change(held.frame, |entry| {
             let valid = entry.with_kind(Kind::Valid).with_users(0);
@@ -276,8 +278,8 @@ impl Directory {
         });
     }
 
-    /// Begins to write a frame's page to the home: it is clean unless it is written again from here
-    /// on. Returns the old entry, and whether the write-back begins.
+    /// Begins to write a frame's page to the home. From here on the frame is clean, unless a lane
+    /// writes it again. Returns the old entry, and whether the write-back begins.
     pub(crate) fn begin_write_back(&self, frame: Frame) -> (Entry, bool) {
         self.change(frame, |entry| {
             let may = entry.kind() == Kind::Valid && entry.is_dirty() && !entry.is_writing();
@@ -285,7 +287,7 @@ impl Directory {
         })
     }
 
-    /// Notes that the content was read for the write-back, or could not be.
+    /// Notes that the write-back has read a frame's content, or has failed to.
     pub(crate) fn end_write_back(&self, frame: Frame, outcome: Outcome) {
         self.change(frame, |entry| {
             let entry = entry.with_users(entry.users() - 1);
@@ -309,13 +311,14 @@ impl Directory {
         self.pressed[set as usize % PRESSED].store(set + 1, Ordering::Relaxed);
     }
 
-    /// Whether a page has found no frame since the last call of `take_pressed`.
+    /// Whether a page has found no frame since the last call of
+    /// [`take_pressed`](Directory::take_pressed).
     pub(crate) fn has_pressed(&self) -> bool {
         self.pressed.iter().any(|slot| slot.load(Ordering::Relaxed) != 0)
     }
 
-    /// Takes the noted sets in which pages have found no frame since the last call: the first frame
-    /// of each.
+    /// Takes the list of sets in which pages have found no frame since the last call. Yields the
+    /// first frame of each.
     pub(crate) fn take_pressed(&self) -> impl Iterator<Item = Frame> {
         let take = |slot: &AtomicU32| match slot.load(Ordering::Relaxed) {
             0 => None,
@@ -324,9 +327,9 @@ impl Directory {
         self.pressed.iter().filter_map(take).map(|set| set * WAYS)
     }
 
-    /// Whether a fingerprint of the page is there; removes it.
+    /// Removes a fingerprint of the page. Returns whether the set had one.
     fn forgive(&self, first: Frame, fingerprint: u16) -> bool {
-        // The first word of a set has the hands there instead.
+        // The first word of a set has the two hands in place of a fingerprint.
         let is_it = |entry: Entry| entry.ghost() == fingerprint;
         let Some(frame) = (first + 1..first + WAYS).find(|frame| is_it(self.load(*frame))) else {
             return false;
@@ -335,7 +338,8 @@ impl Directory {
         true
     }
 
-    /// Finds the frame for the next page of a set; `None`: all are used, dirty or being written.
+    /// Finds the frame that the next page of a set gets. `None`: all frames are used, dirty, or
+    /// being written.
     fn victim(&self, first: Frame) -> Option<(Frame, Entry)> {
         let mut young = 0;
         for frame in first..first + WAYS {
@@ -353,7 +357,7 @@ impl Directory {
     fn sweep(&self, first: Frame, young: bool) -> Option<(Frame, Entry)> {
         let shift = if young { 0 } else { 8 };
         let hand = u32::from(self.load(first).ghost() >> shift) % WAYS;
-        // An old page may have been used three times: then it leaves in the fourth round.
+        // An old page counts at most three uses, so it leaves in the fourth round at the latest.
         let rounds = if young { 1 } else { 4 };
         for step in 0..rounds * WAYS {
             let way = (hand + step) % WAYS;
@@ -368,12 +372,13 @@ impl Directory {
                     let hands = entry.ghost() & !(0xff << shift) | next << shift;
                     Some(entry.with_ghost(hands))
                 });
-                // The hand may have changed this very word.
+                // The frame's word may be the one with the hands, so it is loaded again.
                 return Some((frame, self.load(frame))).filter(|(_, entry)| entry.is_evictable());
             }
             let aged =
                 if young { entry.with_young(false).with_hits(0) } else { entry.with_hits(entry.hits() - 1) };
-            // If another user has changed the word, the page stays, which is right too.
+            // Another user may have changed the word meanwhile. Then the page was used, and should
+            // stay.
             let _ = self.replace(frame, entry, aged);
         }
         None
@@ -454,7 +459,7 @@ mod tests {
             for page in 0..2000 {
                 directory.replay(PageNo(page));
             }
-            // Each page of the scan comes once.
+            // The scan reads each page once.
             for page in 0..2000 {
                 directory.replay(PageNo(1_000_000 + round * 2000 + page));
             }
@@ -479,7 +484,7 @@ mod tests {
     #[test]
     fn threads_that_claim_the_same_pages_never_give_one_two_frames() {
         let directory = Directory::new(WAYS).unwrap();
-        // Each holder writes its number, and must find it again.
+        // Each holder writes its number, and must find the same number afterwards.
         let holders: Vec<AtomicU32> = (0..80).map(|_| AtomicU32::new(0)).collect();
         std::thread::scope(|scope| {
             for thread in 1..=4u32 {

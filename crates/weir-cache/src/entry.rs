@@ -19,10 +19,10 @@ pub(crate) struct Entry(pub u64);
 pub(crate) enum Kind {
     /// The frame is free.
     Empty = 0,
-    /// The frame is claimed for a page; other lanes may claim another frame for it at the same
-    /// moment.
+    /// A lane has claimed the frame for a page. Other lanes may claim another frame for the same
+    /// page at the same moment.
     Claimed = 1,
-    /// One user has the frame alone for this page, and its content is not there yet.
+    /// One user has the frame alone for this page. The page's content is not in the frame yet.
     Held = 2,
     /// The frame has the page's content.
     Valid = 3,
@@ -30,7 +30,7 @@ pub(crate) enum Kind {
 
 /// The value of the users' count when one user has the frame alone, and may change its state.
 pub(crate) const ALONE: u64 = 255;
-/// Most users that may share a frame.
+/// Largest number of users that may share a frame.
 const USERS_MAX: u64 = 254;
 const HITS_MAX: u64 = 3;
 
@@ -48,13 +48,13 @@ impl Entry {
         Entry(self.0 & !mask | (value << at) & mask)
     }
 
-    /// The entry, claimed for `page` by lane `who`. Other bits of the word stay.
+    /// The entry as lane `who` claims the frame for `page`. Other bits of the word stay.
     pub fn claimed(self, page: PageNo, who: u8, young: bool) -> Entry {
         let entry = Entry(u64::from(page.0) << 32).with(16, 16, self.ghost().into());
         entry.with(8, 8, who.into()).with_flag(YOUNG, young).with_kind(Kind::Claimed)
     }
 
-    /// The entry without a page.
+    /// The entry as it is once its page has left.
     pub fn emptied(self) -> Entry {
         Entry(0).with(16, 16, self.ghost().into())
     }
@@ -76,7 +76,8 @@ impl Entry {
         self.with(0, 2, kind as u64)
     }
 
-    /// The policy's fingerprint of a page that has left; see the policy.
+    /// The fingerprint of a page that has left the set; see the policy of
+    /// [`Directory`](crate::directory::Directory).
     pub fn ghost(self) -> u16 {
         self.field(16, 16) as u16
     }
@@ -94,7 +95,7 @@ impl Entry {
         self.with(8, 8, users)
     }
 
-    /// The entry with one user more, unless there is no room for one or a user has it alone.
+    /// The entry with one more user. `None`: one user has the frame alone, or the count is full.
     pub fn shared(self) -> Option<Entry> {
         (self.users() < USERS_MAX).then(|| self.with_users(self.users() + 1))
     }
@@ -115,7 +116,7 @@ impl Entry {
         Entry(if set { self.0 | flag } else { self.0 & !flag })
     }
 
-    /// Whether the page is young: in the probation queue.
+    /// Whether the page is young, which means in the probation queue of S3-FIFO.
     pub fn is_young(self) -> bool {
         self.0 & YOUNG != 0
     }
@@ -142,7 +143,7 @@ impl Entry {
         self.with_flag(WRITING, writing)
     }
 
-    /// Whether the home may not have the content yet.
+    /// Whether the home may lack the frame's content: the frame is dirty or being written.
     pub fn is_ahead(self) -> bool {
         self.is_dirty() || self.is_writing()
     }

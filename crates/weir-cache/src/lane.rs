@@ -13,15 +13,15 @@ use weir_device::{Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 use weir_store::{Lane as HomeLane, OpenError};
 use weir_volume::Lane as FrameLane;
 
-/// Longest time that an operation waits for a page that another user has alone, or for room in its
-/// set: twice the limit of a slow home.
+/// Longest time that an operation waits for a page that another user has alone, or for a frame in
+/// the page's set. The time is twice the limit of a slow home.
 const BUSY_WITHIN: Duration = Duration::from_secs(60);
 
 /// A lane: one thread's access to a [`Cache`].
 ///
-/// If another user has the page alone, or its set has no frame to give, an operation returns
-/// [`Progress::Full`]. After a minute of that it fails. Nothing else is timed: a write that has
-/// gone to a disk that hangs completes when the disk answers.
+/// An operation returns [`Progress::Full`] if another user has the page alone, or if its set has no
+/// free frame. After a minute of that it fails. No other wait is timed. A write to a disk that
+/// hangs completes when the disk answers.
 pub struct CacheLane {
     parts: Parts,
     frames: FrameLane,
@@ -33,17 +33,17 @@ struct Parts {
     cache: Arc<Cache>,
     seat: usize,
     operations: Box<[Operation]>,
-    /// A page for each operation: the result of a partial write, or content on its way into a
-    /// frame.
+    /// One page of memory for each operation: the result of a partial write, or content on its way
+    /// into a frame.
     pages: Box<[Page]>,
     idle: Vec<u16>,
-    /// Operations that wait for room to write their page, or to have it alone.
+    /// Operations that wait for room to write their page, or until they can have the page alone.
     again: Vec<u16>,
-    /// Flushes that wait, by ticket and number.
+    /// Flushes without an answer, each as its ticket and its number.
     flushes: Vec<(Ticket, u64)>,
     /// The time of the last poll.
     now: Option<Instant>,
-    /// The time since which an operation has found its page or its set busy.
+    /// The time since which operations have found their page or its set busy.
     busy_since: Option<Instant>,
     is_busy: bool,
 }
@@ -63,20 +63,21 @@ enum State {
     ReadFrame {
         frame: u32,
     },
-    /// The operation reads the home; then the content goes into a frame if it is to stay.
+    /// The operation reads the home. Then it writes the content into a frame, if the page is to be
+    /// cached.
     ReadHome {
         held: Held,
         stays: bool,
     },
-    /// The operation writes content that was read into the frame.
+    /// The operation writes content from the home into the frame.
     Fill {
         held: Held,
     },
-    /// The operation writes a frame that others share.
+    /// The operation writes a frame that other users share.
     WriteFrame {
         frame: u32,
     },
-    /// The operation reads a page before it writes a part of it.
+    /// The operation reads the old page, to write a part of it.
     ReadRest {
         held: Held,
         patch: (u16, u16),
@@ -85,20 +86,20 @@ enum State {
     Again {
         held: Held,
     },
-    /// The page cannot be read in its frame, which others share. The lane must get the frame alone,
-    /// and then read the home.
+    /// The frame cannot be read, and other users share it. The lane must take the frame alone, and
+    /// then read the home.
     ReadAgain,
-    /// The operation writes a frame that it has alone.
+    /// The operation writes a frame that this lane has alone.
     WriteNew {
         held: Held,
     },
-    /// The operation writes the home and the frame.
+    /// The operation writes the page to the home and to the frame.
     WriteBoth {
         held: Held,
         home: Option<Result<(), Fault>>,
         frame: Option<Result<(), Fault>>,
     },
-    /// The operation writes the home.
+    /// The operation writes the page to the home.
     WriteHome {
         held: Held,
         late: bool,
@@ -139,7 +140,7 @@ impl CacheLane {
         &self.parts.cache
     }
 
-    /// Reads a page from the home that is not cached.
+    /// Reads a page that is not cached from the home.
     fn read_home(
         &mut self,
         at: u16,
@@ -151,7 +152,8 @@ impl CacheLane {
     ) -> Progress {
         match self.home.read(at.into(), Slot(page.0), out) {
             Progress::Done(Ok(())) => {
-                // Filling the cache is not worth a wait for room.
+                // If the frame's volume has no room now, the page stays uncached, since waiting
+                // would cost more.
                 let fill = if stays {
                     self.frames.write(at.into(), PageNo(held.frame), out)
                 } else {
@@ -235,7 +237,7 @@ impl CacheLane {
 }
 
 impl CacheLane {
-    /// Reads a page again whose frame could not be read.
+    /// Reads a page again after its frame could not be read.
     fn read_again(&mut self, at: u16, page: PageNo, done: &mut dyn FnMut(Done<'_>)) {
         let Some(held) = self.parts.hold(page) else {
             if self.parts.is_busy_for_too_long() {
@@ -249,8 +251,8 @@ impl CacheLane {
             let state = State::ReadHome { held, stays: true };
             return self.parts.read_instead(at, page, state, held, &mut *self.home, done);
         }
-        // The page was written meanwhile, so its frame can be read, and the home's content is
-        // older.
+        // A lane has written the page meanwhile. So its frame can be read, and the home's content
+        // is older.
         self.parts.put_back(held);
         let Found::Hit(frame) = self.parts.cache.directory.share(page) else {
             return self.parts.again.push(at);
@@ -287,7 +289,7 @@ impl Parts {
         Progress::Queued
     }
 
-    /// The number of the next operation, if there is room.
+    /// The number of an idle operation, if there is one.
     fn next(&self) -> Option<u16> {
         self.idle.last().copied()
     }
@@ -307,7 +309,7 @@ impl Parts {
         done(Done { ticket, result, page });
     }
 
-    /// Answers that the page is busy: another user has it alone, or its set has no room.
+    /// Answers that the page is busy: another user has it alone, or its set has no free frame.
     fn busy(&mut self) -> Progress {
         if self.is_busy_for_too_long() { self.fails(Fault::Timeout) } else { Progress::Full }
     }
@@ -316,7 +318,7 @@ impl Parts {
     fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
-        // The time of the last poll may be long ago, so the next poll's time counts.
+        // The last poll may be long ago. Only the time of the next poll counts.
         let (Some(since), Some(now)) = (self.busy_since, self.now) else { return false };
         let is_too_long = now >= since + BUSY_WITHIN;
         if is_too_long {
@@ -326,7 +328,7 @@ impl Parts {
     }
 
     /// Ends the share of a frame that could not be read. Returns whether the home has the same
-    /// page, so that a user who has it alone may read it there.
+    /// content. Then a user that has the frame alone may read the home.
     fn leave_unreadable(&self, frame: u32) -> bool {
         let directory = &self.cache.directory;
         let is_at_home = !directory.load(frame).is_ahead();
@@ -334,7 +336,7 @@ impl Parts {
         is_at_home
     }
 
-    /// Has a read wait until it can have its page alone.
+    /// Makes a read wait until it can have its page alone.
     fn wait_to_read(&mut self, at: u16) {
         self.operations[usize::from(at)].state = State::ReadAgain;
         self.again.push(at);
@@ -355,7 +357,7 @@ impl Parts {
         }
     }
 
-    /// Lets a frame go in the state that it had before.
+    /// Lets other users have a frame again, in the state that it had before.
     fn put_back(&self, held: Held) {
         let outcome = match (held.is_valid, held.is_dirty) {
             (_, true) => Outcome::Dirty,
@@ -376,7 +378,8 @@ impl Parts {
         }
     }
 
-    /// Ends a write around the cache. If it failed, the home has the old page or the new one.
+    /// Ends a write around the cache. If the write failed, the home has the old page or the new
+    /// one.
     fn end_around(&self, held: Held, result: Result<(), Fault>) {
         let keeps = result.is_err() && held.is_dirty;
         self.let_go(held, if keeps { Outcome::Dirty } else { Outcome::Nothing });
@@ -385,9 +388,9 @@ impl Parts {
     fn end_both(&self, held: Held, home: Result<(), Fault>, frame: Result<(), Fault>) -> Result<(), Fault> {
         let outcome = match (home, frame) {
             (Ok(()), Ok(())) => Outcome::Clean,
-            // The home has the page.
+            // The home has the new content, and the frame does not.
             (Ok(()), Err(_)) => Outcome::Nothing,
-            // The frame's content is written home again later.
+            // The write-back writes the frame's content home later.
             (Err(_), Ok(())) => Outcome::Dirty,
             (Err(_), Err(_)) if held.is_dirty => Outcome::Dirty,
             (Err(_), Err(_)) => Outcome::Nothing,
@@ -396,7 +399,7 @@ impl Parts {
         home
     }
 
-    /// Completes a partial write: the rest of the page has been read.
+    /// Completes a partial write, after the rest of the page has been read.
     fn complete(&mut self, at: u16, held: Held, patch: (u16, u16), content: &PageBytes) {
         let kept = &mut self.pages[usize::from(at)];
         let (from, to) = (usize::from(patch.0), usize::from(patch.1));
@@ -423,7 +426,7 @@ impl Parts {
                     self.hand_over(at, Ok(()), Some(content), done);
                 }
                 (Err(_), _) if self.cache.directory.upgrade(frame) => {
-                    // The home has the same content.
+                    // The frame is clean, so the home has the same content.
                     let held = Held { frame, is_valid: true, is_dirty: false };
                     self.read_instead(at, page, State::ReadHome { held, stays: true }, held, home, done);
                 }
@@ -542,7 +545,8 @@ impl Parts {
                 self.let_go(held, Outcome::Nothing);
                 self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
             }
-            // The write may land at any time: no other user may touch the page before that.
+            // The write to the home may still land at any time. Until it has, no other user may
+            // touch the page.
             (State::WriteHome { held, .. }, _) if result == Err(Fault::Timeout) => {
                 self.operations[usize::from(at)].state = State::WriteHome { held, late: true };
             }
@@ -578,7 +582,7 @@ impl Parts {
 impl PageLane for CacheLane {
     type Guard<'a> = Elsewhere;
 
-    /// Clearing at the home would take a write of each page.
+    /// The home has no cheap way to clear a page: it would write zeros.
     const CLEARS: bool = false;
     const FLUSHES: bool = true;
 
@@ -604,7 +608,7 @@ impl PageLane for CacheLane {
                     Progress::Queued => {
                         return self.parts.begin(at, ticket, page, State::ReadFrame { frame });
                     }
-                    // The home has the same content, unless the frame is dirty.
+                    // The home has the same content, because only a clean frame can be upgraded.
                     Progress::Done(Err(_)) if cache.directory.upgrade(frame) => {
                         let held = Held { frame, is_valid: true, is_dirty: false };
                         return self.read_home(at, ticket, page, held, true, out);
@@ -721,7 +725,7 @@ impl PageLane for CacheLane {
         0
     }
 
-    /// A flush takes as long as the home needs for all dirty pages.
+    /// A flush of the cache waits until all dirty pages are at home.
     fn flush(&mut self, ticket: Ticket) -> Progress {
         if self.parts.flushes.len() == self.parts.flushes.capacity() {
             return Progress::Full;
@@ -735,7 +739,7 @@ impl PageLane for CacheLane {
         Elsewhere
     }
 
-    /// A write that has gone to the home cannot be stopped.
+    /// Only a write that has not gone to the home yet can be stopped.
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         let operations = &self.parts.operations;
         self.frames.forsake(|at| whose(operations[at as usize].ticket));
@@ -753,7 +757,8 @@ impl PageLane for CacheLane {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let CacheLane { parts, frames, home } = self;
         parts.now = Some(now);
-        // A caller that does not ask again has given up.
+        // `is_busy` is set anew by each refusal. Without one since the last poll, no caller waits
+        // any more.
         parts.busy_since = parts.busy_since.or(Some(now)).filter(|_| parts.is_busy);
         parts.is_busy = false;
         home.poll(now, &mut |home_done| parts.home_answered(&home_done, frames, done));
@@ -792,8 +797,8 @@ impl PageLane for CacheLane {
 }
 
 impl CacheLane {
-    /// Writes a cached page in its frame, beside others that use it. `None`: it is not cached, or
-    /// writes go home.
+    /// Writes a cached page in its frame, beside other users. `None`: the page is not cached, or
+    /// written pages go home.
     fn write_shared(
         &mut self,
         at: u16,
@@ -814,7 +819,7 @@ impl CacheLane {
         }
     }
 
-    /// Handles the progress of a write to a frame that others may share.
+    /// Handles the progress of a write to a frame that other users may share.
     fn wrote_shared(
         &mut self,
         at: u16,
@@ -845,10 +850,10 @@ impl CacheLane {
 }
 
 impl Drop for CacheLane {
-    /// Operations that were not handed over take no effect, except writes that have gone to the
-    /// home. The end of such a write will not be noticed, so its page never goes home again, and
-    /// flushes fail. A frame with the page's content continues to serve it. Any other frame stays
-    /// as it is, for a read of the home might find half of the write.
+    /// An operation whose completion was not handed over takes no effect, unless its write has gone
+    /// to the home. The end of such a write goes unnoticed. So its page never goes home again, and
+    /// flushes fail. A frame that has the page's content continues to serve reads. Any other frame
+    /// stays taken, since a read of the home might find half of the write.
     fn drop(&mut self) {
         let parts = &self.parts;
         for operation in &parts.operations {
@@ -878,7 +883,7 @@ impl Drop for CacheLane {
     }
 }
 
-/// A guard that shows no page: a cached page may leave while it is read.
+/// A guard that shows no page: a cached page may leave its frame while a caller reads it.
 pub struct Elsewhere;
 
 impl PageGuard for Elsewhere {

@@ -1,21 +1,21 @@
 //! A write-back cache in front of a disk, as a page device.
 //!
-//! A [`Cache`] keeps pages of a *home* (a file or disk as it is: page `n` lies at `n`) in the
-//! frames of a volume over a fast store. So, as in any volume, each cached page has a checksum and
-//! every write goes to a new slot. The [`Directory`] says which page lies in which frame. It takes
-//! 8 bytes a frame, and the volume's page map and slot records take 16. That is 24 bytes a cached
-//! page, and nothing for pages that are not cached.
+//! A [`Cache`] keeps pages of a *home* in the frames of a volume over a fast store. The home is a
+//! file or a disk on which page `n` lies at `n`. As in any volume, each cached page has a checksum,
+//! and every write goes to a new slot. The [`Directory`] names the frame of each cached page. It
+//! takes 8 bytes a frame, and the volume's page map and slot records take 16. So a cached page
+//! takes 24 bytes of memory, and a page that is not cached takes none.
 //!
 //! Each thread has a [`CacheLane`]. One [`WriteBack`] writes dirty pages home, step by step. Lanes
-//! and write-back share words that change by compare-and-exchange, and no lock. A lane that reads
-//! or writes a page at its home has the page's frame alone, or has marked it as being written. So
-//! the home never has two writes of a page under way, nor a read beside a write.
+//! and write-back share words that change by compare-and-exchange, and no lock. Before a lane reads
+//! or writes a page at its home, it takes the page's frame alone, or marks the frame as being
+//! written. So the home never has two writes of a page under way, nor a read beside a write.
 //!
 //! Nothing here starts a thread or reads a clock, and only [`WriteBack::wait`] sleeps.
 //!
-//! **Meaning of a flush.** Every page written before it is at home, and the home has flushed its
-//! own cache. Between flushes a power failure may lose any write since the last flush, as on a disk
-//! that caches writes.
+//! **Meaning of a flush.** Every page written before the flush is at home, and the home has flushed
+//! its own cache. A power failure may lose any write since the last flush, as on a disk that caches
+//! writes.
 
 mod directory;
 mod entry;
@@ -42,19 +42,19 @@ use weir_device::PageDevice;
 use weir_store::{OpenError, OpenErrorKind, Store};
 use weir_volume::{CreateError, Volume};
 
-/// Most lanes: a claim in the directory has 8 bits for a lane's number.
+/// Largest number of lanes: a claim in the directory has 8 bits for a lane's number.
 pub const LANES_MAX: usize = 250;
 
-/// The destination of writes.
+/// The way that a written page takes: into the cache, to the home, or both.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Mode {
     /// Writes go into the cache, and home later.
     #[default]
     WriteBack,
-    /// Writes go into the cache and home before they are acknowledged: if the cache is lost, no
-    /// page is.
+    /// Writes go into the cache and home before they are acknowledged. So the loss of the cache
+    /// loses no page.
     WriteThrough,
-    /// Writes go home; the cache drops the page.
+    /// Writes go home, and the cache drops the page.
     WriteAround,
 }
 
@@ -84,23 +84,23 @@ impl FromStr for Mode {
 /// The settings of a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Most lanes that may be open at once, up to [`LANES_MAX`].
+    /// Largest number of lanes that may be open at once, up to [`LANES_MAX`].
     pub lanes: usize,
-    /// Operations that each lane may have in flight.
+    /// Number of operations that each lane may have in flight.
     pub depth: usize,
-    /// The destination of writes.
+    /// The way that a written page takes.
     pub mode: Mode,
-    /// Pages in a row from which on a stream bypasses the cache; 0: never.
+    /// A stream of more pages than this in a row bypasses the cache; 0: no stream does.
     pub stream_pages: u32,
-    /// Part of the frames, in per cent, that may be dirty before pages are written back.
+    /// Per cent of the frames that may be dirty before the write-back begins.
     pub dirty_high: u8,
-    /// Part of the frames, in per cent, that may still be dirty when writing back ends.
+    /// Per cent of the frames that are still dirty when the write-back ends.
     pub dirty_low: u8,
 }
 
 impl Default for Config {
-    /// The defaults: streams from 4 MiB on bypass the cache; write-back begins at 50 % dirty and
-    /// ends at 40 %.
+    /// The defaults: a stream bypasses the cache after 4 MiB. The write-back begins at 50 % dirty
+    /// frames and ends at 40 %.
     fn default() -> Self {
         Config {
             lanes: 4,
@@ -128,21 +128,21 @@ pub enum CacheError {
         has: u64,
         /// Bytes that the cache needs.
         needs: u64,
-        /// Bytes of these that are for writes under way.
+        /// Bytes of the need that are for writes under way.
         slack: u64,
     },
-    /// No cache can have these settings.
+    /// A cache cannot have these settings.
     #[error(
         "a cache has 1 to {LANES_MAX} lanes, and watermarks of at most 90 per cent, the lower first; asked for {0}"
     )]
     Shape(String),
-    /// Pages cannot be kept in the store.
+    /// The store cannot hold the cached pages.
     #[error(transparent)]
     Frames(#[from] CreateError),
     /// The store or the home gives no lane.
     #[error(transparent)]
     Lane(#[from] OpenError),
-    /// There is no memory for the index.
+    /// There is not enough memory for the index.
     #[error("cannot take memory for the cache's index")]
     Memory(#[source] std::io::Error),
 }
@@ -161,14 +161,14 @@ pub struct Cache {
     flush_wanted: AtomicU64,
     /// Number of the last flush that has been answered, times 2; plus 1 if it succeeded.
     flush_done: AtomicU64,
-    /// Whether all dirty pages must go home.
+    /// Whether all dirty pages must go home, because the cache is about to end.
     drains: AtomicBool,
     /// Wakes the thread that drives the write-back.
     bell: OwnedFd,
     asleep: AtomicBool,
 }
 
-/// The cache's record of a lane.
+/// A lane's place in the cache: whether a lane has it, and that lane's counts.
 #[derive(Default)]
 #[repr(align(128))]
 struct Seat {
@@ -177,7 +177,8 @@ struct Seat {
 }
 
 impl Cache {
-    /// Makes an empty cache over `store`, which only the cache may use, in front of `home`.
+    /// Makes an empty cache over `store` in front of `home`. Only the cache may use `store` from
+    /// then on.
     ///
     /// # Errors
     /// Fails when the store is too small, or memory is missing.
@@ -191,7 +192,7 @@ impl Cache {
             let shape = format!("{lanes} lanes, {dirty_low} and {dirty_high} per cent");
             return Err(CacheError::Shape(shape));
         }
-        // The write-back needs one lane more.
+        // The write-back needs one lane of the volume too.
         let mut shape = weir_volume::Config { pages: WAYS, lanes: lanes + 1, depth };
         if store.slots() < shape.slots() {
             let bytes = |slots: u32| u64::from(slots) * PAGE_SIZE as u64;
@@ -234,17 +235,18 @@ impl Cache {
         u64::from(self.pages()) * PAGE_SIZE as u64
     }
 
-    /// Number of pages that are newer than the home's, or on their way there.
+    /// Number of pages whose content is newer than the home's, or on its way there.
     pub fn dirty(&self) -> u32 {
         self.directory.dirty()
     }
 
-    /// The destination of writes.
+    /// The way that a written page takes.
     pub fn mode(&self) -> Mode {
         Mode::ALL[usize::from(self.mode.load(Ordering::Relaxed))].0
     }
 
-    /// Changes the destination of writes. Unless it is write-back, all dirty pages go home.
+    /// Changes the way that a written page takes. In each mode but write-back, all dirty pages go
+    /// home.
     pub fn set_mode(&self, mode: Mode) {
         self.mode.store(mode as u8, Ordering::Relaxed);
         self.ring();
@@ -261,12 +263,12 @@ impl Cache {
         self.drains.load(Ordering::Relaxed) || self.mode() != Mode::WriteBack
     }
 
-    /// The number of frames for this part of them, in per cent.
+    /// The number of frames in this many per cent of all.
     fn share(&self, per_cent: u8) -> u32 {
         (u64::from(self.directory.frames()) * u64::from(per_cent) / 100) as u32
     }
 
-    /// Ends the share of a frame; `wrote`: its content is now newer than the home's.
+    /// Ends a lane's share of a frame. `wrote`: the frame's content is now newer than the home's.
     fn leave(&self, frame: u32, wrote: bool) {
         self.directory.leave(frame, wrote);
         if wrote {
@@ -274,7 +276,8 @@ impl Cache {
         }
     }
 
-    /// Notes that a page is dirty. If too many are, wakes the thread that drives the write-back.
+    /// Notes that a page is dirty. If too many pages are, wakes the thread that drives the
+    /// write-back.
     fn has_dirt(&self) {
         let most = if self.must_clean() { 0 } else { self.share(self.config.dirty_high) };
         if self.directory.dirty() > most && self.asleep.load(Ordering::SeqCst) {

@@ -29,7 +29,7 @@ pub(crate) struct WriteBackCounters {
 }
 
 impl WriteBackCounters {
-    /// Counts a run of neighbouring pages that went home together.
+    /// Counts one run of neighbouring pages that went home together.
     pub fn row(&self, pages: u64) {
         self.pages.fetch_add(pages, Relaxed);
         if let Some(size) = pages.checked_ilog2() {
@@ -41,40 +41,40 @@ impl WriteBackCounters {
 /// A cache's counts at one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CacheStatus {
-    /// The destination of writes.
+    /// The way that a written page takes.
     pub mode: Mode,
     /// Number of pages of the home.
     pub pages: u32,
     /// Number of pages that the cache can hold.
     pub frames: u32,
-    /// Number of pages that it holds.
+    /// Number of pages in the cache.
     pub used: u32,
-    /// Number of these pages that are newer than the home's.
+    /// Number of cached pages that are newer than the home's.
     pub dirty: u32,
     /// Bytes of the index, with the page map and slot records of its volume.
     pub index_bytes: u64,
-    /// Number of pages read that were cached.
+    /// Number of reads of a page that found it cached.
     pub read_hits: u64,
-    /// Number of pages read that were not cached.
+    /// Number of reads of a page that did not find it cached.
     pub read_misses: u64,
-    /// Number of pages written that were cached.
+    /// Number of writes of a page that found it cached.
     pub write_hits: u64,
-    /// Number of pages written that were not cached.
+    /// Number of writes of a page that did not find it cached.
     pub write_misses: u64,
-    /// Number of pages of streams that were not cached and bypassed the cache.
+    /// Number of pages of streams that bypassed the cache, and were not cached before.
     pub bypassed: u64,
-    /// Number of pages that could not be read or written.
+    /// Number of reads and writes of a page that failed.
     pub faults: u64,
-    /// Number of pages written back.
+    /// Number of pages that were written back.
     pub written_back: u64,
-    /// Number of runs of neighbouring pages written back together: of 1 page, 2 to 3, 4 to 7, ...,
-    /// 256 and more.
+    /// Number of runs of neighbouring pages that were written back together, by length: 1 page, 2
+    /// to 3, 4 to 7, ..., 256 and more.
     pub rows: [u64; SIZES],
     /// Number of failed write-backs of a page.
     pub write_back_failed: u64,
     /// Number of flushes of the home.
     pub flushes: u64,
-    /// Number of these flushes that failed.
+    /// Number of flushes of the home that failed.
     pub flushes_failed: u64,
 }
 

@@ -1,25 +1,25 @@
-//! Streams: long runs of neighbouring pages. A disk serves them well, and they would push
-//! everything else out of the cache.
+//! Streams: long runs of neighbouring pages. A disk serves streams well, and in the cache they
+//! would replace all other pages.
 //!
-//! A stream table has a word for each area of 256 pages that hashes there. It holds the page that
-//! would come next, and the number of pages so far in a row. Threads that share a stream's requests
-//! may overtake one another a little.
+//! A stream table has a word for each area of 256 pages that hashes there. The word has the page
+//! expected next, and the length of the run so far. Requests of one stream may come a little out of
+//! order, since several threads send them.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use weir_core::PageNo;
 
 const ROWS: usize = 1024;
 const AREA_BITS: u32 = 8;
-/// Number of pages that a run may leap over.
+/// Largest number of pages that a run may skip.
 const AHEAD: u32 = 512;
-/// A page less than this many behind a run does not begin another one.
+/// A page up to this many pages behind a run's next page does not begin another run.
 const BEHIND: u32 = 64;
 
 /// Finds streams in the requests of all lanes.
 #[derive(Debug)]
 pub(crate) struct Streams {
     rows: Box<[AtomicU64]>,
-    /// Pages in a row from which on a stream bypasses the cache; 0: never.
+    /// A stream of more pages than this in a row bypasses the cache; 0: no stream does.
     cutoff: u32,
 }
 
@@ -32,7 +32,8 @@ impl Streams {
         &self.rows[area.wrapping_mul(0x9e37_79b1) as usize >> 22 & (ROWS - 1)]
     }
 
-    /// Notes a request for a page. Returns whether it belongs to a stream that is long enough.
+    /// Notes a request for a page. Returns whether the page belongs to a stream that bypasses the
+    /// cache.
     pub fn note(&self, page: PageNo) -> bool {
         if self.cutoff == 0 {
             return false;
@@ -53,8 +54,8 @@ impl Streams {
         let found = near(row.load(Relaxed)).or_else(enter);
         let (next, length) = found.unwrap_or((page, 0));
         if page.wrapping_sub(next) > AHEAD {
-            // The page was overtaken, or is read again: it neither continues the stream nor belongs
-            // to it.
+            // The page comes late, or is read again. Such a page does not continue the stream, nor
+            // belong to it.
             return false;
         }
         let length = length.saturating_add(1);

@@ -1,5 +1,5 @@
-//! The write-back: takes dirty pages home in address order, neighbours side by side, so that the
-//! home's lane joins them. A home that is a log gets whole segments of pages at a time.
+//! The write-back: writes dirty pages home in address order, so that the home's lane can join
+//! neighbours. A home that is a log gets whole segments of pages at a time.
 //!
 //! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It works when
 //!
@@ -9,12 +9,12 @@
 //! - more frames are dirty than the upper watermark: then it works until the lower one is reached,
 //!   from where it stopped.
 //!
-//! For the watermark, pages that were not used again go first, and the others only if those are not
-//! enough: a page that is often written would otherwise often be written home.
+//! A sweep for the watermark takes pages that were not used again first. It takes others only if
+//! those are not enough: a page that is often written would go home often.
 //!
-//! A page whose write fails stays dirty in the cache, where it can be read. It is tried again after
-//! a second at the earliest, and its flush fails. A home whose own flush has failed once may have
-//! lost earlier writes, so no later flush succeeds.
+//! A page whose write fails stays dirty in the cache, where lanes can read it. The write-back tries
+//! again after a second at the earliest, and a flush that meets the page fails. A home that has
+//! failed to flush may have lost earlier writes, so no later flush succeeds.
 
 use crate::directory::{Directory, Frame, Outcome, WAYS};
 use crate::entry::Kind;
@@ -29,16 +29,16 @@ use weir_device::{Fault, POLL_EVERY, Progress, Ticket};
 use weir_store::Lane as HomeLane;
 use weir_volume::Lane as FrameLane;
 
-/// Most pages that are on their way together: 4 MiB.
+/// Largest number of pages under way together: 4 MiB.
 const GROUP: usize = 1024;
-/// Most pages that one look through the directory finds.
+/// Largest number of pages that one look through the directory finds.
 const BATCH: usize = 16 << 10;
-/// Number of frames that one step looks at. There are fewer in unit tests, so that a look takes
-/// several steps there.
+/// Number of frames that one step looks at. In unit tests it is small, so that a look takes several
+/// steps.
 const LOOK: u32 = if cfg!(test) { 64 } else { 1 << 18 };
-/// Time that pages whose write failed are left alone.
+/// Time for which the write-back leaves pages alone whose write failed.
 const AGAIN: Duration = Duration::from_secs(1);
-/// The ticket of the home's flush; other tickets are indices in the group.
+/// The ticket of the home's flush. All other tickets are indices in the group.
 const FLUSH: Ticket = Ticket::MAX;
 
 /// The event that the write-back needs before its next step.
@@ -48,7 +48,7 @@ pub enum Next {
     Step,
     /// The home or the cache's store must answer first.
     Answers,
-    /// The write-back waits for a reason to work, or for this time.
+    /// The write-back waits for work, or for this time.
     Work(Option<Instant>),
 }
 
@@ -57,40 +57,40 @@ pub struct WriteBack {
     cache: Arc<Cache>,
     frames: FrameLane,
     home: Box<dyn HomeLane>,
-    /// The pages that go home next, in address order.
+    /// The dirty pages that go home next, in address order.
     batch: Vec<(PageNo, Frame)>,
     at: usize,
-    /// Whether more pages wait after those of the batch.
+    /// Whether the look found more pages than the batch has.
     more: bool,
-    /// Pages that go before the batch: dirty pages of sets without room.
+    /// Dirty pages of sets without a free frame. They go before the batch.
     urgent: Vec<(PageNo, Frame)>,
     group: Group,
     sweep: Option<Sweep>,
     /// The frame at which the next sweep for the watermark begins.
     cursor: u32,
-    /// Number of writes whose end the home has not reported.
+    /// Number of timed-out writes whose end the home has not reported.
     late: u32,
-    /// Whether the next sweep for the watermark also takes pages that are often used.
+    /// Whether the next sweep for the watermark also takes pages that were used again.
     takes_hot: bool,
-    /// Whether the last look found no page that could go.
+    /// Whether the last look found no page that can be written.
     found_nobody: bool,
-    /// The time until which pages that failed are left alone.
+    /// The time until which pages whose write failed are left alone.
     again_at: Option<Instant>,
     /// Whether the home has failed to flush.
     is_broken: bool,
     rest: Rest,
 }
 
-/// Pages that are on their way together.
+/// Pages that are under way together, from the frames to the home.
 struct Group {
     pages: Box<[Page]>,
     members: Vec<Member>,
-    /// Number of members whose content is being read, and of those whose write is queued.
+    /// Number of members whose content is being read, and number of those whose write is queued.
     read: usize,
     written: usize,
-    /// Number of outstanding answers.
+    /// Number of operations without an answer.
     waits: usize,
-    /// The run of neighbours that is being queued: the page after it, and its length.
+    /// The run of neighbours that is being queued, as the page after its end and its length.
     row: (u32, u64),
 }
 
@@ -105,7 +105,7 @@ struct Member {
 enum MemberState {
     /// The member's content is being read.
     Reads,
-    /// The member's content is there.
+    /// The member's content is in memory.
     Ready,
     /// The member's write is under way.
     Writes,
@@ -116,7 +116,7 @@ enum MemberState {
 /// A sweep through all dirty pages.
 #[derive(Clone, Copy)]
 struct Sweep {
-    /// The first page that the sweep looks for.
+    /// The lowest page that the sweep still looks for.
     from: u32,
     /// The next frame to look at.
     look: Frame,
@@ -128,13 +128,13 @@ struct Sweep {
     failed: bool,
     /// Whether a page was skipped because another user had it alone.
     skipped: bool,
-    /// Whether the home's flush is under way.
+    /// Whether the home's flush for this sweep is under way.
     flushing: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reason {
-    /// The sweep serves flushes up to this one.
+    /// The sweep serves all flushes up to this number.
     Flush(u64),
     /// The sweep serves the watermark.
     Watermark,
@@ -187,7 +187,7 @@ impl WriteBack {
             return Next::Answers;
         }
         self.find_urgent();
-        // A batch is in address order only once the whole directory has been looked at.
+        // A batch is in address order only once the sweep has looked at the whole directory.
         let is_sorted = self.sweep.is_none_or(|sweep| sweep.looked);
         let begins = self.batch.get(self.at).filter(|_| is_sorted).map(|(page, _)| page.0);
         if let (Some(page), true, true) = (begins, self.urgent.is_empty(), self.has_done_enough()) {
@@ -198,8 +198,8 @@ impl WriteBack {
         }
         let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
         if is_watermark && is_sorted && begins.is_none() && !self.more && !self.urgent.is_empty() {
-            // This sweep has ended. The next one may find neighbours of the urgent pages, which
-            // are then written together with them.
+            // End this sweep. The next one may find neighbours of the urgent pages, and the
+            // write-back then writes them together.
             self.end_watermark(None);
             self.sweep = None;
         }
@@ -214,8 +214,8 @@ impl WriteBack {
         }
     }
 
-    /// Whether the urgent pages are too few for the home, and a look will find others to go with
-    /// them.
+    /// Whether the urgent pages are too few for a run of the home, and a look may find other pages
+    /// to join them.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
@@ -227,20 +227,20 @@ impl WriteBack {
             && self.flush_wanted().is_none()
     }
 
-    /// Waits for the event that the last step needs; for `most` at most, or until `also` is
-    /// readable. No other function here sleeps.
+    /// Sleeps until the event that the last step needs, or until `also` is readable. No other
+    /// function of the write-back sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>, now: Instant) {
         let until = match next {
             Next::Step => return,
-            // A home without a descriptor announces nothing.
+            // A home without a descriptor announces no answers, so the thread must poll.
             Next::Answers if self.home.wake_fd().is_none() || self.frames.must_poll() => {
                 return self.rest.until_next();
             }
             Next::Answers => Some(POLL_EVERY),
             Next::Work(until) => {
                 self.cache.asleep.store(true, SeqCst);
-                // A lane that asked for work before this store took the thread for awake and did
-                // not wake it. So look for work once more.
+                // A lane that made work before this store believed the thread awake, and did not
+                // wake it. So look for work once more.
                 if self.has_work(now) {
                     return;
                 }
@@ -279,10 +279,11 @@ impl WriteBack {
         self.directory().dirty() > most && self.again_at.is_none_or(|at| now >= at)
     }
 
-    /// Whether a sweep for the watermark has reached the lower one, or must stop for a flush.
+    /// Whether a sweep for the watermark has reached the lower watermark, or must stop for a flush.
     fn has_done_enough(&self) -> bool {
         let config = &self.cache.config;
-        // Of pages that are often used, no more than necessary go home.
+        // A sweep of pages that are often used stops at the upper watermark, since they soon get
+        // dirty again.
         let least = if self.takes_hot { config.dirty_high } else { config.dirty_low };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(least) };
         let is_for_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
@@ -322,7 +323,7 @@ impl WriteBack {
         Next::Step
     }
 
-    /// Continues the look for dirty pages; the lowest ones of a look are a batch.
+    /// Continues the search for dirty pages. The lowest pages that a search finds become a batch.
     fn look(&mut self, mut sweep: Sweep, now: Instant) -> Next {
         let Reason::Flush(wanted) = sweep.reason else { return self.look_for_watermark(sweep, now) };
         if !sweep.looked {
@@ -335,8 +336,8 @@ impl WriteBack {
             return Next::Step;
         }
         if sweep.skipped {
-            // Another user has the page alone until the home answers, which may take long. The page
-            // was dirty before, and may still be.
+            // A user that has the page alone lets it go when the home answers, which may take long.
+            // The page was dirty before, and may still be.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
         }
@@ -345,7 +346,7 @@ impl WriteBack {
         match self.home.flush(FLUSH) {
             Progress::Done(result) => self.end_flush(wanted, result),
             Progress::Queued => self.home.submit(),
-            // No other flush is under way, as there is only one sweep.
+            // Only one sweep runs, so no other flush is under way.
             Progress::Full => self.end_flush(wanted, Err(Fault::Full)),
         }
         Next::Step
@@ -368,7 +369,8 @@ impl WriteBack {
         Next::Step
     }
 
-    /// Ends a sweep for the watermark: it stopped at this page, or went through all.
+    /// Ends a sweep for the watermark. `stopped` is the page at which it stopped; `None`: it went
+    /// through all.
     fn end_watermark(&mut self, stopped: Option<u32>) {
         self.cursor = stopped.unwrap_or(0);
         let found_all = stopped.is_none() && self.sweep.is_some_and(|sweep| sweep.is_whole);
@@ -415,7 +417,8 @@ impl WriteBack {
         self.found_nobody = self.batch.is_empty();
     }
 
-    /// Has the next look begin after the written batch, if there is more.
+    /// Makes the next search begin after the written batch, if more pages wait. Returns whether
+    /// they do.
     fn next_batch(&mut self, sweep: &mut Sweep) -> bool {
         let last = self.batch.last().map(|(page, _)| page.0);
         let more = std::mem::take(&mut self.more);
@@ -426,7 +429,7 @@ impl WriteBack {
         true
     }
 
-    /// Looks for dirty pages in sets without room.
+    /// Finds the dirty pages of sets without a free frame.
     fn find_urgent(&mut self) {
         let WriteBack { cache, urgent, .. } = self;
         if !urgent.is_empty() {
@@ -450,11 +453,11 @@ impl WriteBack {
             Some(rest) => first + rest / then * then,
             None => GROUP,
         });
-        // If the home does not care about the order, other pages go with the urgent ones.
+        // Unless the home wants address order, pages of the batch go together with the urgent ones.
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
         let others = if mixes { &batch[*at..] } else { &[] };
         let most = match (runs, urgent.len() + others.len()) {
-            // The other pages wait, and are written together with later ones.
+            // The pages beyond the last whole run wait, and are written with later ones.
             (Some((first, then)), some) if (first..most).contains(&some) => {
                 first + (some - first) / then * then
             }
@@ -463,8 +466,8 @@ impl WriteBack {
         let hasty = urgent.len().min(most);
         let others = &others[..others.len().min(most - hasty)];
         for (_, frame) in urgent[..hasty].iter().chain(others) {
-            // Use the frame's state at the refusal: its user may have let the frame go since, still
-            // dirty.
+            // Use the frame's state of this moment, not of the search: its user may have let the
+            // frame go since.
             let (entry, begins) = cache.directory.begin_write_back(*frame);
             if begins {
                 group.members.push(Member { page: entry.page(), frame: *frame, state: MemberState::Reads });
@@ -479,7 +482,7 @@ impl WriteBack {
         self.go_on();
     }
 
-    /// Issues what the group still lacks: reads first, then writes in order.
+    /// Issues the operations that the group still lacks: reads first, then writes in order.
     fn go_on(&mut self) {
         let WriteBack { cache, frames, home, group, sweep, .. } = self;
         while let Some(member) = group.members.get_mut(group.read) {
@@ -583,7 +586,7 @@ impl Group {
 
 impl Drop for WriteBack {
     fn drop(&mut self) {
-        // Writes under way at the home may still land, so their frames stay as they are.
+        // Writes under way at the home may still land, so their frames stay marked.
         let is_here = |member: &&Member| matches!(member.state, MemberState::Reads | MemberState::Ready);
         for member in self.group.members.iter().filter(is_here) {
             self.cache.directory.end_write_back(member.frame, Outcome::Dirty);

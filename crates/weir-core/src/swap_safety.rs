@@ -104,7 +104,7 @@ pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
 pub enum Children {
     /// The threads that this thread starts are real-time too, until they change that.
     Inherit,
-    /// They are ordinary ones.
+    /// The threads that this thread starts are ordinary ones.
     Ordinary,
 }
 

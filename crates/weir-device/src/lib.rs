@@ -122,8 +122,8 @@ pub trait PageLane: Send {
     /// on, and end with [`Fault::Forsaken`].
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool);
 
-    /// Whether the page may hold what was written. One that does not reads as zeros, and takes no
-    /// room.
+    /// Whether the page may have content. A page without content reads as zeros, and takes no room
+    /// in a store.
     fn mapped(&self, _page: PageNo) -> bool {
         true
     }

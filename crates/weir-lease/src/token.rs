@@ -66,8 +66,8 @@ pub struct Place {
     pub region: u8,
     /// The page in the region, less than [`REGION_PAGES_MAX`].
     pub page: u32,
-    /// The part of the page, less than [`FRAGMENTS_MAX`]. The table only stores it: a page is out
-    /// until all its fragments are back.
+    /// The part of the page, less than [`FRAGMENTS_MAX`]. The table stores the number and does not
+    /// use it. A page stays out until every fragment of it has come back.
     pub fragment: u8,
 }
 

@@ -132,7 +132,7 @@ fn look(
         match table.inline.get(segment) {
             Some(inline) => (0..).zip(&inline.records).for_each(|(place, record)| gather(place, *record)),
             None => io.read(std::iter::once(first + places), |_, page| {
-                // Reading the journal has already reported a damaged summary.
+                // `replay` has already reported a damaged summary.
                 if let Ok(summary) = summary_of(&superblock, &table, *segment, page.ok()) {
                     (0..places).zip(summary.records()).for_each(|(place, record)| gather(place, record));
                 }

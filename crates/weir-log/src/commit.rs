@@ -106,7 +106,7 @@ pub(crate) enum Stepped {
 
 /// The reason why a commit could not be gathered.
 enum Unfit {
-    /// The commit needs more pages than half a journal has.
+    /// The commit needs more pages than the half has left.
     Large,
     /// A segment changed while its records were copied.
     Changed,

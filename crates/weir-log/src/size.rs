@@ -84,8 +84,8 @@ impl Sizes {
         Ok(sizes)
     }
 
-    /// Number of segments of each half of the journal. A checkpoint fills at most half of them, or
-    /// they also have room for the records of all open segments.
+    /// Number of segments of each half of the journal. A half has room for two checkpoints, and for
+    /// the records of all open segments.
     fn half(segments: u32, segment_pages: u32, lanes: u32) -> u32 {
         let checkpoint = segments.div_ceil(NAMES_MAX as u32);
         let open = (lanes.saturating_add(1)).saturating_mul(OPEN_MAX as u32);

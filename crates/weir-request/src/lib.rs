@@ -98,8 +98,8 @@ pub trait RequestMemory {
         Some(PageNo(page as u32))
     }
 
-    /// Has [`data`](RequestMemory::data) show the bytes of a write that is about to be issued, for
-    /// memory that shows those of one request at a time.
+    /// Called before a write is issued. Memory that shows one request at a time then makes
+    /// [`data`](RequestMemory::data) show the bytes of that write.
     fn fetch(&mut self, _id: Id) {}
 
     /// The bytes that a write brings, at least its span's.

@@ -46,7 +46,7 @@ pub enum Error {
     /// No server listens there.
     #[error("cannot connect to the share server at {path}; is `weir serve --share` running?")]
     Connect {
-        /// The path of the socket.
+        /// The path of the server's socket.
         path: String,
         /// The system's error.
         #[source]

@@ -23,7 +23,8 @@ pub(crate) struct Closing {
     /// Slots of writes that a store did not answer in time. Those writes may still change the
     /// slots.
     unsettled: usize,
-    /// The stores have finished. A worker drops this: that may wait for a disk, and frees memory.
+    /// Whether the stores have ended every operation. Then a worker drops this record. The drop may
+    /// wait for a disk, and it frees memory, so an I/O thread must not do it.
     ended: bool,
 }
 

@@ -19,7 +19,7 @@ use weir_core::metrics::Counter;
 /// The choice of packs to empty: packs as sparse as this, or sparser.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sparse {
-    /// The fullest pack to empty, in parts of [`WHOLE`].
+    /// Fill of the fullest pack that is emptied, in parts of [`WHOLE`].
     fill_most: u32,
 }
 

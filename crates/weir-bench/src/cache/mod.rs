@@ -207,7 +207,7 @@ fn measure(
     })
 }
 
-/// A contender, to which requests go.
+/// One of the compared devices: Weir's cache, or one of its controls.
 trait Target {
     /// Begins a request, as a lane does.
     fn begin(&mut self, ticket: u32, page: u32, write: bool, bytes: &mut PageBytes) -> Progress;

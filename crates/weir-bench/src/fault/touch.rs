@@ -15,7 +15,7 @@ const PAGE_WORDS: usize = PAGE_SIZE / size_of::<f64>();
 /// Least number of passes of each kind, and least time for them.
 const PASSES_MIN: u32 = 2;
 const PASSES_TIME: Duration = Duration::from_millis(300);
-/// Most touches of single pages that are timed.
+/// Largest number of touches of single pages whose time is taken.
 const TOUCHES_MAX: usize = 500_000;
 
 /// The figures of a child.

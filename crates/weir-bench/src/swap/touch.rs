@@ -19,7 +19,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Number of pages that are read in order from each random place: 64 KiB, such as a small record or
 /// a column of a matrix.
 const STRETCH: usize = 16;
-/// Most page faults that are timed.
+/// Largest number of page faults whose time is taken.
 const FAULTS_MAX: usize = 200_000;
 /// Most children that are tried, if the kernel kills them.
 const TRIES: u32 = 4;

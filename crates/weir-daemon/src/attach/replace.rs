@@ -117,8 +117,9 @@ pub fn replace(ends: &mut impl Ends, connections: usize, pace: Pace) -> Result<O
     Ok(if left == 0 { Outcome::Replaced } else { Outcome::Forced(left) })
 }
 
-/// Waits until both ends have seen the same number of connections for a while: the `wanted` number,
-/// if there is one. Returns the last look, as an error if the ends do not agree.
+/// Waits until the kernel and the server have agreed on the number of connections for a while. With
+/// `wanted`, they must agree on that number. Returns the last look, as an error if they do not
+/// agree.
 fn agreed(ends: &impl Ends, wanted: Option<usize>, pace: Pace) -> Result<Look, Look> {
     let (mut last, mut since) = (ends.look(), Duration::ZERO);
     let mut agree = false;

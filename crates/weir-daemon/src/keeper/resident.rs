@@ -8,8 +8,8 @@ use std::os::linux::fs::MetadataExt as _;
 use std::path::Path;
 use weir_core::Resident;
 
-/// Holds the parts of this process's program that are ever mapped, without the symbols for
-/// debuggers.
+/// Locks the parts of this program's file in memory that a process maps. The symbols for debuggers
+/// are not among them.
 pub fn program() -> io::Result<Resident> {
     let file = File::open("/proc/self/exe")?;
     let inode = file.metadata()?.st_ino();

@@ -26,7 +26,7 @@ struct Progress {
     sweep: Option<Sweep>,
     /// Whether a sweep took place since the last look.
     swept: bool,
-    /// The count of pages that had left their packs at the last look.
+    /// The count, at the last look, of pages that had left their packs.
     looked: Option<u64>,
     operations: u64,
 }

@@ -1,9 +1,9 @@
-//! The bell of the thread that makes copies anew.
+//! The bell that wakes the thread that makes copies anew.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The thread's bell.
+/// The bell, with its last call.
 #[derive(Debug, Default)]
 pub(super) struct Alarm {
     state: Mutex<Call>,
@@ -27,12 +27,12 @@ impl Alarm {
         self.rung.notify_one();
     }
 
-    /// A node came back, or is another process.
+    /// Tells the thread that a node came back, or that another process took its place.
     pub(super) fn wake(&self) {
         self.ring(Call::Wake);
     }
 
-    /// The store closes.
+    /// Tells the thread that the store closes.
     pub(super) fn close(&self) {
         self.ring(Call::Close);
     }

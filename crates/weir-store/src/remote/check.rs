@@ -1,16 +1,16 @@
-//! Whether an engine may be trusted with pages: asked of each node when the store is opened, and of
-//! each process that takes a node's place.
+//! The check whether an engine may be trusted with pages. It runs for each node when the store is
+//! opened, and for each process that takes a node's place.
 
 use super::url::RemoteUrl;
 use crate::{OpenError, OpenErrorKind};
 use redis::{Connection, RedisResult};
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Bytes that an engine takes for a page: the value in its allocator's next size, key and entry.
-/// Measured over 20,000 pages with Redis 7.0.15 and jemalloc 5.3: 5,215.
+/// Bytes that an engine takes for a page: the value in its allocator's next larger size, the key
+/// and the entry. Measured over 20,000 pages with Redis 7.0.15 and jemalloc 5.3: 5,215.
 const PER_PAGE: u64 = 5300;
 
-/// Refuses a node on which pages would not stay.
+/// Refuses a node that could drop pages.
 pub(super) fn check(
     store: &str,
     node: &str,
@@ -66,13 +66,13 @@ pub(super) fn is_in_cluster(connection: &mut Connection) -> RedisResult<bool> {
     Ok(about.contains("cluster_enabled:1"))
 }
 
-/// The error of a node that is not there.
+/// The error for a node that does not answer.
 pub(super) fn no_answer(store: &str, node: &str, error: &redis::RedisError) -> OpenError {
     let what = format!("node {node} does not answer as Redis does: {error}");
     OpenError::new(OpenErrorKind::NoDevice, store, what)
 }
 
-/// Memory that a node's share of the pages takes.
+/// Bytes of memory that a node needs for its share of the pages.
 fn needed(url: &RemoteUrl) -> u64 {
     let pages = url.size.0 / PAGE_SIZE as u64 * u64::from(url.copies);
     pages.div_ceil(url.nodes.len() as u64) * PER_PAGE

@@ -1,17 +1,17 @@
-//! Answers in which the nodes of a cluster say where hash slots are.
+//! The answers by which the nodes of a cluster name the node of a hash slot.
 //!
-//! A cluster moves hash slots between its nodes at any time. A node that no longer serves one says
-//! where it is (`MOVED`), or, while it moves, where the keys are that have gone (`ASK`). A node
-//! that has died says nothing: then the others are asked for the whole map.
+//! A cluster may move a hash slot to another node at any time. A node that no longer serves the
+//! slot names its new node (`MOVED`). While a slot moves, its old node names the new one for keys
+//! that have gone (`ASK`). A dead node names none, so the store asks the others for the whole map.
 
 use super::placement::HASH_SLOTS;
 use redis::{Connection, RedisResult, Value};
 
-/// Hash slots, from the first to the last, and the address of their node.
+/// A range of hash slots: the first, the last, and the address of their node.
 pub(super) type Range = (usize, usize, String);
 
-/// Reads a node's answer that refers to another node: `MOVED 3999 127.0.0.1:6381`. An address
-/// without a host is on the host that was asked.
+/// Parses a node's answer that names another node: `MOVED 3999 127.0.0.1:6381`. If the address has
+/// no host, the host is that of the node that answered.
 pub(super) fn redirection(details: &str, asked: &str) -> Option<(usize, String)> {
     let (hash, address) = details.split_once(' ')?;
     let hash = hash.parse().ok().filter(|hash| *hash < HASH_SLOTS)?;
@@ -27,7 +27,7 @@ fn join(host: &str, port: u16, asked: &str) -> String {
     }
 }
 
-/// The map as the node at `asked` sees it.
+/// Asks a node for the map of hash slots. `asked` is the node's address.
 pub(super) fn map(connection: &mut Connection, asked: &str) -> RedisResult<Vec<Range>> {
     let ranges: Vec<Vec<Value>> = redis::cmd("CLUSTER").arg("SLOTS").query(connection)?;
     Ok(ranges.iter().filter_map(|range| read_range(range, asked)).collect())

@@ -1,5 +1,5 @@
-//! A lane into a remote store: fills operations, sends them to the threads of their nodes, and
-//! collects the answers. It never waits, and allocates nothing.
+//! A lane of a remote store: sends operations to the threads of their nodes, and collects the
+//! answers. The lane never waits, and allocates nothing.
 
 use super::node::{Core, Senders};
 use super::operations::{Job, Kind, Operations};
@@ -11,19 +11,19 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use weir_core::{PageBytes, Slot};
 
-/// How long an operation has. The next poll may be [`POLL_EVERY`] later.
+/// Time limit of an operation. The poll that notices its end may be [`POLL_EVERY`] late.
 const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
-/// How long a read waits for the first copy before the second is asked.
+/// Time that a read waits for one copy before the lane asks for the other.
 const HEDGE_AFTER: Duration = Duration::from_millis(300);
 
-/// How long a write that one node has kept waits for the other.
+/// Time that a write waits for its second node after the first has kept it.
 const ALONE_AFTER: Duration = Duration::from_secs(1);
 
-/// How long a read rests that no node has answered, before it asks all of them anew.
+/// Pause of a read that no node has answered, before the lane asks all nodes anew.
 const RETRY_AFTER: Duration = Duration::from_millis(50);
 
-/// Operations that are sent without waiting for [`Lane::submit`].
+/// Number of operations after which a lane sends them without a call of [`Lane::submit`].
 const BATCH: usize = 64;
 
 pub(super) struct RemoteLane {
@@ -34,9 +34,9 @@ pub(super) struct RemoteLane {
     free: Vec<usize>,
     /// Operations that wait for [`Lane::submit`].
     queued: Vec<usize>,
-    /// Operations that were sent, or are late.
+    /// Operations that were sent. Late ones are among them.
     sent: Vec<usize>,
-    /// Slots of late writes that have ended since the last call of [`Lane::settled`].
+    /// Slots whose late writes have ended since the last call of [`Lane::settled`].
     settled: Vec<Slot>,
     late: usize,
 }
@@ -47,20 +47,21 @@ struct Operation {
     slot: Slot,
     /// The stamp of a write.
     stamp: Option<u64>,
-    /// The number of the attempt that counts. Answers to earlier ones are ignored.
+    /// The number of the latest attempt. The lane ignores answers to earlier ones.
     attempt: u32,
-    /// The copies that a read has asked for, a bit each.
+    /// A bit for each copy that the read has asked for.
     asked_for: u8,
-    /// Whether a node that it has asked did not answer.
+    /// Whether a node that the read has asked did not answer.
     unanswered: bool,
-    /// It rests before it asks anew.
+    /// Whether the read pauses before it asks anew.
     rests: bool,
-    /// A write that every node of its slot has, and waits for those that are away.
+    /// Whether the write goes to every node of its slot, and waits for nodes that are away.
     patient: bool,
-    /// The time of the first poll after its submission, and of the first after its last attempt.
+    /// The time of the first poll after the operation's submission, and of the first poll after its
+    /// last attempt.
     started: Option<Instant>,
     asked: Option<Instant>,
-    /// Its owner has been told that there is no answer.
+    /// Whether the operation's owner has been told of a timeout.
     is_late: bool,
 }
 
@@ -97,11 +98,12 @@ impl RemoteLane {
             return Progress::Done(Err(Fault::Io(libc::EINVAL)));
         }
         let Some(operation) = self.free.pop() else {
-            // If all of them are late, no poll brings one back soon.
+            // If all operations in flight are late, no poll frees one soon.
             let hangs = self.in_flight() == 0;
             return if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full };
         };
-        // Taken here, so that of two writes of a slot the later call has the later stamp.
+        // The stamp is taken here, so that of two writes of a slot the later call has the later
+        // stamp.
         let stamp = page.map(|_| self.core.last_stamp.fetch_add(1, Ordering::Relaxed) + 1);
         let attempt = self.operations.begin(operation, 1, page);
         self.table[operation] = Operation {
@@ -124,13 +126,14 @@ impl RemoteLane {
         Progress::Queued
     }
 
-    /// Sends a write to each node that keeps its slot and is online. If none is, or none has kept
-    /// it, all of them may still come back in time.
+    /// Sends a write to each node of its slot that is online. If no node is online, or none has
+    /// kept the write, sends it to all: a node may come back in time.
     fn send_write(&mut self, operation: usize, stamp: u64, patient: bool) {
         let Operation { slot, .. } = self.table[operation];
         let placement = &self.core.placement;
         let nodes: [Option<usize>; COPIES_MAX] = std::array::from_fn(|copy| placement.node(slot, copy));
-        // Looked at once: a node may go away at any moment, and each answer is counted.
+        // The nodes' states are read once. A node may go away at any moment, and the number of
+        // answers must not change.
         let online = nodes.map(|node| node.filter(|node| self.senders.nodes[*node].state() == State::Online));
         let patient = patient || placement.copies() == 1 || online.iter().flatten().count() == 0;
         let chosen = if patient { nodes } else { online };
@@ -149,8 +152,8 @@ impl RemoteLane {
         }
     }
 
-    /// The copies that a read may ask for next: those that lack nothing. If none is left, those
-    /// whose marks may be out of date.
+    /// The copies that a read may ask for next: copies that lack nothing. If none is left and
+    /// `lacking_too`, copies whose marks may be out of date.
     fn copies_left(&self, operation: usize, lacking_too: bool) -> [Option<usize>; COPIES_MAX] {
         let Operation { slot, asked_for, .. } = self.table[operation];
         let entry = self.core.ledger.get(slot);
@@ -166,8 +169,8 @@ impl RemoteLane {
         }
     }
 
-    /// Asks for a page: the next copy whose node is online, else the next. False where every copy
-    /// was asked for.
+    /// Sends a read to the next copy whose node is online, or to the next copy. Returns false if
+    /// the read has asked for every copy.
     fn send_read(&mut self, operation: usize, lacking_too: bool) -> bool {
         let left = self.copies_left(operation, lacking_too);
         let Operation { slot, .. } = self.table[operation];
@@ -186,7 +189,7 @@ impl RemoteLane {
         true
     }
 
-    /// Sends an operation to a node that its page is on its way to.
+    /// Sends an operation to the node to which a cluster is moving the page.
     fn send_asking(&mut self, operation: usize, node: usize) {
         let Operation { slot, stamp, .. } = self.table[operation];
         let least = self.core.ledger.get(slot).stamp();
@@ -202,13 +205,13 @@ impl RemoteLane {
             Kind::Read(_) | Kind::Probe => &mut self.senders.reads[node],
             Kind::Write(_) | Kind::Copy(_) => &mut self.senders.writes[node],
         };
-        // Full: as many jobs wait for that node as there is room for, all of them void.
+        // The node's queue is full of jobs that are void by now.
         if sender.try_send(job).is_err() {
             self.operations.answer(operation, attempt, Err(Fault::Timeout), None);
         }
     }
 
-    /// Hands over an operation that was answered, or has it asked anew.
+    /// Hands over an operation that has been answered, or sends the operation again.
     fn finish(&mut self, operation: usize, done: &mut dyn FnMut(Done<'_>)) {
         let Operation { ticket, slot, stamp, is_late, patient, .. } = self.table[operation];
         let (result, ask) = self.operations.with_answer(operation, |answer| (answer.result, answer.ask));
@@ -259,8 +262,8 @@ impl RemoteLane {
         self.free.push(operation);
     }
 
-    /// Ends operations that have had their time, and asks for the second copy of reads that wait
-    /// for the first.
+    /// Ends operations whose time is over. Asks for the second copy of reads that wait for the
+    /// first.
     fn expire(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let mut at = 0;
         while let Some(&operation) = self.sent.get(at) {
@@ -274,7 +277,8 @@ impl RemoteLane {
             let Operation { ticket, slot, stamp, rests, .. } = *entry;
             let is_read = entry.stamp.is_none();
             if !is_read && now >= asked + ALONE_AFTER && self.operations.is_kept_alone(operation) {
-                // The other node's thread does its later writes after this one in any case.
+                // The other node may still do the write. Its thread does later writes of the slot
+                // after this one.
                 self.core.counts.degraded.fetch_add(1, Ordering::Relaxed);
                 self.operations.void(operation);
                 at -= 1;
@@ -282,7 +286,7 @@ impl RemoteLane {
                 self.free.push(operation);
                 done(Done { ticket, result: Ok(()), page: None });
             } else if now >= started + LIMIT {
-                // A write that rests is on its way to no node.
+                // No node has a job of a write that pauses.
                 if is_read || rests {
                     self.settled.extend((!is_read).then_some(slot));
                     self.operations.void(operation);
@@ -348,8 +352,8 @@ impl Lane for RemoteLane {
 }
 
 impl Drop for RemoteLane {
-    /// Jobs that were not sent yet never will be. A node does its earlier jobs before the
-    /// jobs of later lanes.
+    /// Jobs in the queues become void. A node does the jobs under way before the jobs of later
+    /// lanes.
     fn drop(&mut self) {
         (0..self.table.len()).for_each(|operation| self.operations.void(operation));
     }

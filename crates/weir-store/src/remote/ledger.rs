@@ -1,42 +1,42 @@
-//! For each slot the stamp of its newest write that a node has kept, and the copies that lack it.
+//! The ledger: for each slot the stamp of its newest write that a node has kept, and a mark for
+//! each copy that lacks it.
 //!
-//! A copy lacks a write whose node was away, has not answered yet, or is another process since. A
-//! mark may be out of date on the safe side only: a copy that is marked may be there, one that is
-//! not marked was.
+//! A copy lacks a write if its node was away, has not answered yet, or is another process since. A
+//! marked copy may still be there, but an unmarked copy was certainly written.
 
 use super::url::COPIES_MAX;
 use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::Slot;
 
-/// The mark of the first copy; that of the second is the bit below.
+/// The mark of the first copy. The bit below it is the mark of the second.
 const FIRST: u64 = 1 << 63;
 /// The bits of a stamp.
 const STAMP: u64 = (1 << (64 - COPIES_MAX)) - 1;
 
-/// All slots of a store.
+/// The entries of all slots of a store.
 pub(super) struct Ledger {
     words: Box<[AtomicU64]>,
     copies: usize,
-    /// Slots that a copy lacks.
+    /// Number of slots that lack a copy.
     lacking: AtomicU64,
 }
 
-/// A slot's state.
+/// A slot's stamp and marks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Entry(u64);
 
 impl Entry {
-    /// The stamp of its newest write; 0: never written.
+    /// The stamp of the slot's newest write; 0: the slot was never written.
     pub(super) fn stamp(self) -> u64 {
         self.0 & STAMP
     }
 
-    /// Whether the copy may lack that write.
+    /// Whether the copy may lack the slot's newest write.
     pub(super) fn lacks(self, copy: usize) -> bool {
         self.0 & mark(copy) != 0
     }
 
-    /// Whether some copy may.
+    /// Whether some copy may lack the slot's newest write.
     pub(super) fn lacks_any(self) -> bool {
         self.0 & !STAMP != 0
     }
@@ -47,7 +47,7 @@ fn mark(copy: usize) -> u64 {
 }
 
 impl Ledger {
-    /// A ledger for `slots` slots, `copies` copies of each; `None` without memory.
+    /// A ledger for `slots` slots with `copies` copies each; `None`: there is not enough memory.
     pub(super) fn new(slots: u32, copies: usize) -> Option<Self> {
         let mut words = Vec::new();
         words.try_reserve_exact(slots as usize).ok()?;
@@ -63,12 +63,12 @@ impl Ledger {
         Entry(self.words[slot.0 as usize].load(Ordering::Acquire))
     }
 
-    /// The number of slots that a copy lacks.
+    /// Number of slots that lack a copy.
     pub(super) fn lacking(&self) -> u64 {
         self.lacking.load(Ordering::Relaxed)
     }
 
-    /// A copy's node has kept the write `stamp`.
+    /// Notes that a copy's node has kept the write with this stamp.
     pub(super) fn kept(&self, slot: Slot, copy: usize, stamp: u64) {
         let others = (0..self.copies).map(mark).sum::<u64>() & !mark(copy);
         self.change(slot, |old| match stamp.cmp(&Entry(old).stamp()) {
@@ -78,7 +78,7 @@ impl Ledger {
         });
     }
 
-    /// A copy's node may hold nothing any more.
+    /// Notes that a copy's node may have lost the slot.
     pub(super) fn lost(&self, slot: Slot, copy: usize) {
         self.change(slot, |old| if Entry(old).stamp() == 0 { old } else { old | mark(copy) });
     }

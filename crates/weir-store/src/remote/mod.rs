@@ -1,13 +1,13 @@
-//! `redis://`: pages in a fleet of engines that speak the Redis protocol.
+//! `redis://`: a store of pages in a fleet of engines that speak the Redis protocol.
 //!
-//! Each page is a value of its own, sealed by a key that dies with the store, and named by the
-//! store's random number and the slot. The nodes of a slot are chosen by rendezvous hashing. A node
-//! that is away has its pages wait, and be read from their second copy if they have one. The keys
-//! are deleted when the store is closed.
+//! Each page is a value of its own. Its name has the store's random number and the slot. The store
+//! seals each value by a key that is never written down, and ends with the store. Rendezvous
+//! hashing chooses the nodes of a slot. While a node is away, its pages are read from their second
+//! copy. Without a second copy, reads wait. The store deletes its values when it closes.
 //!
-//! A lane does no network I/O. The store has two threads for each node, one that reads and one
-//! that writes; see [`node`]. They allocate, and the network may need memory to free memory. So a
-//! kernel must not swap onto it. Another thread makes copies anew that a node lacks; see
+//! A lane does no network I/O. The store has two threads for each node, one that reads and one that
+//! writes; see [`node`]. These threads allocate memory, and the network may need memory to send. So
+//! a kernel must not swap onto this store. Another thread copies pages to nodes that lack them; see
 //! [`rebuilder`].
 
 mod alarm;
@@ -41,14 +41,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, Slot};
 
-/// Operations of a lane at most.
+/// Largest number of operations that a lane may have in flight.
 const DEPTH_MAX: usize = 1024;
 
-/// Pages in a fleet.
+/// A store of pages in a fleet.
 pub struct RemoteStore {
     name: String,
     core: Arc<Core>,
-    /// The ways to the threads, of which each lane takes a copy; empty once the store closes.
+    /// The queues of the threads. Each lane takes a clone. Empty once the store closes.
     senders: Mutex<Senders>,
     nodes: Box<[Arc<Node>]>,
     threads: Vec<JoinHandle<()>>,
@@ -56,22 +56,22 @@ pub struct RemoteStore {
     has_ended: AtomicBool,
 }
 
-/// Counts of a store since it was opened.
+/// The counts of a store since its opening.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RemoteCounts {
-    /// Values that were not what was written: changed, replayed, or of another slot.
+    /// Number of values that were not what the store wrote: changed, replayed, or of another slot.
     pub forged: u64,
-    /// Pages that a node no longer had.
+    /// Number of reads of a page that its node no longer had.
     pub lost: u64,
-    /// Writes of which a copy was left out, since its node was away.
+    /// Number of writes that left out a copy, because its node was away.
     pub degraded: u64,
-    /// Copies that were made anew on nodes that lacked them.
+    /// Number of copies that were made anew on nodes that lacked them.
     pub copied: u64,
-    /// Pages of which a copy is missing now.
+    /// Number of pages of which a copy is missing now.
     pub lacking: u64,
-    /// Copies that nodes held which are other processes since.
+    /// Number of copies that were gone with a node's earlier process.
     pub gone: u64,
-    /// Operations that another node of a cluster served than the one that was asked.
+    /// Number of operations that a cluster referred to another node.
     pub redirected: u64,
 }
 
@@ -82,11 +82,11 @@ impl std::fmt::Debug for RemoteStore {
 }
 
 impl RemoteStore {
-    /// Connects to every node that `url` names, and looks whether it may be trusted with pages.
+    /// Connects to every node of `url`, and checks whether the node may be trusted with pages.
     ///
     /// # Errors
-    /// When a node is not there, or throws pages away, or has too little room; when the password
-    /// cannot be read.
+    /// Fails when a node does not answer, could drop pages, or has too little room; and when the
+    /// password cannot be read.
     pub fn open(url: &RemoteUrl) -> Result<Self, OpenError> {
         let name = url.to_string();
         let password = match &url.password_file {
@@ -185,7 +185,7 @@ impl RemoteStore {
         }
     }
 
-    /// Ends the thread that makes copies.
+    /// Ends the thread that makes copies anew.
     fn stop_rebuild(&self) {
         self.core.alarm.close();
         let thread = self.rebuilder.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -201,7 +201,7 @@ impl RemoteStore {
 }
 
 impl Drop for RemoteStore {
-    /// Ends the threads. All lanes are gone by then, or their operations are void.
+    /// Ends the threads. By then all lanes are gone, or their operations are void.
     fn drop(&mut self) {
         self.stop_rebuild();
         *self.senders.get_mut().unwrap_or_else(PoisonError::into_inner) = Senders::default();
@@ -232,7 +232,7 @@ impl Store for RemoteStore {
         Ok(Box::new(opened.map_err(|error| OpenError::io(&self.name, "cannot open a lane", error))?))
     }
 
-    /// A cluster is one member: it moves slots between its nodes.
+    /// A cluster counts as one member, because it moves slots between its nodes.
     fn members(&self) -> u32 {
         if self.core.cluster.is_some() { 1 } else { self.nodes.len() as u32 }
     }
@@ -241,8 +241,8 @@ impl Store for RemoteStore {
         if self.core.cluster.is_some() { 0 } else { self.core.placement.node(slot, 0).unwrap_or(0) as u32 }
     }
 
-    /// With two copies, the pages of a node that is away are served by the others, as long as only
-    /// that one is. New pages rather go where both copies can be kept.
+    /// With two copies, the other nodes serve the pages of a node that is away, if only one is. A
+    /// node that is away takes no new pages, so that new pages get both copies.
     fn state(&self, member: u32) -> State {
         if self.core.cluster.is_some() {
             let nodes = self.nodes.iter().enumerate();
@@ -270,7 +270,7 @@ impl Store for RemoteStore {
         Some(self)
     }
 
-    /// Deletes the keys, within a limit for each node.
+    /// Deletes the store's values, within a time limit for each node.
     fn end(&self) {
         if !self.has_ended.swap(true, Ordering::Relaxed) {
             self.stop_rebuild();
@@ -295,13 +295,14 @@ impl Report for RemoteStore {
     fn when_joined(&self, _tell: Tell) {}
 }
 
-/// A cluster as it is when the store is opened: the nodes with hash slots, and which has which.
+/// The state of a cluster at the opening of the store: the nodes, and the node of each hash slot.
 struct Map {
     nodes: Vec<String>,
     owners: Vec<u16>,
 }
 
-/// Asks the nodes of `url`, in turn, for the map of their cluster; `None` if they are none.
+/// Asks the nodes of `url`, in turn, for the map of their cluster. `None`: the nodes are no
+/// cluster.
 fn find_cluster(
     store: &str,
     url: &RemoteUrl,
@@ -317,7 +318,7 @@ fn find_cluster(
         let ranges = match node.connect().and_then(|mut connection| ask(&mut connection)) {
             Ok(None) => return Ok(None),
             Ok(Some(ranges)) => ranges,
-            // Any other node of a cluster knows the map too.
+            // Another node of the cluster can give the map too.
             Err(error) => {
                 last = last.or(Some(no_answer(store, at, &error)));
                 continue;

@@ -1,16 +1,16 @@
-//! One node: its state, and the two threads that speak to it.
+//! One node of a fleet: its state, and the two threads that speak to it.
 //!
-//! One thread reads and one writes, each by a connection of its own, so no read queues behind a
-//! batch of writes. A thread takes everything that waits, sends up to [`BATCH`] commands in one go
-//! and answers each by itself.
+//! One thread reads pages and one writes, each by its own connection. So no read waits behind a
+//! batch of writes. A thread takes all jobs that wait, sends up to [`BATCH`] commands at once, and
+//! answers each job by itself.
 //!
-//! A connection that fails leaves commands of which nobody knows whether the node has done them, or
-//! will yet: a node that stood still finds them in its socket. So the next connection first has the
-//! node close the one before (`CLIENT KILL ID`). Only then are its writes sent again.
+//! After a connection has failed, a node may still do commands of that connection: a node that
+//! stood still finds them in its socket. So the next connection first has the node close the
+//! earlier one (`CLIENT KILL ID`). Only then the thread sends the writes again.
 //!
-//! A node that is another process than before has lost what it held, or holds older pages. So all
-//! copies on it count as lacking before anybody writes to it, and no answer of the earlier process
-//! counts any more.
+//! If another process has taken a node's place, its pages are lost or old. So all copies on the
+//! node count as lacking before any thread writes there. Answers of the earlier process no longer
+//! count.
 
 use super::alarm::Alarm;
 use super::check::check;
@@ -33,23 +33,24 @@ use std::time::{Duration, Instant, SystemTime};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_queue::{Closed, Receiver, Sender};
 
-/// Commands that are sent in one go: 256 KiB of pages.
+/// Number of commands that a thread sends at once: 256 KiB of pages.
 const BATCH: usize = 64;
 
-/// How long a node has to accept a connection, and for each step of its greeting. A lost packet of
-/// either is sent again after a second.
+/// Time limit for a node to accept a connection, and for each step of its greeting. TCP sends a
+/// lost packet of either again after a second.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long a connection may be silent while an answer is due, before it counts as broken.
+/// Time that a node may be silent while an answer is due. After that its connection counts as
+/// broken.
 const SILENCE_LIMIT: Duration = Duration::from_secs(4);
 
-/// The rest between two tries to reach a node.
+/// Pause between two attempts to reach a node.
 const RETRY_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
-/// Keys that one command deletes at the end.
+/// Number of keys that one command deletes when the store closes.
 const UNLINK_BATCH: usize = 512;
 
-/// How long a node may take to delete all that the store has written there.
+/// Time limit for a node to delete all values of the store.
 const CLEAN_UP_LIMIT: Duration = Duration::from_secs(30);
 
 /// The parts that all threads and lanes of a store share.
@@ -58,16 +59,16 @@ pub(super) struct Core {
     pub(super) name: String,
     pub(super) url: RemoteUrl,
     pub(super) seal: Seal,
-    /// The store's random number, which its keys begin with after `weir:`.
+    /// The store's random number. Its keys begin with `weir:` and this number.
     pub(super) number: u64,
     pub(super) placement: Placement,
     pub(super) ledger: Ledger,
-    /// The last stamp that was given to a write.
+    /// The stamp of the latest write.
     pub(super) last_stamp: AtomicU64,
     pub(super) counts: Counts,
     /// Wakes the thread that makes copies anew.
     pub(super) alarm: Alarm,
-    /// The nodes, where they are a cluster.
+    /// The nodes of a cluster; `None` if the nodes are no cluster.
     pub(super) cluster: Option<Cluster>,
 }
 
@@ -82,42 +83,43 @@ impl Core {
     }
 }
 
-/// Counts of all lanes.
+/// The counts of all lanes.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
-    /// Values that did not open, or were older than acknowledged.
+    /// Number of values that could not be opened, or were older than the acknowledged write.
     pub(super) forged: AtomicU64,
-    /// Pages that a node no longer had.
+    /// Number of reads of a page that its node no longer had.
     pub(super) lost: AtomicU64,
-    /// Writes of which a copy could not be kept.
+    /// Number of writes that left out a copy.
     pub(super) degraded: AtomicU64,
-    /// Copies that were made anew.
+    /// Number of copies that were made anew.
     pub(super) copied: AtomicU64,
-    /// Pages that nodes held which are other processes since.
+    /// Number of copies that were gone with a node's earlier process.
     pub(super) gone: AtomicU64,
-    /// Operations that another node of the cluster served than the one that was asked.
+    /// Number of operations that a cluster referred to another node.
     pub(super) redirected: AtomicU64,
 }
 
-/// One engine.
+/// One engine of the fleet.
 pub(super) struct Node {
-    /// Its name, and how to reach it. A place for a node that joins a cluster has none yet.
+    /// The node's name, and the client that connects to it. A place for a node that may join a
+    /// cluster has neither yet.
     address: OnceLock<(String, Client)>,
     login: RedisConnectionInfo,
-    /// Its place in the list of nodes.
+    /// The node's index in the list of nodes.
     number: usize,
     away: AtomicBool,
-    /// The run of its process, as the process names it; empty: not met yet. Whoever has the lock
-    /// may rely on it.
+    /// The run ID of the node's process; empty: no connection has been made yet. The run does not
+    /// change while a thread has the lock.
     run: Mutex<String>,
     condition: Mutex<(SystemTime, Option<String>)>,
     tell: Mutex<Option<TellChange>>,
-    /// Readable once the store closes, for a thread that rests.
+    /// Becomes readable when the store closes, and wakes a thread that pauses.
     closing: OwnedFd,
 }
 
 impl Node {
-    /// Node `number`, which has no name yet.
+    /// Makes node `number`, which has no name yet.
     pub(super) fn new(number: usize, url: &RemoteUrl, password: Option<&str>) -> io::Result<Self> {
         let mut login = RedisConnectionInfo::default();
         if let Some(user) = &url.user {
@@ -138,14 +140,16 @@ impl Node {
         })
     }
 
-    /// Names the node, as `HOST:PORT`. False where that is no address, or it has a name.
+    /// Names the node, as `HOST:PORT`. Returns false if that is no address, or the node has a name
+    /// already.
     pub(super) fn assign(&self, name: &str) -> bool {
         let client = || {
             let (host, port) = name.rsplit_once(':')?;
             let host = host.trim_start_matches('[').trim_end_matches(']');
             let address = ConnectionAddr::Tcp(host.to_owned(), port.parse().ok()?);
             let info: ConnectionInfo = address.into_connection_info().ok()?;
-            // A batch ends within a segment, which would wait for an acknowledgement.
+            // The end of a batch is a short segment. Nagle's algorithm would hold it until an
+            // acknowledgement.
             let settings = TcpSettings::default().set_nodelay(true);
             Client::open(info.set_redis_settings(self.login.clone()).set_tcp_settings(settings)).ok()
         };
@@ -156,7 +160,7 @@ impl Node {
         self.address.get().map(|(name, _)| name.as_str())
     }
 
-    /// Opens a connection, without a greeting yet.
+    /// Opens a connection without a greeting.
     pub(super) fn connect(&self) -> RedisResult<Connection> {
         let Some((_, client)) = self.address.get() else {
             return Err(io::Error::from(io::ErrorKind::NotFound).into());
@@ -167,8 +171,9 @@ impl Node {
         Ok(connection)
     }
 
-    /// Notes the process that answers. If it is another one than before, its copies count as
-    /// lacking, unless it may not be trusted with pages at all. Returns what is to be said of it.
+    /// Notes the process that answers. If it is not the process of before, its copies count as
+    /// lacking, or the node is refused if it may not be trusted with pages. Returns a message about
+    /// the node, if there is one.
     fn meet(&self, run: &str, connection: &mut Connection, core: &Core) -> RedisResult<Option<String>> {
         let mut known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         if *known == run {
@@ -201,11 +206,12 @@ impl Node {
         Ok(note)
     }
 
-    /// Notes a write that the process `run` has kept. `false`: the node is another one since.
+    /// Notes a write that the process `run` has kept. Returns false if the node is another process
+    /// since.
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
-        // In a cluster the slot may be another node's by now, and the page went with it.
+        // A cluster may have moved the slot to another node, together with the page.
         let copy = core.placement.copy_on(slot, self.number).or(core.cluster.is_some().then_some(0));
         if let Some(copy) = copy.filter(|_| is_same) {
             core.ledger.kept(slot, copy, stamp);
@@ -213,7 +219,8 @@ impl Node {
         is_same
     }
 
-    /// Deletes the store's keys on this node. A value that cannot be deleted is noise.
+    /// Deletes the store's values on this node. A value that stays is useless, since its key is
+    /// gone.
     pub(super) fn clean_up(&self, core: &Core) {
         let mut slots = (0..core.ledger.slots())
             .map(Slot)
@@ -228,7 +235,7 @@ impl Node {
             let mut unlink = redis::cmd("UNLINK");
             let mut first = None;
             for _ in 0..UNLINK_BATCH {
-                // A command to a cluster is about one hash slot.
+                // One command to a cluster may only name keys of one hash slot.
                 let is_near = |slot: &Slot| {
                     core.cluster.is_none() || Placement::are_together(*first.get_or_insert(*slot), *slot)
                 };
@@ -267,18 +274,18 @@ impl Node {
         *self.tell.lock().unwrap_or_else(PoisonError::into_inner) = Some(tell);
     }
 
-    /// The store closes: threads that rest look up.
+    /// Notes that the store closes, and wakes the threads that pause.
     pub(super) fn close(&self) {
         let _ = rustix::io::write(&self.closing, &1u64.to_ne_bytes());
     }
 
-    /// Rests between two tries. Whether the store closes.
+    /// Pauses between two attempts. Returns whether the store closes.
     fn rest(&self) -> bool {
         poll(&mut [PollFd::new(&self.closing, PollFlags::IN)], Some(&RETRY_EVERY))
             .is_ok_and(|ready| ready > 0)
     }
 
-    /// Whether it was online until now.
+    /// Notes that the node is away. Returns whether it was online until now.
     fn is_away(&self, why: String) -> bool {
         let was_online = !self.away.swap(true, Ordering::Relaxed);
         if was_online {
@@ -302,10 +309,10 @@ impl Node {
     }
 }
 
-/// Nodes that may join while the store is open.
+/// Number of nodes that may join a cluster while the store is open.
 pub(super) const SPARE: usize = 8;
 
-/// The nodes of a cluster: those that are known, and places for others.
+/// The nodes of a cluster: the known nodes, and empty places for nodes that may join.
 pub(super) struct Cluster {
     nodes: Box<[Arc<Node>]>,
     naming: Mutex<()>,
@@ -320,8 +327,7 @@ impl Cluster {
         &self.nodes
     }
 
-    /// The number of the node at `address`, which may be new. `None` where there is no place for
-    /// another.
+    /// The number of the node at `address`. Adds a new node. `None`: no place is left.
     pub(super) fn find(&self, address: &str) -> Option<usize> {
         let _naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.nodes.iter().position(|node| node.name() == Some(address));
@@ -332,7 +338,7 @@ impl Cluster {
     }
 }
 
-/// The ways to the nodes' threads.
+/// The queues of the nodes' threads.
 #[derive(Clone, Default)]
 pub(super) struct Senders {
     pub(super) nodes: Box<[Arc<Node>]>,
@@ -340,21 +346,21 @@ pub(super) struct Senders {
     pub(super) writes: Vec<Sender<Job>>,
 }
 
-/// One of a node's two threads.
+/// One of the two threads of a node.
 pub(super) struct Worker {
     pub(super) node: Arc<Node>,
     pub(super) core: Arc<Core>,
     pub(super) jobs: Receiver<Job>,
 }
 
-/// A connection.
+/// A connection to a node.
 struct Session {
     connection: Connection,
     name: Name,
 }
 
-/// A connection's name: the run of the node's process, and its number there. Another process deals
-/// the same numbers again.
+/// The name of a connection: the run ID of the node's process, and the connection's number there.
+/// Another process counts from the same numbers.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Name {
     run: String,
@@ -362,14 +368,14 @@ struct Name {
 }
 
 impl Worker {
-    /// Serves jobs until nobody can send one any more.
+    /// Serves jobs until every sender is gone.
     pub(super) fn run(mut self) {
         let mut waiting: Vec<Job> = Vec::new();
         let mut session: Option<Session> = None;
-        // The connection that failed last, which the node may still have.
+        // The connection that failed last. The node may not have noticed yet.
         let mut broken: Option<Name> = None;
-        // Whether the last try to reach the node failed: then it is looked for without a job too,
-        // since lanes pass it over meanwhile.
+        // Whether the last attempt to reach the node failed. Then the thread tries without a job
+        // too, because lanes send no jobs to a node that is away.
         let mut is_sought = false;
         loop {
             if is_sought && self.node.rest() && waiting.is_empty() {
@@ -412,9 +418,10 @@ impl Worker {
         }
     }
 
-    /// Notes that the node does not answer. A cluster may have another one in its place.
+    /// Notes that the node does not answer. Has the store ask a cluster for its map, since another
+    /// node may serve in its place.
     fn goes_away(&self, error: &RedisError) {
-        // The system calls a read that took too long "temporarily unavailable".
+        // The system's text for a read that took too long is "temporarily unavailable".
         let why =
             if error.is_timeout() { "it does not answer in time".to_owned() } else { error.to_string() };
         if self.node.is_away(why) {
@@ -422,8 +429,8 @@ impl Worker {
         }
     }
 
-    /// Connects, and has the node close the connection `broken`. Returns what is to be said of the
-    /// node besides.
+    /// Connects, and has the node close the connection `broken`. Returns a message about the node
+    /// too, if there is one.
     fn open(&self, broken: Option<&Name>) -> RedisResult<(Session, Option<String>)> {
         let mut connection = self.node.connect()?;
         let id = redis::cmd("CLIENT").arg("ID").query(&mut connection)?;
@@ -432,7 +439,7 @@ impl Worker {
         let name = Name { run: run.to_owned(), id };
         let note = self.node.meet(run, &mut connection, &self.core)?;
         if let Some(broken) = broken.filter(|broken| broken.run == name.run) {
-            // 0: there is no such connection any more.
+            // An answer of 0 means that the node has no such connection any more.
             let mut kill = redis::cmd("CLIENT");
             let _: i64 = kill.arg("KILL").arg("ID").arg(broken.id).query(&mut connection)?;
         }
@@ -440,7 +447,7 @@ impl Worker {
         Ok((Session { connection, name }, note))
     }
 
-    /// Answers what need not wait for the node.
+    /// Answers the jobs that must not wait for the node.
     fn give_up(&self, waiting: &mut Vec<Job>) {
         waiting.retain(|job| {
             if !job.waits {
@@ -450,7 +457,7 @@ impl Worker {
         });
     }
 
-    /// Sends the first jobs and takes their answers. With an error, those that were not answered
+    /// Sends the first jobs and takes their answers. After an error, the jobs without an answer
     /// still wait.
     fn turn(&self, session: &mut Session, waiting: &mut Vec<Job>) -> RedisResult<()> {
         let mut commands = Pipeline::with_capacity(waiting.len().min(BATCH));
@@ -459,7 +466,8 @@ impl Worker {
         let mut sent = 0;
         let is_copy = |job: &Job| matches!(job.kind, Kind::Copy(_));
         while let Some(job) = waiting.get(sent).filter(|_| sent < BATCH) {
-            // A copy is of the newest write only if no write before it waits for an answer.
+            // A copy has the newest write only if no earlier write still waits for an answer. So
+            // copies and writes do not share a batch.
             if is_copy(job) != is_copy(&waiting[0]) {
                 break;
             }
@@ -472,7 +480,7 @@ impl Worker {
                     self.core.seal.close(job.slot, stamp, &page, &mut sealed);
                     begin(&mut commands, job).cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..]);
                 }
-                // Its lane has gone, or a newer write is there.
+                // The job's lane is gone, or a newer write has been kept.
                 _ => {
                     job.lane.answer(job.operation, job.attempt, Ok(()), None);
                     waiting.remove(sent);
@@ -497,7 +505,7 @@ impl Worker {
                 break Err(error);
             }
             let answer = match connection.recv_response() {
-                // A node that is starting, or is not the master, will do it later.
+                // A node that is starting, or that is not the master, may do the command later.
                 Ok(Value::ServerError(error)) if is_passing(error.code()) => break Err(error.into()),
                 Ok(value) => self.answer(&session.name.run, &waiting[answered], value, &mut page),
                 Err(error) => Err(error),
@@ -511,7 +519,8 @@ impl Worker {
         outcome
     }
 
-    /// Whether a write still is to be done: no newer one is there, and a copy is not there yet.
+    /// Whether a write is still to be done: no newer write has been kept, and the node lacks the
+    /// copy.
     fn is_due(&self, job: &Job) -> bool {
         let entry = self.core.ledger.get(job.slot);
         match job.kind {
@@ -524,7 +533,8 @@ impl Worker {
         }
     }
 
-    /// Answers a job by what the process `run` said. Fails if the node is another process since.
+    /// Answers a job with the answer of the process `run`. Fails if the node is another process
+    /// since.
     fn answer(&self, run: &str, job: &Job, value: Value, page: &mut PageBytes) -> RedisResult<()> {
         let core = &self.core;
         if let (Some(cluster), Value::ServerError(error)) = (&core.cluster, &value)
@@ -557,7 +567,7 @@ impl Worker {
                 opened => {
                     let entry = core.ledger.get(job.slot);
                     let copy = core.placement.copy_on(job.slot, self.node.number);
-                    // An older page of a node that lacks the newer one is no forgery.
+                    // An older page is no forgery if the node is known to lack the newer one.
                     if opened.is_ok() && copy.is_some_and(|copy| entry.lacks(copy)) {
                         Err(Fault::Lost)
                     } else {
@@ -583,13 +593,13 @@ impl Worker {
     }
 }
 
-/// Begins a job's command. The node of a cluster serves a page that is on its way there only if it
-/// is told to.
+/// Begins a job's command. A cluster's node serves a page that is being moved to it only after the
+/// command `ASKING`.
 fn begin<'a>(commands: &'a mut Pipeline, job: &Job) -> &'a mut Pipeline {
     if job.asking { commands.cmd("ASKING") } else { commands }
 }
 
-/// Whether a node's error may go away by itself.
+/// Whether the cause of a node's error may end by itself.
 fn is_passing(code: &str) -> bool {
     ["LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN", "READONLY", "CLUSTERDOWN"].contains(&code)
 }

@@ -1,8 +1,8 @@
-//! The operations of a lane as a node's threads see them.
+//! The operations of a lane, which the lane shares with the threads of the nodes.
 //!
-//! A lane's thread fills an operation and sends its number to a node's thread. That thread answers
-//! by setting the operation's bit and ringing the lane's bell. Nothing is allocated on the way, and
-//! each lock is held for the copy of one page.
+//! A lane fills an operation and sends its number to a node's thread. The thread answers: it sets
+//! the operation's bit and rings the lane's bell. Neither allocates memory, and each holds a lock
+//! only for the copy of one page.
 
 use crate::Fault;
 use rustix::event::EventfdFlags;
@@ -15,13 +15,13 @@ use weir_core::{Page, PageBytes, Slot};
 /// All operations of a lane.
 pub(super) struct Operations {
     cells: Box<[Cell]>,
-    /// A bit for each operation that was answered.
+    /// A bit for each operation that has an answer.
     answered: Box<[AtomicU64]>,
     bell: OwnedFd,
 }
 
 struct Cell {
-    /// Counts the times that this operation was sent anew. A job of another attempt is void.
+    /// Number of attempts of this operation. A job of an earlier attempt is void.
     attempt: AtomicU32,
     content: Mutex<Content>,
 }
@@ -30,47 +30,47 @@ struct Content {
     page: Page,
     /// The stamp of a page that was read.
     stamp: u64,
-    /// Another node to ask, as a node of a cluster said.
+    /// Another node to ask, which a node of a cluster has named.
     ask: Option<usize>,
-    /// Answers that are still to come.
+    /// Number of outstanding answers.
     left: u32,
-    /// The best answer so far: a copy that was kept is enough.
+    /// The best answer so far. One copy that was kept makes a write succeed.
     result: Option<Result<(), Fault>>,
 }
 
-/// The answer of an operation.
+/// An operation's answer.
 pub(super) struct Answer<'a> {
     pub(super) result: Result<(), Fault>,
-    /// The page, and its stamp, of a read that succeeded.
+    /// For a read that succeeded: the page and its stamp.
     pub(super) page: &'a PageBytes,
     pub(super) stamp: u64,
-    /// The node of a cluster that is to be asked instead.
+    /// Another node to ask instead, which a node of a cluster has named.
     pub(super) ask: Option<usize>,
 }
 
-/// A node's part of an operation.
+/// A job for a node: its part of an operation.
 pub(super) struct Job {
     pub(super) lane: Arc<Operations>,
     pub(super) operation: usize,
     pub(super) attempt: u32,
     pub(super) slot: Slot,
     pub(super) kind: Kind,
-    /// Whether it waits for a node that is away; else it is answered with a timeout at once.
+    /// Whether the job waits while the node is away. If not, it is answered with a timeout at once.
     pub(super) waits: bool,
-    /// Whether the node of a cluster is to serve it though the page is only on its way there.
+    /// Whether a cluster's node must serve the page though the page is still being moved to it.
     pub(super) asking: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// Read the page; its stamp must be at least this one, or 0 if it was never written.
+    /// Read the page. Its stamp must be at least this one. 0: the slot was never written.
     Read(u64),
     /// Write the page, with this stamp.
     Write(u64),
-    /// The same page again, for a node that lacks it. It has no effect where a newer write came
-    /// before.
+    /// Write the same page again, for a node that lacks it. Without effect if the node has a newer
+    /// write.
     Copy(u64),
-    /// Nothing: whether the node answers.
+    /// Ask whether the node answers.
     Probe,
 }
 
@@ -97,7 +97,7 @@ impl Operations {
 
     // The lane's side.
 
-    /// Begins an attempt that `answers` nodes will answer; a write brings its page.
+    /// Begins an attempt that `answers` nodes will answer. A write brings its page.
     pub(super) fn begin(&self, operation: usize, answers: u32, page: Option<&PageBytes>) -> u32 {
         let cell = &self.cells[operation];
         let mut content = hold(&cell.content);
@@ -106,7 +106,7 @@ impl Operations {
         }
         (content.left, content.result, content.ask) = (answers, None, None);
         self.clear(operation);
-        // Within the lock: a thread that answers the attempt before finds itself void.
+        // The lock is held, so a thread that answers the earlier attempt finds its job void.
         cell.attempt.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
     }
 
@@ -118,13 +118,13 @@ impl Operations {
         cell.attempt.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Forgets an answer that nobody has taken. The caller has the operation's lock, under which
-    /// its bit is set too. So a bit is always of the attempt that holds.
+    /// Clears an answer that the lane has not taken. The caller has the operation's lock, and
+    /// threads set the bit under that lock. So a set bit always belongs to the latest attempt.
     fn clear(&self, operation: usize) {
         self.answered[operation / 64].fetch_and(!(1 << (operation % 64)), Ordering::AcqRel);
     }
 
-    /// Hands over the numbers of what was answered since the last call.
+    /// Hands over the numbers of operations that were answered since the last call.
     pub(super) fn take_answered(&self, mut take: impl FnMut(usize)) {
         let mut count = [0; 8];
         // Read the bell before the bits. An answer that comes after the bits were read rings it
@@ -146,7 +146,7 @@ impl Operations {
         take(Answer { result, page: &content.page, stamp: content.stamp, ask: content.ask })
     }
 
-    /// Whether one copy of a write is kept, and others have not answered.
+    /// Whether one copy of a write has been kept, and other answers are outstanding.
     pub(super) fn is_kept_alone(&self, operation: usize) -> bool {
         let content = hold(&self.cells[operation].content);
         content.left > 0 && content.result == Some(Ok(()))
@@ -154,12 +154,12 @@ impl Operations {
 
     // The node's side.
 
-    /// Whether the job's lane still waits for it.
+    /// Whether the job's lane still waits for the job.
     pub(super) fn is_wanted(&self, operation: usize, attempt: u32) -> bool {
         self.cells[operation].attempt.load(Ordering::Relaxed) == attempt
     }
 
-    /// Copies a write's page, if it is still wanted.
+    /// Copies the page of a write, if its lane still waits for the job.
     pub(super) fn copy_page(&self, operation: usize, attempt: u32, to: &mut PageBytes) -> bool {
         let content = hold(&self.cells[operation].content);
         let wanted = self.is_wanted(operation, attempt);
@@ -169,8 +169,8 @@ impl Operations {
         wanted
     }
 
-    /// Answers a job that another node of the cluster serves by now: `ask`, or else the one that
-    /// the placement names.
+    /// Answers a job with the number of another node to ask: `ask`, or the one that the placement
+    /// names.
     pub(super) fn redirect(&self, operation: usize, attempt: u32, ask: Option<usize>) {
         {
             let mut content = hold(&self.cells[operation].content);
@@ -181,8 +181,8 @@ impl Operations {
         self.answer(operation, attempt, Err(Fault::Timeout), None);
     }
 
-    /// Answers a job; a read that succeeded brings its page and stamp. Of several copies of a write
-    /// one that was kept is enough.
+    /// Adds a node's answer to an operation. The answer to a read brings the page and its stamp.
+    /// One copy that was kept makes a write succeed.
     pub(super) fn answer(
         &self,
         operation: usize,

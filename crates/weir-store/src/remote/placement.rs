@@ -1,28 +1,29 @@
-//! The nodes of each slot, by rendezvous hashing (Thaler and Ravishankar, 1998): each node has a
-//! score for each extent of slots, and the highest keep it. A node more or less moves only the
-//! extents that it wins or had.
+//! The nodes of each slot, by rendezvous hashing (Thaler and Ravishankar, 1998). Each node has a
+//! score for each extent of slots, and the nodes with the highest scores keep it. When a node is
+//! added or removed, only its own extents move.
 
 use super::url::COPIES_MAX;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 use weir_core::Slot;
 
-/// Hash slots of a cluster.
+/// Number of hash slots of a cluster.
 pub(super) const HASH_SLOTS: usize = 1 << 14;
 
-/// Slots of an extent: as many as a volume places together, so that a node that is away stops new
-/// pages on its own extents only.
+/// Number of slots in an extent. A volume fills as many slots together, so a node that is away
+/// stops new pages only on its own extents.
 const EXTENT: u32 = 1024;
 
-/// For each extent its nodes.
+/// The nodes of each extent.
 #[derive(Debug)]
 pub(super) struct Placement {
     extents: Box<[[u16; COPIES_MAX]]>,
     copies: usize,
-    /// Of a cluster. An extent has its hash slot in place of nodes.
+    /// For a cluster: the node of each hash slot. An extent then has its hash slot in place of
+    /// nodes.
     owners: Option<Owners>,
 }
 
-/// The node of each hash slot, and how many each node has.
+/// The node of each hash slot, and the number of hash slots of each node.
 #[derive(Debug)]
 struct Owners {
     nodes: Box<[AtomicU16]>,
@@ -30,7 +31,7 @@ struct Owners {
 }
 
 impl Placement {
-    /// Places `slots` slots on `nodes`, `copies` of each.
+    /// Places `slots` slots on `nodes`, with `copies` copies of each.
     pub(super) fn new(nodes: &[String], slots: u32, copies: usize) -> Self {
         let names: Vec<u64> = nodes.iter().map(|name| fnv1a(name)).collect();
         let place = |extent: u32| {
@@ -42,8 +43,8 @@ impl Placement {
         Placement { extents: (0..slots.div_ceil(EXTENT)).map(place).collect(), copies, owners: None }
     }
 
-    /// Places `slots` slots by the hash slots of a cluster, as the store of this number names them.
-    /// `owners` has the node of each, of `nodes` nodes at most.
+    /// Places `slots` slots by the hash slots of a cluster, for the store of this number. `owners`
+    /// has the node of each hash slot, of at most `nodes` nodes.
     pub(super) fn of_cluster(store: u64, slots: u32, owners: &[u16], nodes: usize) -> Self {
         let count = |node| owners.iter().filter(|owner| usize::from(**owner) == node).count() as u32;
         let owners = Owners {
@@ -59,7 +60,7 @@ impl Placement {
         self.owners.is_some()
     }
 
-    /// A node of the cluster serves that hash slot now.
+    /// Notes that a node of the cluster serves a hash slot now.
     pub(super) fn moved(&self, hash: usize, node: usize) {
         let Some(owners) = &self.owners else { return };
         let before = owners.nodes[hash].swap(node as u16, Ordering::Relaxed);
@@ -67,7 +68,7 @@ impl Placement {
         owners.counts[usize::from(before)].fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether a node of the cluster has hash slots. One that has none is of no interest.
+    /// Whether a node of the cluster has hash slots. A node without them has no pages.
     pub(super) fn has_hash_slots(&self, node: usize) -> bool {
         self.owners.as_ref().is_some_and(|owners| owners.counts[node].load(Ordering::Relaxed) > 0)
     }
@@ -92,7 +93,7 @@ impl Placement {
         }))
     }
 
-    /// The copy of the slot that a node keeps; `None` if it keeps none.
+    /// The copy of the slot that a node keeps; `None`: the node keeps none.
     pub(super) fn copy_on(&self, slot: Slot, node: usize) -> Option<usize> {
         (0..self.copies).find(|copy| self.node(slot, *copy) == Some(node))
     }
@@ -102,18 +103,19 @@ impl Placement {
         a.0 / EXTENT == b.0 / EXTENT
     }
 
-    /// How many nodes keep each slot.
+    /// Number of nodes that keep each slot.
     pub(super) fn copies(&self) -> usize {
         self.copies
     }
 }
 
-/// The part of an extent's keys that a cluster hashes, so that they stay together.
+/// The part of a key that a cluster hashes. All keys of an extent have the same, so they stay
+/// together.
 fn tag(store: u64, extent: u32) -> String {
     format!("{store:016x}-{extent}")
 }
 
-/// The hash slot of a tag, by CRC-16 (XMODEM), as the cluster's specification has it.
+/// The hash slot of a tag, by CRC-16 (XMODEM), as the cluster's specification defines it.
 fn hash_slot(tag: &str) -> u16 {
     let crc = tag.bytes().fold(0u16, |crc, byte| {
         (0..8).fold(crc ^ u16::from(byte) << 8, |crc, _| crc << 1 ^ if crc >> 15 == 1 { 0x1021 } else { 0 })

@@ -1,37 +1,38 @@
-//! Which copies are made anew, and when. It knows only the time that it is given.
+//! The policy of the copies that are made anew: which slots, and when. A pure function of the time
+//! that its caller gives.
 
 use std::time::{Duration, Instant};
 use weir_core::Slot;
 
-/// Pages that are copied together.
+/// Number of pages in a batch of copies.
 pub(super) const BATCH: usize = 16;
-/// Pages that are copied each second: 32 MiB.
+/// Largest number of pages copied each second: 32 MiB.
 const RATE: u32 = 8192;
-/// Slots that one step looks at.
+/// Number of slots that one step looks at.
 const LOOKS: u32 = 1 << 14;
 
 /// Decides which slots are copied, and when.
 #[derive(Debug)]
 pub(super) struct Rebuild {
     slots: u32,
-    /// The slot that is looked at next; `None`: nothing is to do.
+    /// The slot that the pass looks at next; `None`: no pass is under way.
     next: Option<u32>,
     /// The time of the next batch.
     due: Option<Instant>,
-    /// Pages copied since the pass over the slots began.
+    /// Number of pages copied since the pass over the slots began.
     copied: u32,
-    /// Whether to begin again once the pass has ended.
+    /// Whether another pass follows this one.
     again: bool,
 }
 
-/// The next thing to do.
+/// The caller's next action.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Step {
-    /// The slots of the batch are to be copied.
+    /// Copy the slots of the batch.
     Copy,
-    /// Nothing, before that time.
+    /// Do nothing before this time.
     Rest(Instant),
-    /// Nothing, before [`Rebuild::wake`].
+    /// Do nothing before the next call of [`Rebuild::wake`].
     Idle,
 }
 
@@ -40,7 +41,7 @@ impl Rebuild {
         Rebuild { slots, next: None, due: None, copied: 0, again: false }
     }
 
-    /// Something may be to copy.
+    /// Notes that copies may be missing, so that a pass begins.
     pub(super) fn wake(&mut self) {
         match self.next {
             None => (self.next, self.copied) = (Some(0), 0),
@@ -48,12 +49,12 @@ impl Rebuild {
         }
     }
 
-    /// So many pages of a batch were copied.
+    /// Notes that this many pages of a batch were copied.
     pub(super) fn copied(&mut self, pages: u32) {
         self.copied += pages;
     }
 
-    /// Says what is to be done at the time `now`. `batch` becomes slots of which `can_mend` is
+    /// Decides the next action at time `now`. Fills `batch` with slots for which `can_mend` is
     /// true.
     pub(super) fn step(
         &mut self,
@@ -77,7 +78,7 @@ impl Rebuild {
             return Step::Copy;
         }
         if next == self.slots {
-            // A pass that copied nothing would find the same again.
+            // After a pass that copied nothing, the next pass would find the same.
             self.next = (self.copied > 0 || self.again).then_some(0);
             (self.copied, self.again) = (0, false);
             if self.next.is_none() {

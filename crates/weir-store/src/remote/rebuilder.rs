@@ -1,8 +1,8 @@
-//! The thread that makes copies anew which a node lacks.
+//! The thread that copies pages to nodes that lack them.
 //!
-//! [`Rebuild`] decides. The thread reads a page from the node that has it, and hands it to the
-//! thread that writes to the other node. That thread alone knows whether a newer write came before;
-//! see [`Kind::Copy`].
+//! [`Rebuild`] decides which slots are copied. This thread reads a page from a node that has it,
+//! and hands it to the thread that writes to the other node. Only that thread knows whether a newer
+//! write came before; see [`Kind::Copy`].
 
 use super::alarm::Call;
 use super::cluster::map;
@@ -18,12 +18,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use weir_core::Slot;
 
-/// How long a batch may take before the next one is begun.
+/// Time limit of a batch. After it the next batch begins.
 const BATCH_LIMIT: Duration = Duration::from_secs(5);
-/// How often each node is asked whether it answers, and writes that were kept on one node alone are
-/// looked for. A node that nobody uses could come back as another process, or not at all.
+/// Time between two probes of all nodes, and between two searches for writes that one node alone
+/// has kept. Without a probe, nobody would notice that an unused node is gone, or is another
+/// process.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
-/// How often a cluster is asked for its map while a node of it is away.
+/// Time between two requests for a cluster's map while one of its nodes is away.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 
 /// The thread that copies.
@@ -38,7 +39,7 @@ impl Rebuilder {
         Ok(Rebuilder { core, senders, operations: Arc::new(Operations::new(BATCH)?) })
     }
 
-    /// Copies whatever a node lacks, until the store closes.
+    /// Copies pages to nodes that lack them, until the store closes.
     pub(super) fn run(mut self) {
         let mut plan = Rebuild::new(self.core.ledger.slots());
         let mut batch = Vec::with_capacity(BATCH);
@@ -70,7 +71,7 @@ impl Rebuilder {
         }
     }
 
-    /// Asks a cluster of which a node is away where its hash slots are. Whether to ask again soon.
+    /// Asks a cluster for its map if one of its nodes is away. Returns whether to ask again soon.
     fn follow(&self) -> bool {
         let Some(cluster) = &self.core.cluster else { return false };
         let is_online = |node: &&Arc<Node>| node.name().is_some() && node.state() == State::Online;
@@ -92,14 +93,14 @@ impl Rebuilder {
         true
     }
 
-    /// Has each node answer. Its thread notes if it does not.
+    /// Sends each node a probe. A node's thread notes when the node does not answer.
     fn probe(&mut self) {
         let named = |node: &usize| self.senders.nodes[*node].name().is_some();
         for node in (0..self.senders.nodes.len()).filter(named).collect::<Vec<_>>() {
             let attempt = self.operations.begin(node % BATCH, 1, None);
             let lane = Arc::clone(&self.operations);
             let (operation, slot, kind) = (node % BATCH, Slot(0), Kind::Probe);
-            // Full: probes wait there already.
+            // A full queue already has probes of this node.
             let _ = self.senders.reads[node].try_send(Job {
                 lane,
                 operation,
@@ -117,8 +118,8 @@ impl Rebuilder {
         node.is_some_and(|node| self.senders.nodes[node].state() == State::Online)
     }
 
-    /// The copy to read: one that is online and lacks nothing; else one that is online, whose mark
-    /// may be out of date.
+    /// The copy to read: one that is online and lacks nothing, or else one that is online and whose
+    /// mark may be out of date.
     fn source(&self, slot: Slot, entry: Entry) -> Option<usize> {
         let online = (0..self.core.placement.copies()).filter(|copy| self.is_online(slot, *copy));
         online.min_by_key(|copy| entry.lacks(*copy))
@@ -133,7 +134,8 @@ impl Rebuilder {
             && self.source(slot, entry).is_some()
     }
 
-    /// Copies what it can of a batch. Returns the number of slots that lack less than before.
+    /// Copies the pages of a batch, as far as their nodes answer. Returns the number of slots that
+    /// gained a copy.
     fn copy(&mut self, batch: &[Slot]) -> u32 {
         let mut sent = Vec::with_capacity(batch.len());
         for (operation, &slot) in batch.iter().enumerate() {
@@ -148,7 +150,7 @@ impl Rebuilder {
         for (operation, stamp) in read {
             let slot = batch[operation];
             let entry = self.core.ledger.get(slot);
-            // One at a time: the other copy, if it lacks the page too, is found by the next pass.
+            // One copy at a time: the next pass finds the other one if it is lacking too.
             let mut targets = (0..self.core.placement.copies()).filter(|copy| entry.lacks(*copy));
             if let Some(target) = targets.find(|copy| self.is_online(slot, *copy)) {
                 self.send(operation, slot, target, Kind::Copy(stamp));
@@ -167,12 +169,12 @@ impl Rebuilder {
         let job = Job { lane, operation, attempt, slot, kind, waits: false, asking: false };
         let paths =
             if matches!(kind, Kind::Read(_)) { &mut self.senders.reads } else { &mut self.senders.writes };
-        // Never full: there are at most a batch's.
+        // The queue is never full, because it has room for a whole batch.
         let _ = paths[node].try_send(job);
     }
 
-    /// Waits for operations. Returns those that succeeded, with the stamp of what was read; the
-    /// others are void.
+    /// Waits for operations. Returns those that succeeded, with the stamp of the page that was
+    /// read. Makes the others void.
     fn await_all(&self, mut waiting: Vec<usize>) -> Vec<(usize, u64)> {
         let begun = Instant::now();
         let mut done = Vec::with_capacity(waiting.len());
@@ -181,7 +183,7 @@ impl Rebuilder {
             let bell = self.operations.bell();
             let _ = poll(&mut [PollFd::from_borrowed_fd(bell, PollFlags::IN)], Some(&limit));
             self.operations.take_answered(|operation| {
-                // A probe is answered when it may be.
+                // The answer may be that of a probe, for which no operation waits.
                 let Some(at) = waiting.iter().position(|other| *other == operation) else { return };
                 waiting.swap_remove(at);
                 let stamp = |answer: Answer<'_>| answer.result.map(|()| answer.stamp);

@@ -1,4 +1,4 @@
-//! A page as a node keeps it: sealed by AES-256-GCM with a key that dies with the store.
+//! The sealed form in which a node keeps a page: AES-256-GCM with a key that ends with the store.
 //!
 //! ```text
 //! 0         8                         4104          4120
@@ -7,9 +7,9 @@
 //! +---------+-------------------------+-------------+
 //! ```
 //!
-//! The stamp is the number of the write, never used twice, and the nonce. The tag covers stamp and
-//! slot besides. So a value that was changed, moved to another slot or made up does not open. One
-//! that is older than what was acknowledged is known by its stamp.
+//! The nonce is the stamp: the number of the write, which no other write has. The tag also covers
+//! the stamp and the slot. So a value that was changed, moved to another slot or made up cannot be
+//! opened. A value that is older than the acknowledged write has an older stamp.
 
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKey};
 use rustix::rand::GetRandomFlags;
@@ -23,11 +23,11 @@ const TAG: usize = 16;
 /// Bytes of a sealed page.
 pub(super) const SEALED: usize = STAMP + PAGE_SIZE + TAG;
 
-/// Why a value is not a page that this store wrote.
+/// The error for a value that is not a page of this store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Forged;
 
-/// The key, in locked memory that no core file shows.
+/// The key, in locked memory that core files leave out.
 pub(super) struct Seal {
     key: NonNull<LessSafeKey>,
     memory: Memory,
@@ -39,7 +39,7 @@ unsafe impl Send for Seal {}
 unsafe impl Sync for Seal {}
 
 impl Seal {
-    /// A seal with a new key, which is never written down.
+    /// Makes a seal with a new random key, which is never written down.
     pub(super) fn ephemeral() -> io::Result<Self> {
         const { assert!(size_of::<LessSafeKey>() <= PAGE_SIZE && align_of::<LessSafeKey>() <= PAGE_SIZE) };
         let mut secret = [0; 32];
@@ -61,8 +61,8 @@ impl Seal {
         unsafe { self.key.as_ref() }
     }
 
-    /// `sealed` becomes `page` as it is kept in `slot` by write number `stamp`. No two calls with
-    /// different pages or slots may have the same stamp.
+    /// Seals `page` for `slot` as write number `stamp`, into `sealed`. Two calls with different
+    /// pages or slots must not have the same stamp.
     pub(super) fn close(&self, slot: Slot, stamp: u64, page: &PageBytes, sealed: &mut [u8; SEALED]) {
         let (head, rest) = sealed.split_at_mut(STAMP);
         let (content, tag) = rest.split_at_mut(PAGE_SIZE);
@@ -75,7 +75,7 @@ impl Seal {
         tag.copy_from_slice(made.as_ref());
     }
 
-    /// Opens a value that a node gave for `slot`: `page` becomes its content. Returns its stamp.
+    /// Opens a value that a node returned for `slot`, into `page`. Returns the value's stamp.
     pub(super) fn open(&self, slot: Slot, sealed: &[u8], page: &mut PageBytes) -> Result<u64, Forged> {
         let sealed: &[u8; SEALED] = sealed.try_into().map_err(|_| Forged)?;
         let stamp = u64::from_le_bytes(sealed[..STAMP].try_into().expect("eight bytes"));

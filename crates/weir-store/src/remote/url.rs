@@ -8,32 +8,32 @@ use weir_core::ByteSize;
 
 const KEYS: &[&str] = &["size", "copies", "user", "password-file", "check"];
 
-/// Copies of a page at most.
+/// Largest number of copies of a page.
 pub(super) const COPIES_MAX: usize = 2;
 
-/// Nodes at most.
+/// Largest number of nodes.
 const NODES_MAX: usize = 64;
 
-/// Engines that speak the Redis protocol, and how they are used.
+/// The nodes of a fleet, and how the store uses them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RemoteUrl {
     /// The nodes, each as `HOST:PORT`.
     pub nodes: Vec<String>,
-    /// Room for pages, on all nodes together, copies not counted.
+    /// Room for pages on all nodes together. The copies are not counted.
     pub size: ByteSize,
-    /// Nodes that keep each page: 1 or 2.
+    /// Number of nodes that keep each page: 1 or 2.
     pub copies: u8,
-    /// The user to authenticate as.
+    /// The user name for the login.
     pub user: Option<String>,
     /// A file whose first line is the password.
     pub password_file: Option<PathBuf>,
-    /// Whether an engine that may throw pages away, or has too little room, is refused. On unless
-    /// turned off.
+    /// Whether the store refuses an engine that could drop pages, or has too little room. The
+    /// default is true.
     pub check: bool,
 }
 
 impl RemoteUrl {
-    /// These nodes, and everything else at its default.
+    /// These nodes, with the default of every other setting.
     pub fn new(nodes: impl IntoIterator<Item = String>, size: ByteSize) -> Self {
         let nodes = nodes.into_iter().collect();
         RemoteUrl { nodes, size, copies: 1, user: None, password_file: None, check: true }

@@ -21,9 +21,9 @@ const FIGURE: Duration = Duration::from_millis(5);
 /// Number of threads that share a path when its limit is measured: three fill an H200's window,
 /// eight its link.
 const SHARERS: usize = 8;
-/// Number of pages that each of these threads has in flight.
+/// Number of pages that each of the [`SHARERS`] has in flight.
 const DEPTH: usize = 64;
-/// Number of pages that each of them starts at once.
+/// Number of pages that each of the [`SHARERS`] starts at once.
 const START: usize = 16;
 
 /// Measures every path that `gpu` has.

@@ -38,7 +38,7 @@ struct Trial {
     settled: Duration,
     measured: Duration,
     pages: u64,
-    /// Pages a second on each path that was tried.
+    /// Pages a second on each path that was measured.
     rates: Vec<f64>,
 }
 

@@ -327,7 +327,8 @@ impl PartsCell {
         }
     }
 
-    /// Takes the parts once they are there; only the cell's lane calls this.
+    /// Takes the parts of the cell. `None`: they have not come yet. Only the lane that owns the
+    /// cell calls this.
     pub fn take(&self) -> Option<Parts> {
         if self.state.load(Ordering::Acquire) != FULL {
             return None;

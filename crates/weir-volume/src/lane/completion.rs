@@ -71,8 +71,9 @@ impl Lane {
         }
         self.finished.extend(self.overtaken.drain(..).map(|op| (op, Ok(()))));
         for _ in 0..stalled {
-            // Try them one after another. This lane's own pin may hold slots back. If each write
-            // began again while another is under way, the pin would never move.
+            // Begin the stalled writes again one after another. This lane's own pin may hold
+            // retired slots back. The pin would never move if each write began while another is
+            // under way.
             let parts_under_way = self.parts.len() - self.idle_parts.len() - self.stalled.len();
             if parts_under_way > 0 && self.under_way > 0 {
                 break;
@@ -92,9 +93,9 @@ impl Lane {
                 Progress::Full => self.stalled.push(op),
             }
         }
-        // An operation that went on may have queued its second half. If nothing is under way any
-        // more, the pin ends here. Its owner may have nothing more to submit, and until the pin
-        // ends, no retired slot of any lane would be free.
+        // An operation that went on may have queued its second half, which must be submitted. With
+        // nothing under way the pin ends here, even if the lane's owner submits nothing more. While
+        // a pin stays, no retired slot of any lane becomes free.
         if resume {
             self.submit();
         } else {

@@ -97,7 +97,7 @@ impl Service {
     /// Starts the daemon and waits until it serves.
     ///
     /// # Errors
-    /// Fails with the daemon's last line, if it ended instead.
+    /// Fails with the daemon's last line if the daemon ends before it serves.
     pub fn start(&self, journal: &mut Journal) -> Result<Status, Failure> {
         let control = control_socket(&self.directory);
         if UnixStream::connect(&control).is_ok() {

@@ -57,7 +57,7 @@ pub enum Operation<'a> {
         offset: u64,
         /// The range's length in bytes.
         length: u32,
-        /// Whether one extent is enough.
+        /// Whether the server may answer with one extent only (NBD_CMD_FLAG_REQ_ONE).
         one: bool,
     },
 }

@@ -383,7 +383,7 @@ impl Program {
         }
     }
 
-    /// A page by which the pager is asked for something.
+    /// Makes an event that wakes the pager's thread: touches a page and removes it.
     fn ring(&mut self, thread: usize) {
         let page = OWN + self.bell % BELLS;
         self.bell += 1;

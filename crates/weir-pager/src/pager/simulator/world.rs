@@ -58,7 +58,7 @@ pub struct World {
     pub changing: usize,
     /// Threads that wait for a page, and whose fault was not read yet.
     pub faults: VecDeque<(usize, usize)>,
-    /// Events, and the threads that wait for their reading.
+    /// Events that the pager has not read, each with the thread that waits until it has.
     pub events: VecDeque<(Event, usize)>,
     /// Neighbours with the same attributes become one.
     pub merges: bool,

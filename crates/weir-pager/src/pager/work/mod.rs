@@ -463,7 +463,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
 impl<K: Kernel, S> Drop for Work<K, S> {
     fn drop(&mut self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
-            // Registered no more, or this thread would wait for itself to hear of it.
+            // Unregister the memory before it is removed. Otherwise the removal would wait for this
+            // thread to read the event.
             let _ = self.kernel.unregister(at, at + bytes);
             let _ = self.kernel.advise(at, bytes, Advice::LinuxDontNeed);
         }

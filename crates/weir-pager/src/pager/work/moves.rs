@@ -274,8 +274,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Frees a frame at once.
     pub(super) fn make_room(&mut self) {
-        // A program that streams again needs blocks more than the single pages that it jumped to
-        // before.
+        // A streaming program needs frames for blocks. It no longer uses the single pages of its
+        // earlier jumps, so they go first.
         if self.writing.is_none()
             && (self.policy.is_streaming() || self.policy.len() == 0)
             && self.singles_there >= BLOCK_PAGES
