@@ -222,7 +222,7 @@ impl Figures {
 const FRAMES: usize = 0;
 const IN_PLACE: usize = 1;
 const NBD: usize = 2;
-/// Most pages that may be lent in place.
+/// Largest number of pages that may be lent in place.
 const LENT: u32 = 1024;
 /// The depths that are tried, of which each transport uses its best.
 const DEPTHS: [u32; 4] = [16, 32, 64, 128];

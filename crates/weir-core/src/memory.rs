@@ -270,8 +270,8 @@ pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
 /// Bytes that one thread takes at a time: some hundredths of a second, after which it can be
 /// stopped.
 const PIECE: usize = 64 << 20;
-/// Most threads that take memory at a time. The speed of the memory limits zeroing, and a few
-/// processors reach that speed.
+/// Largest number of threads that take memory at a time. The speed of the memory limits zeroing,
+/// and a few processors reach that speed.
 const WORKERS_MOST: usize = 16;
 /// Enough stack for a system call; it may be locked and populated as a whole.
 const WORKERS_STACK: usize = 64 << 10;

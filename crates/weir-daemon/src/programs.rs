@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 use weir_pager::link::{self, Order, Report};
 use weir_system::local_socket::{self, SocketFile};
 
-/// Most processes that are listed; more are bounded all the same.
+/// Largest number of processes that are listed; more are bounded all the same.
 const PROGRAMS_MOST: usize = 256;
 /// Time between two reports that nobody has asked for, and least time over which a rate is told.
 const EVERY: Duration = Duration::from_secs(1);
 /// A report that is older than this is asked for anew when somebody looks.
 const FRESH: Duration = Duration::from_millis(20);
-/// Most messages that are read of one pager at a time.
+/// Largest number of messages that are read of one pager at a time.
 const MESSAGES: usize = 16;
 
 /// The bounded programs of a daemon.

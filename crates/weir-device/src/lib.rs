@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PageBytes, PageNo};
 
-/// Most descriptors that a lane names.
+/// Largest number of descriptors that a lane names.
 pub const WAKE_FDS_MAX: usize = 16;
 
 /// A row of numbered pages.

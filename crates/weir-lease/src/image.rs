@@ -19,11 +19,11 @@ pub(crate) const CHUNK_SLOTS: u32 = 64;
 /// The size of a table. All memory is taken when the table is made; nothing grows later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Geometry {
-    /// Most connections that can be open at a time, up to 2^24.
+    /// Largest number of connections that can be open at a time, up to 2^24.
     pub connections: u32,
-    /// Most references that can be out at a time over all connections. Connections get slots 64 at
-    /// a time, so leave room for a partly used chunk in each. The number is rounded up to 64, and
-    /// is at most 2^30.
+    /// Largest number of references that can be out at a time over all connections. Connections get
+    /// slots 64 at a time, so leave room for a partly used chunk in each. The number is rounded up
+    /// to 64, and is at most 2^30.
     pub references: u32,
     /// The largest quota that a connection may be opened with, at most [`QUOTA_MAX`].
     pub quota: u32,

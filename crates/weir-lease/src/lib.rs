@@ -98,8 +98,8 @@ pub use image::{Geometry, ImageError};
 pub use table::{Given, Returned, Table};
 pub use token::{FRAGMENTS_MAX, Place, QUOTA_MAX, REGION_PAGES_MAX, Token, TokenRange};
 
-/// Most ranges in one batch: the limit of `SO_DEVMEM_DONTNEED` (Linux, net/core/sock.c,
-/// MAX_DONTNEED_TOKENS).
+/// Largest number of ranges in one batch: the limit of `SO_DEVMEM_DONTNEED` (Linux,
+/// net/core/sock.c, MAX_DONTNEED_TOKENS).
 pub const BATCH_TOKENS_MAX: usize = 128;
-/// Most references in one batch (MAX_DONTNEED_FRAGS).
+/// Largest number of references in one batch (MAX_DONTNEED_FRAGS).
 pub const BATCH_REFERENCES_MAX: u64 = 1024;

@@ -45,7 +45,7 @@ pub struct Given {
     pub last: bool,
 }
 
-/// Most references that are returned in one go: those of a chunk.
+/// Largest number of references that are returned in one go: those of a chunk.
 const RUN: usize = CHUNK_SLOTS as usize;
 
 /// Returns to one chunk that are not recorded yet.

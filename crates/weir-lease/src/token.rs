@@ -6,11 +6,13 @@ use core::fmt;
 pub(crate) const INDEX_BITS: u32 = 12;
 /// Bits of a token that give the lap in which the connection took it.
 pub(crate) const LAP_BITS: u32 = 32 - INDEX_BITS;
-/// Most references that one connection may hold at a time: as many as a token's slot bits can name.
+/// Largest number of references that one connection may hold at a time: as many as a token's slot
+/// bits can name.
 pub const QUOTA_MAX: u32 = 1 << INDEX_BITS;
-/// Most pages of one region: 256 GiB of 4 KiB pages.
+/// Largest number of pages of one region: 256 GiB of 4 KiB pages.
 pub const REGION_PAGES_MAX: u32 = 1 << 26;
-/// Most fragments of a page that a place can tell apart: 64 bytes each in a page of 4 KiB.
+/// Largest number of fragments of a page that a place can tell apart: 64 bytes each in a page of 4
+/// KiB.
 pub const FRAGMENTS_MAX: u8 = 1 << 6;
 
 /// One reference to a page, as its connection sees it: 32 bits that mean nothing to another

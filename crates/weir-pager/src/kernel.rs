@@ -1,5 +1,5 @@
-//! The pager's requests to the kernel: userfaultfd, its process's mappings, its own memory, the
-//! clock. A simulator is a kernel too.
+//! The pager's requests to the kernel: userfaultfd, the process's mappings, the pager's own memory,
+//! the clock. Tests have a simulator in the kernel's place.
 
 use crate::maps::{Mapping, Maps};
 use crate::uffd::{self, Event, Stopped, Uffd};
@@ -14,14 +14,15 @@ use weir_core::PageBytes;
 
 /// Requests of userfaultfd are as `ioctl_userfaultfd(2)` has them, for missing pages only.
 pub(crate) trait Kernel {
-    /// Address space for this thread's own memory, from a block's boundary on. No child gets it.
+    /// Reserves address space for this thread's own memory, aligned to a block. A child does not
+    /// inherit it.
     fn reserve(&mut self, bytes: usize) -> Result<usize, Error>;
 
     fn register(&mut self, start: usize, end: usize) -> Result<(), Errno>;
 
     fn unregister(&mut self, start: usize, end: usize) -> Result<(), Errno>;
 
-    /// Has threads that wait for one of these pages look again.
+    /// Wakes threads that wait for one of these pages, so that they try their access again.
     fn wake(&mut self, at: usize, bytes: usize);
 
     fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped>;
@@ -35,8 +36,8 @@ pub(crate) trait Kernel {
     /// The next event, if there is one.
     fn event(&mut self) -> Option<Event>;
 
-    /// Whether the address space has changed, or is about to, and the event of that was not read
-    /// yet.
+    /// Whether the address space has changed, or is about to, and the pager has not read the event
+    /// of that change.
     fn is_changing(&mut self) -> bool {
         // The kernel checks for changes before it checks the range, which is empty here.
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
@@ -48,14 +49,14 @@ pub(crate) trait Kernel {
     /// Calls `found` with each stretch of `start..end` that has pages.
     fn populated(&mut self, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno>;
 
-    /// Advice that frees is given on this thread's own memory alone.
+    /// Gives advice about memory. Advice that frees memory is for this thread's own memory alone.
     fn advise(&mut self, at: usize, bytes: usize, advice: Advice) -> Result<(), Errno>;
 
     /// Unlocks this thread's own memory.
     fn unlock(&mut self, at: usize, bytes: usize);
 
-    /// Replaces `mappings` by the memory of this process that can be managed. `false` when that
-    /// cannot be had.
+    /// Fills `mappings` with the memory of this process that can be managed. Returns false if the
+    /// mappings cannot be read.
     fn read_mappings(&mut self, mappings: &mut Vec<Mapping>) -> bool;
 
     /// A value that changes whenever memory is mapped or unmapped.
@@ -64,10 +65,10 @@ pub(crate) trait Kernel {
     /// Pages of this thread's own memory, all of which are there. No other thread uses them.
     fn pages(&self, at: usize, count: usize) -> &[PageBytes];
 
-    /// The same pages, to be written. The kernel adds those that are not there.
+    /// The same pages, for writing. The kernel adds pages that are missing.
     fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes];
 
-    /// The time since some moment.
+    /// The time since a fixed moment.
     fn now(&self) -> Duration;
 }
 
@@ -82,12 +83,12 @@ pub(crate) struct System {
 }
 
 impl System {
-    /// Opens what it needs. The descriptors are of the calling thread's table.
+    /// Opens the descriptors of the pager. They belong to the table of the calling thread.
     pub fn open() -> Result<Self, Error> {
         Ok(System {
             uffd: Uffd::open()?,
             maps: Maps::open()?,
-            // As this thread sees itself: its descriptors are its own.
+            // The file shows this thread's own descriptors.
             pagemap: File::open("/proc/thread-self/pagemap")?,
             size: File::open("/proc/self/statm")?,
             began: Instant::now(),
@@ -113,7 +114,7 @@ fn page_at(address: usize) -> *mut PageBytes {
 impl Kernel for System {
     fn reserve(&mut self, bytes: usize) -> Result<usize, Error> {
         let at = reserve(bytes)?;
-        // Without huge pages it works too, and is slower.
+        // Without huge pages the pager works too, and is slower.
         let _ = self.advise(at, bytes, Advice::LinuxHugepage);
         self.advise(at, bytes, Advice::LinuxDontFork).map_err(|error| Error::System(error.into()))?;
         Ok(at)

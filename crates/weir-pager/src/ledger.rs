@@ -1,4 +1,4 @@
-//! The ledger: it says which process holds which block of a volume that many processes share.
+//! The ledger: names the process that holds each block of a volume that many processes share.
 
 use rustix::fs::OFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -44,8 +44,8 @@ impl Ledger {
     /// # Errors
     /// Fails when the file is missing or empty.
     pub fn open(path: &Path) -> io::Result<Self> {
-        // Open the file twice: a mapping keeps the open file that it was made from, and with it
-        // that file's locks.
+        // Open the file twice: a mapping keeps its open file alive, and the open file keeps its
+        // locks.
         let open = || rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, 0.into());
         let (file, lock) = (File::from(open()?), File::from(open()?));
         let bytes = file.metadata()?.len() as usize;
@@ -53,8 +53,8 @@ impl Ledger {
         let flags = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, which is never unmapped.
         let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, flags, MapFlags::SHARED, &file, 0)? };
-        // SAFETY: the mapping was just made. A child must not have it: it has no pager, and may
-        // belong to another user.
+        // SAFETY: the mapping was just made. A child must not inherit it, since a child has no
+        // pager and may belong to another user.
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontFork)? };
         let mut ledger = Ledger { lock, words: at.cast(), blocks, next: 0, me: 0 };
         ledger.me = ledger.words()[0].fetch_add(1, Ordering::Relaxed) + 1;
@@ -92,7 +92,7 @@ impl Ledger {
         owner != self.me && self.ask(libc::F_OFD_GETLK, owner).is_ok_and(|kind| kind == libc::F_UNLCK)
     }
 
-    /// Claims a block below `limit`: a free one, else one of an owner that has ended.
+    /// Claims a block below `limit`: a free one, or one whose owner has ended.
     pub(crate) fn claim(&mut self, limit: usize) -> Option<usize> {
         let blocks = self.blocks.min(limit);
         let take = |at: usize, from: u32| {

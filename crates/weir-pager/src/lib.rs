@@ -6,8 +6,8 @@
 //! tells the thread of every `munmap`, `mremap` and `madvise` in the process. So any allocator may
 //! free and move memory without telling the pager.
 //!
-//! The thread must never wait for itself: nothing that it or its store touches may lie in memory
-//! that it manages. If a program's memory is managed as a whole ([`Scope::Process`]), the pager
+//! The thread must never wait for itself. So no memory that the thread or its store touches may be
+//! memory that it manages. If the pager manages all of a program's memory ([`Scope::Process`]), it
 //! needs a global allocator of its own; `weir-preload` has one.
 
 mod kernel;
@@ -36,8 +36,8 @@ pub fn probe() -> Result<(), Error> {
     uffd::Uffd::open().map(drop)
 }
 
-/// The files in a run's directory: the daemon's socket, the [`Ledger`], a socket for the lines that
-/// pagers print, a datagram each, and the socket of the [`Link`](link::Link)s.
+/// The files in a run's directory: the daemon's socket; the [`Ledger`]; a socket for the lines that
+/// pagers print, one datagram each; the socket of the [`Link`](link::Link)s.
 pub mod directory {
     #![allow(missing_docs)] // the introduction says what they are
     pub const SHARE: &str = "share";
@@ -51,8 +51,8 @@ pub const BLOCK: usize = 2 << 20;
 /// Pages of a block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE_SIZE;
 
-/// The world outside of the process. It is called on the pager's thread, so it must not wait for
-/// the program: a pipe into which one of the program's threads writes is such a wait.
+/// The pager's way to people and to the daemon. The pager's thread calls it. So no method may wait
+/// for the program. A full pipe that a thread of the program reads or writes is such a wait.
 pub trait Outside {
     /// Prints a line for people.
     fn tell(&mut self, line: &str);
@@ -72,7 +72,7 @@ impl<F: FnMut(&str)> Outside for F {
     }
 }
 
-/// The world outside, or a function that prints lines.
+/// The pager's way to the world outside, or a function that prints lines.
 pub type Tell = Box<dyn Outside>;
 
 /// The store of blocks that are not resident. One thread uses it.
@@ -87,7 +87,7 @@ pub trait Store {
     /// Writes a page. `bytes` may be reused as soon as this returns.
     ///
     /// # Errors
-    /// Fails when it is already known that pages cannot be stored.
+    /// Fails when the store knows already that it cannot store pages.
     fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()>;
 
     /// Waits until every page written before is stored.
@@ -115,7 +115,7 @@ pub enum Error {
     /// The limit is too small to work with.
     #[error("a resident limit of {bytes} bytes is too small; accepted: 32MiB or more")]
     Limit {
-        /// The limit that was asked for.
+        /// The requested limit.
         bytes: usize,
     },
     /// The store could not be opened.

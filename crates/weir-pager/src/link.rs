@@ -1,5 +1,5 @@
-//! The link between a bounded process's pager and the daemon that has its pages: orders come in,
-//! reports go out. Neither end ever waits for the other.
+//! The link between a bounded process's pager and the daemon that has its pages. The daemon sends
+//! orders, and the pager sends reports. Neither end ever waits for the other.
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -7,14 +7,14 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
-/// A request to a pager. Each may come twice, or late.
+/// A request to a pager. Each request may come twice, or late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Send a [`Report`].
     Report,
-    /// Keep no more than so many bytes resident from now on.
+    /// Keep at most this many bytes resident from now on.
     Limit(u64),
-    /// Move everything out that is resident now.
+    /// Move all memory out that is resident now.
     Evict,
 }
 
@@ -23,7 +23,8 @@ pub enum Order {
 pub struct Report {
     /// Bytes that may be resident.
     pub limit: u64,
-    /// Bytes that are resident, as the limit counts them: blocks, single pages and frames.
+    /// Bytes that are resident, as the limit counts them: blocks, single pages, and frames without
+    /// content.
     pub resident: u64,
     /// Blocks of 2 MiB in place.
     pub blocks: u64,
@@ -33,17 +34,17 @@ pub struct Report {
     pub stored: u64,
     /// Page faults that the pager has resolved.
     pub faults: u64,
-    /// Time for which threads have waited for these, as the pager saw it, in nanoseconds.
+    /// Nanoseconds for which threads have waited for page faults, as far as the pager saw it.
     pub waited_ns: u64,
-    /// Blocks that were prefetched.
+    /// Number of blocks that were prefetched.
     pub ahead: u64,
-    /// Blocks among these that were used.
+    /// Number of prefetched blocks that the program then used.
     pub ahead_used: u64,
-    /// Blocks that could not be read back.
+    /// Number of blocks that could not be read back.
     pub lost: u64,
-    /// Evictions that have ended.
+    /// Number of evictions that have ended.
     pub evictions: u64,
-    /// Whether the store is full (1), or has failed (2).
+    /// Whether the store is full (1), or has failed (2). Otherwise 0.
     pub store: u64,
 }
 
@@ -114,7 +115,8 @@ impl Link {
                         0 => return Some(Order::Report),
                         1 => return Some(Order::Limit(word(value))),
                         2 => return Some(Order::Evict),
-                        // An order of a later version.
+                        // A later version of the daemon may send unknown orders. They have no
+                        // effect.
                         _ => {}
                     }
                 }
@@ -127,7 +129,8 @@ impl Link {
         }
     }
 
-    /// Sends a report. If the daemon does not read, it is dropped: a later one says more.
+    /// Sends a report. If the daemon does not read, the report is dropped, since a later one says
+    /// more.
     pub fn report(&mut self, report: &Report) {
         if let Some(socket) = &self.0 {
             let mut bytes = [0; BYTES];
@@ -142,7 +145,7 @@ impl Link {
 /// Sends an order to the pager at the other end of `socket`.
 ///
 /// # Errors
-/// Fails when the pager has gone, or with `WouldBlock` where it has not read those before.
+/// Fails when the pager has gone, or with `WouldBlock` if it has not read the orders before.
 pub fn send(socket: impl AsFd, order: Order) -> io::Result<()> {
     let (kind, value) = match order {
         Order::Report => (0_u64, 0),
@@ -154,8 +157,8 @@ pub fn send(socket: impl AsFd, order: Order) -> io::Result<()> {
     Ok(())
 }
 
-/// The next report of the pager at the other end, if one has come. Whatever is no report is passed
-/// over.
+/// The next report of the pager at the other end, if one has come. Skips messages that are no
+/// report.
 ///
 /// # Errors
 /// Fails when the pager has gone.
@@ -197,12 +200,12 @@ mod tests {
         link.report(&report);
         assert_eq!(receive(&ours).unwrap(), Some(report));
         assert_eq!(receive(&ours).unwrap(), None);
-        // Strange messages are passed over at both ends.
+        // Both ends skip messages that they do not know.
         rustix::net::send(&ours, &[9; 3], SendFlags::NOSIGNAL).unwrap();
         rustix::net::send(&ours, &[9; 16], SendFlags::NOSIGNAL).unwrap();
         send(&ours, Order::Evict).unwrap();
         assert_eq!(link.order(), Some(Order::Evict));
-        // A pager that reads nothing holds nobody up.
+        // A pager that reads nothing does not hold the daemon up.
         let mut sent = 0;
         while send(&ours, Order::Evict).is_ok() {
             sent += 1;

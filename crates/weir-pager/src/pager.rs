@@ -16,16 +16,16 @@ use work::Work;
 
 /// The smallest limit, in blocks.
 const LIMIT_MIN: usize = 16;
-/// Number of pages by whose page faults threads call the pager.
+/// Number of the pager's own pages by which threads call it. A page fault on such a page is a call.
 const BELLS: usize = 4096;
 
 /// `MADV_DONTNEED` for memory that may be locked (Linux 5.18), which no available crate defines.
 pub(crate) const MADV_DONTNEED_LOCKED: i32 = 24;
 
-/// The memory that the pager manages.
+/// The choice of the memory that the pager manages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Large private anonymous memory that this process maps from now on, by any means.
+    /// Large private anonymous memory that this process maps from now on, by any system call.
     Process,
     /// Only memory that [`Pager::adopt`] is called for.
     Adopted,
@@ -43,31 +43,33 @@ pub struct Options {
 /// A pager's counts since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Page faults that the pager has resolved.
+    /// Number of page faults that the pager has resolved.
     pub faults: u64,
-    /// Blocks read from the store because a thread waited for them.
+    /// Number of blocks read from the store because a thread waited for them.
     pub reads: u64,
-    /// Blocks read from the store ahead of need.
+    /// Number of blocks prefetched from the store.
     pub ahead: u64,
-    /// Blocks among these that were used.
+    /// Number of prefetched blocks that the program then used.
     pub prefetched: u64,
-    /// Time for which threads have waited for the pager, as it saw it, in nanoseconds.
+    /// Nanoseconds for which threads have waited for the pager. Time before the pager read their
+    /// page fault is not counted.
     pub waited_ns: u64,
-    /// Evictions that have ended.
+    /// Number of evictions that have ended.
     pub evictions: u64,
-    /// Page faults on a block that was being written, which the pager took back at once.
+    /// Number of page faults on a block that was being written. The pager put such a block back at
+    /// once.
     pub taken_back: u64,
-    /// Blocks written to the store.
+    /// Number of blocks written to the store.
     pub writes: u64,
-    /// Pages of zeros among these blocks, which took no room.
+    /// Number of pages of zeros in written blocks. They took no room in the store.
     pub zero_pages: u64,
-    /// Single pages read from the store.
+    /// Number of single pages read from the store.
     pub singles: u64,
-    /// Single pages written to the store.
+    /// Number of single pages written to the store.
     pub singles_written: u64,
-    /// Blocks that could not be read back.
+    /// Number of blocks that could not be read back.
     pub lost: u64,
-    /// Blocks for which the limit was exceeded, since no block could go.
+    /// Number of times that a block exceeded the limit, because no other block could go.
     pub beyond_limit: u64,
 }
 
@@ -98,12 +100,12 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
 pub(crate) struct Shared {
     /// The limit in blocks.
     limit: AtomicUsize,
-    /// While this is above zero, every block is resident.
+    /// Number of holds. While it is above zero, every block stays resident.
     holds: AtomicU32,
     stop: AtomicBool,
-    /// An eviction was asked for.
+    /// Whether a thread has asked for an eviction.
     evict: AtomicBool,
-    /// The kernel may still read pages of the program after they were moved out.
+    /// Whether the kernel may still read pages of the program after the pager has moved them out.
     lends: AtomicBool,
     bells: Bells,
     counters: Counters,
@@ -114,7 +116,8 @@ pub(crate) struct Shared {
 }
 
 /// Registered pages by which threads call the pager. A thread that touches one waits until the
-/// pager has handled it. That needs no lock, and no descriptor that the program might close.
+/// pager has handled the page fault. Such a call needs no lock, and no descriptor that the program
+/// might close.
 #[derive(Debug)]
 pub(crate) struct Bells {
     base: usize,
@@ -142,8 +145,8 @@ impl Bells {
     }
 }
 
-/// Gives this thread a table of descriptors of its own, without the program's. Otherwise the reader
-/// of a pipe whose end the program has closed would wait for this thread to close it too.
+/// Gives this thread its own table of descriptors, without those of the program. With a shared
+/// table, this thread would keep a pipe open after the program has closed it.
 fn own_descriptors() -> Result<(), Error> {
     // SAFETY: this affects only this thread's table, which no other thread shares after the first
     // call.
@@ -196,7 +199,8 @@ impl Pager {
         let (say, hear) = sync_channel(1);
         let pager = Pager(Arc::clone(&shared));
         std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
-            // After a panic, a thread that waits for a page would wait for ever.
+            // If this thread panics, threads that wait for a page would wait for ever. So a panic
+            // ends the process.
             let _abort = AbortOnPanic;
             let opened = own_descriptors()
                 .and_then(|()| System::open())
@@ -215,7 +219,7 @@ impl Pager {
         Ok(pager)
     }
 
-    /// Manages this memory too. It must be private, anonymous and this process's own.
+    /// Manages this memory too. It must be private, anonymous memory of this process.
     pub fn adopt(&self, start: usize, bytes: usize) {
         let _adopting = self.0.adopting.lock().expect("nothing panics under it");
         self.0.adopt[0].store(start, Ordering::Relaxed);
@@ -241,15 +245,15 @@ impl Pager {
         Ok(())
     }
 
-    /// Has everything moved out that is resident by now, in the background. What is used meanwhile
-    /// comes back. An eviction that is asked for during another one begins anew.
+    /// Moves all memory out that is resident at the time of the call, in the background. Memory
+    /// that the program uses meanwhile comes back. A call during an eviction begins a new one.
     pub fn evict(&self) {
         self.0.evict.store(true, Ordering::SeqCst);
         self.look();
     }
 
-    /// Makes every block resident, for a fork: a child has no pager. No block goes until
-    /// [`release`](Self::release) has been called as often.
+    /// Makes every block resident for a fork, since a child has no pager. No block goes until
+    /// [`release`](Self::release) has been called once for each call of this.
     pub fn hold(&self) {
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();
@@ -261,9 +265,9 @@ impl Pager {
         self.look();
     }
 
-    /// From here on the memory of a page is not used for another page while the kernel may still
-    /// read it. `vmsplice` and `MSG_ZEROCOPY` have the kernel read pages later without pinning
-    /// them, so they may be moved out meanwhile.
+    /// From here on the kernel may read pages later than the program's call, without pinning them,
+    /// as for `vmsplice` and `MSG_ZEROCOPY`. The pager may move such pages out meanwhile. So it
+    /// does not use a page's memory for another page while the kernel may read it.
     pub fn lend(&self) {
         self.0.lends.store(true, Ordering::SeqCst);
     }

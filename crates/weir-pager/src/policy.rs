@@ -5,19 +5,19 @@ use std::collections::VecDeque;
 
 /// Number of streams that are tracked at a time.
 const STREAMS: usize = 16;
-/// Greatest distance, in blocks, of two page faults of one stream.
+/// Largest distance, in blocks, of two page faults of one stream.
 const STRIDE_MAX: i64 = 64;
-/// Number of the last page faults that tell whether the program streams, and how many of them must
-/// be in a stream.
+/// Number of the last page faults that decide whether the program streams, and the number of those
+/// that must be in a stream.
 const RECENT: u32 = 16;
 const STREAMING: u32 = 12;
-/// Number of the newest blocks that stay while the program streams: those are in use.
+/// Number of the newest blocks that stay while the program streams, because they are in use.
 const LAG: usize = 4;
-/// While the program streams, one in this many victims is the oldest block, so that unused blocks
-/// do not stay for ever.
+/// While the program streams, one in this many victims is the oldest block. Otherwise unused blocks
+/// would stay for ever.
 const OLDEST_EVERY: u32 = 16;
 
-/// A stream: blocks that fault one after the other at one distance.
+/// A stream: page faults on blocks one after the other, at one distance.
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
     last: i64,
@@ -26,7 +26,7 @@ struct Stream {
     used: u64,
 }
 
-/// Decides only by the order of page faults: no accessed bits are read.
+/// The policy sees only the order of page faults, and no accessed bits.
 ///
 /// A cyclic sweep over more memory than the limit would miss every block under FIFO and LRU. So
 /// while page faults stream, one of the newest blocks goes, and the older ones are hit in the next
@@ -49,7 +49,7 @@ impl Policy {
 
     /// Notes that a block has left its place.
     pub fn went(&mut self, id: u32) {
-        // The newest blocks go most often.
+        // The newest blocks go most often, so search from the end.
         if let Some(at) = self.order.iter().rposition(|&other| other == id) {
             self.order.remove(at);
         }
@@ -60,9 +60,9 @@ impl Policy {
         self.order.len()
     }
 
-    /// Notes a page fault on the block with this number (its address in blocks). `skips` says which
-    /// blocks would not have faulted. Returns the distance to the stream's next page fault, if the
-    /// fault is in a stream.
+    /// Notes a page fault on the block with this number (its address in blocks). `skips` tells
+    /// which blocks would not have faulted. Returns the distance to the stream's next page fault,
+    /// if this one is in a stream.
     pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
         self.faults += 1;
         let follows = |stream: &Stream| {
@@ -91,8 +91,8 @@ impl Policy {
         stride
     }
 
-    /// Begins a stream: the nearest stream without a stride gets one, else the least recently used
-    /// one begins anew.
+    /// Begins a stream. The nearest stream without a stride gets one. If there is none, the least
+    /// recently used stream begins anew.
     fn begin(&mut self, number: i64) {
         let near = |stream: &&mut Stream| {
             let distance = (number - stream.last).abs();
@@ -125,12 +125,12 @@ impl Policy {
         self.order.get(at).copied()
     }
 
-    /// The block that came first of those in place.
+    /// The oldest of the blocks in place.
     pub fn oldest(&self) -> Option<u32> {
         self.order.front().copied()
     }
 
-    /// Notes that a block could not go: it waits for its turn again.
+    /// Notes that a block could not go. It waits for its turn again.
     pub fn spared(&mut self, id: u32) {
         self.went(id);
         self.came(id);

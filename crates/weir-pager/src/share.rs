@@ -8,7 +8,7 @@ use weir_share::{Client, Lease, Options};
 
 /// Number of frames for writes.
 const WRITE_FRAMES: usize = 128;
-/// Number of writes after which the daemon is told: it works while more is copied.
+/// Number of writes after which the daemon is told, so that it works while more pages are copied.
 const SUBMIT_EVERY: usize = 16;
 
 /// A store of blocks that a daemon keeps.
@@ -17,7 +17,7 @@ pub struct ShareStore {
     client: Client,
     ledger: Ledger,
     blocks: usize,
-    /// Frames to write from that are free.
+    /// Free frames, from which pages are written.
     frames: Vec<Lease>,
     /// Frames under way, by the tag of their write.
     writing: Vec<Option<Lease>>,
@@ -94,12 +94,12 @@ impl Store for ShareStore {
     }
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
-        // Completions of writes could be mistaken for those of reads.
+        // Completions of writes could be taken for those of reads. So wait for all writes first.
         while self.client.in_flight() > 0 {
             self.end_write()?;
         }
-        // A frame is free again only once the server has read its return, which comes after the
-        // next request.
+        // A frame is free again once the server has read its return, and the return goes with the
+        // next request. So a read uses half of the frames.
         let window = (self.client.frames() as usize - WRITE_FRAMES) / 2;
         let mut failed = None;
         let (mut asked, mut came) = (0, 0);

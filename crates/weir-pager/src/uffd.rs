@@ -1,4 +1,4 @@
-//! The kernel's userfaultfd, as far as no available crate has it (MOVE, POISON, the events).
+//! The parts of the kernel's userfaultfd that no available crate has: MOVE, POISON, the events.
 //!
 //! Layouts and numbers are from `include/uapi/linux/userfaultfd.h` and `fs.h` (PAGEMAP_SCAN).
 
@@ -40,7 +40,7 @@ pub enum Event {
     Fault(usize),
     /// Memory was moved: old address, new address, bytes.
     Remap(usize, usize, usize),
-    /// The content of `start..end` is about to go.
+    /// The kernel is about to drop the content of `start..end`.
     Remove(usize, usize),
     /// `start..end` is no longer mapped.
     Unmap(usize, usize),
@@ -105,7 +105,7 @@ impl Uffd {
         self.ioctl(UFFDIO_UNREGISTER, &mut [start as u64, (end - start) as u64])
     }
 
-    /// Wakes threads that wait for one of these pages, so that they look again.
+    /// Wakes threads that wait for one of these pages, so that they try their access again.
     pub fn wake(&self, at: usize, bytes: usize) {
         let _ = self.ioctl(UFFDIO_WAKE, &mut [at as u64, bytes as u64]);
     }
@@ -140,7 +140,7 @@ impl Uffd {
         stopped(result, argument[3])
     }
 
-    /// Has whoever touches these pages get SIGBUS.
+    /// Poisons pages: a thread that touches one gets SIGBUS.
     ///
     /// # Errors
     /// Fails with the bytes done, and the reason why it stopped.
@@ -170,7 +170,7 @@ impl Uffd {
                 0x14 => Event::Remap(word(8), word(16), word(24)),
                 0x15 => Event::Remove(word(8), word(16)),
                 0x16 => Event::Unmap(word(8), word(16)),
-                // No other kind of event was asked for.
+                // The pager asks for no other kind of event.
                 _ => continue,
             }));
         }
@@ -184,7 +184,7 @@ impl AsFd for Uffd {
 }
 
 fn stopped(result: Result<(), Errno>, done: u64) -> Result<(), Stopped> {
-    // A negative number of bytes is the error again.
+    // A negative number of bytes repeats the error.
     let done = usize::try_from(done as i64).unwrap_or(0);
     result.map_err(|why| Stopped { done, why })
 }

@@ -33,7 +33,7 @@ pub type Id = u16;
 /// The bits of a ticket that hold the page's index in its request; the other bits hold the request.
 const PAGE_BITS: u32 = 16;
 
-/// Most pages that a read or a write may touch.
+/// Largest number of pages that a read or a write may touch.
 pub const PAGES_MAX: u32 = (1 << PAGE_BITS) - 1;
 
 /// Operations that one [`Requests::write_piece`] issues, at most, besides a run that is done at

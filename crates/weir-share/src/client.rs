@@ -24,7 +24,7 @@ const _: () = assert!(HELLO_BYTES <= WELCOME_BYTES);
 pub struct Options {
     /// Number of frames: the pages that the client can hold at a time.
     pub frames: u32,
-    /// Most requests that can be under way, a power of two.
+    /// Largest number of requests that can be under way, a power of two.
     pub entries: u32,
     /// Time that the client spins for a completion before it sleeps.
     pub spin: Duration,

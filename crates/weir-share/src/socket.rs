@@ -10,7 +10,7 @@ use rustix::net::{
     SendFlags, recv, recvmsg, sendmsg,
 };
 
-/// Most descriptors of a message.
+/// Largest number of descriptors of a message.
 const FDS: usize = 2 + crate::wire::WINDOWS_MAX as usize;
 
 /// Sends one message, with at most as many descriptors as a welcome has.

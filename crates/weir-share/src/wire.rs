@@ -13,13 +13,13 @@ pub const WELCOME_BYTES: usize = 64;
 pub const ENTRY_WORDS: usize = 4;
 /// The frame number in a completion that has no frame.
 pub const NO_FRAME: u32 = u32::MAX;
-/// Most pages that one [`Op::Discard`] may name.
+/// Largest number of pages that one [`Op::Discard`] may name.
 pub const DISCARD_MAX: u32 = 1 << 16;
-/// Most frames of an area: as many as a connection's tokens can name.
+/// Largest number of frames of an area: as many as a connection's tokens can name.
 pub const FRAMES_MAX: u32 = weir_lease::QUOTA_MAX;
-/// Most entries of a ring.
+/// Largest number of entries of a ring.
 pub const ENTRIES_MAX: u32 = 4096;
-/// Most windows of a client; each has a descriptor.
+/// Largest number of windows of a client; each has a descriptor.
 pub const WINDOWS_MAX: u32 = 4;
 
 /// The flag in a [`Hello`] of a client that wants pages in the stores' memory.

@@ -10,7 +10,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use weir_core::file_kind;
 
-/// Most connections that may wait to be accepted.
+/// Largest number of connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
 /// The reason why a server cannot listen on a unix socket.

@@ -30,7 +30,7 @@ pub(crate) enum Place {
     Lost,
 }
 
-/// Most stores that a volume can have: an entry has no room to name more.
+/// Largest number of stores that a volume can have: an entry has no room to name more.
 pub const STORES_MAX: usize = 16;
 const GENERATION_MASK: u32 = (1 << 26) - 1;
 const KIND_FILL: u64 = 1;

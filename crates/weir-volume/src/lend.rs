@@ -22,7 +22,7 @@ use weir_store::{OpenError, OpenErrorKind, Share};
 
 /// The bit of a slot's byte that says: the map no longer names the slot, and its return frees it.
 const UNLINKED: u8 = 1 << 7;
-/// Most borrowers that one slot can have at once.
+/// Largest number of borrowers that one slot can have at once.
 const TIMES_MAX: u8 = UNLINKED - 1;
 
 /// The number of borrowers of each slot of a store, a byte each.
@@ -136,7 +136,7 @@ impl Lender {
         self.out
     }
 
-    /// Most slots that can be lent at a time.
+    /// Largest number of slots that can be lent at a time.
     pub fn most(&self) -> u32 {
         self.most
     }

@@ -15,7 +15,7 @@ use crate::compress::Compression;
 use crate::records::PAGES_MAX;
 use weir_core::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo};
 
-/// Most pages in a pack: a lost slot loses this many pages.
+/// Largest number of pages in a pack: a lost slot loses this many pages.
 pub(crate) const MEMBERS_MAX: usize = 32;
 /// Bytes of the largest compressed page that goes into a pack: two of them fill one.
 pub(crate) const MEMBER_MAX: usize = (PAGE_SIZE - HEAD) / 2 - PLACE;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::{Deal, Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
 
-/// Most pages of one operation.
+/// Largest number of pages of one operation.
 const RUN_PAGES: usize = 256;
 /// Bytes of a long write: 512 KiB.
 const LONG: u64 = 512 << 10;

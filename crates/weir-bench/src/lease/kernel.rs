@@ -32,7 +32,7 @@ const SLOTS: usize = 1 << SHIFT;
 const REFILL: usize = 17;
 /// Number of pages that are put in one go.
 const PUT: usize = 16;
-/// Most nodes that wait for a grace period.
+/// Largest number of nodes that wait for a grace period.
 const RESTING: usize = 64;
 
 const MARKS: usize = 3;

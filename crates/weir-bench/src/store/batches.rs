@@ -20,7 +20,7 @@ use weir_store::{Done, Lane, Progress, Store, StoreUrl};
 
 /// Pages of each thread.
 const PART: u32 = 16_384;
-/// Most pages that a call moves, so that staging memory stays small.
+/// Largest number of pages that a call moves, so that staging memory stays small.
 const CALL_PAGES: u32 = 4096;
 /// Time limit for opening and closing the store.
 const OPENING: Duration = Duration::from_secs(20);

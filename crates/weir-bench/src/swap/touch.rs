@@ -21,7 +21,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 const STRETCH: usize = 16;
 /// Largest number of page faults whose time is taken.
 const FAULTS_MAX: usize = 200_000;
-/// Most children that are tried, if the kernel kills them.
+/// Largest number of children that are tried, if the kernel kills them.
 const TRIES: u32 = 4;
 /// Number of touches whose page was in RAM after which swap counts as empty.
 const VAIN_MAX: u32 = 100_000;

@@ -21,7 +21,7 @@ use weir_volume::Volume;
 /// The keeper's name for the page with the device's number.
 const NUMBER: &str = "ublk";
 
-/// Most queues by default: more would hold memory that a desktop's swap does not need.
+/// Largest number of queues by default: more would hold memory that a desktop's swap does not need.
 const QUEUES_MOST: usize = 4;
 
 /// A device that is not served yet: a new one, or one that a dead daemon left.

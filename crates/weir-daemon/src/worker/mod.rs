@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use weir_volume::Volume;
 use workers::Workers;
 
-/// Most threads that empty chunks: on the GPUs measured two or three fill the bus.
+/// Largest number of threads that empty chunks: on the GPUs measured two or three fill the bus.
 const THREADS_MOST: usize = 4;
 
 /// Number of the volume's lanes that the workers take: one a thread.

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::Thread;
 
-/// Most threads of a pool, which has one bit for each.
+/// Largest number of threads of a pool, which has one bit for each.
 pub const THREADS_MAX: usize = 64;
 
 /// The state that the threads of a connection share.

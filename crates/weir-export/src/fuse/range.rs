@@ -17,7 +17,7 @@ use weir_request::{Id, Op, Request, RequestMemory, Requests, Span, errno};
 
 /// Bytes of the largest read or write.
 pub const IO_MAX: u32 = 1 << 20;
-/// Most pages that a read or write touches.
+/// Largest number of pages that a read or write touches.
 const SPAN_MAX: usize = IO_MAX as usize / PAGE_SIZE + 1;
 
 /// The id of a thread's only request.

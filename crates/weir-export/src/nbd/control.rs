@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log, Throttle};
 
-/// Most connections that negotiate at once.
+/// Largest number of connections that negotiate at once.
 pub const PENDING_MAX: usize = 64;
 /// Longest time that a negotiation may take.
 pub const PATIENCE: Duration = Duration::from_secs(10);

@@ -25,7 +25,7 @@ pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
 const LOANS: usize = 4;
 /// Bytes of a borrowed unit.
 pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
-/// Most requests under way. More would not fit the pages, but writes need none.
+/// Largest number of requests under way. More would not fit the pages, but writes need none.
 pub(super) const ENTRIES: u16 = 256;
 /// The end of an entry's pages.
 const END: u16 = u16::MAX;

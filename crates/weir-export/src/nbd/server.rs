@@ -29,8 +29,8 @@ pub struct Config {
     pub description: String,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// Most connections that are served at once. Each takes a thread, a lane and about 1 MiB of
-    /// locked memory, and they share some more.
+    /// Largest number of connections that are served at once. Each takes a thread, a lane and about
+    /// 1 MiB of locked memory, and they share some more.
     pub connections: usize,
     /// Time that a thread spins for a client's next request before it sleeps; zero: it sleeps at
     /// once.

@@ -21,7 +21,7 @@ pub(super) struct Counters {
 pub struct Stats {
     /// Number of connections being served.
     pub connected: u64,
-    /// Most connections that can be served at once.
+    /// Largest number of connections that can be served at once.
     pub connections_max: u64,
     /// Number of connections that have reached transmission.
     pub connections: u64,

@@ -19,12 +19,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Most bytes that a relay holds of each direction.
+/// Largest number of bytes that a relay holds of each direction.
 const BUFFER_BYTES: usize = 64 << 10;
 /// Time that a client may take for its TLS handshake, and at the end to take the last bytes meant
 /// for it.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Most relays that run at once, each with a thread. More connections are refused.
+/// Largest number of relays that run at once, each with a thread. More connections are refused.
 const RELAYS_MAX: usize = 128;
 
 static RELAYS: AtomicUsize = AtomicUsize::new(0);

@@ -79,7 +79,7 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// Most bytes that must be in the buffer in one piece: a page of payload.
+    /// Largest number of bytes that must be in the buffer in one piece: a page of payload.
     pub const BUFFER_MIN: usize = PAGE_SIZE;
 
     /// Makes a parser for the beginning of a transmission.

@@ -42,7 +42,7 @@ const GREETING: Duration = Duration::from_secs(2);
 /// Pause before the next client is accepted, after one could not be for want of descriptors or
 /// memory.
 const ADMIT_PAUSE: Duration = Duration::from_millis(100);
-/// Most requests of all clients that may wait for slow stores.
+/// Largest number of requests of all clients that may wait for slow stores.
 const REQUESTS: u16 = 256;
 /// Number of rounds over the rings between two looks at the sockets.
 const ROUNDS: u32 = 64;
@@ -63,17 +63,18 @@ pub struct Config {
     /// The path of the unix socket, which only its owner can use (mode 0600). A socket that a dead
     /// server left is replaced.
     pub path: PathBuf,
-    /// Most clients at a time, up to 16384.
+    /// Largest number of clients at a time, up to 16384.
     pub clients: u32,
-    /// Most frames that a client may have, up to 4096: its quota.
+    /// Largest number of frames that a client may have, up to 4096: its quota.
     pub frames: u32,
     /// Number of entries in a client's rings, a power of two.
     pub entries: u32,
     /// Time that the thread spins for the next request before it sleeps.
     pub spin: Duration,
-    /// Most pages of all clients that may be lent in place, in the stores' memory, at a time; 0:
-    /// none. A client that asks for it can read all of the stores' memory. Further pages are copied
-    /// into frames. The lender takes so much of the volume's [slack](weir_volume::Config::slack).
+    /// Largest number of pages of all clients that may be lent in place, in the stores' memory, at
+    /// a time; 0: none. A client that asks for it can read all of the stores' memory. Further pages
+    /// are copied into frames. The lender takes so much of the volume's
+    /// [slack](weir_volume::Config::slack).
     pub in_place: u32,
     /// Whether clients may only read, as when the pages are a kernel's swap.
     pub read_only: bool,

@@ -38,7 +38,7 @@ const LOOK: Duration = Duration::from_millis(2);
 pub struct Config {
     /// Number of hardware queues, each with a thread and a lane of the volume.
     pub queues: u16,
-    /// Most requests that each queue may have in flight.
+    /// Largest number of requests that each queue may have in flight.
     pub depth: u16,
     /// Bytes of the longest request; a power of two. Each queue takes `depth` buffers of this size.
     pub request_bytes: u32,

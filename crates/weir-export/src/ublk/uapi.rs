@@ -14,7 +14,7 @@ pub const SECTOR: u64 = 512;
 /// Number of sectors in a page.
 pub const PAGE_SECTORS: u64 = PAGE_SIZE as u64 / SECTOR;
 
-/// Most requests of a queue that the driver allows.
+/// Largest number of requests of a queue that the driver allows.
 pub const QUEUE_DEPTH_MAX: u16 = 4096;
 
 /// The device number that asks for any free one.
@@ -244,7 +244,7 @@ plain! {
         max_discard_sectors: u32 = 8,
         /// The longest write of zeros, in sectors.
         max_zeroes_sectors: u32 = 12,
-        /// Most ranges of one request.
+        /// Largest number of ranges of one request.
         max_segments: u16 = 16,
         /// Always zero.
         reserved: u16 = 18,

@@ -15,8 +15,8 @@ use {
     core::sync::atomic::{AtomicU32, Ordering, fence},
 };
 
-/// Most references to one page: so far below the counter's end that threads cannot reach it
-/// together.
+/// Largest number of references to one page: so far below the counter's end that threads cannot
+/// reach it together.
 const COUNT_MAX: u32 = u32::MAX / 2;
 
 /// Counts of pages that several tables lend. Give each table a clone. Each reference taken is one

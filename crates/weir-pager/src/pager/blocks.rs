@@ -13,13 +13,13 @@ pub enum State {
     Resident,
     /// The block is in a slot of the staging memory, on its way out.
     Writing(usize),
-    /// The block is in a slot, as far as it was read from the store.
+    /// The block is being read from the store into a slot.
     Filling(usize),
     /// The whole block is in a slot, and in the store too.
     Ready(usize),
-    /// The whole block is in a slot and nowhere else, on its way back into place.
+    /// The whole block is in a slot, on its way back into place. The store does not have it.
     Back(usize),
-    /// The block is in the store, without the pages that are [`there`](Block::there).
+    /// The block is in the store, except for the pages that are [`there`](Block::there).
     Stored,
     /// The block's content is lost.
     Lost,
@@ -36,7 +36,8 @@ pub struct Block {
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: [u64; BLOCK_PAGES / 64],
-    /// The last page that was brought by itself, and the number of such pages before it in a row.
+    /// The last page that was brought as a single page, and the number of such pages in a row
+    /// before it.
     pub run: (usize, u8),
     /// Pages whose content the program has dropped, and whose removal the pager has not seen yet.
     /// Until then the block is not written out, because old content would come back.

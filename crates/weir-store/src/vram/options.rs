@@ -65,8 +65,8 @@ pub struct VramUrl {
     pub blocks: u32,
     /// Whether the processor's window onto the card is used; `false`: as if the card had none.
     pub window: bool,
-    /// Most copies that one call to the copy engine's driver names, in both directions; 1: each
-    /// copy is a call. `None`: the URL does not say, which means
+    /// Largest number of copies that one call to the copy engine's driver names, in both
+    /// directions; 1: each copy is a call. `None`: the URL does not say, which means
     /// [`ENGINE_BATCH`](Self::ENGINE_BATCH) for reads and 1 for writes.
     pub engine_batch: Option<u32>,
 }

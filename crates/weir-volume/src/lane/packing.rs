@@ -37,7 +37,7 @@ pub(super) struct Packing {
 
 /// A lane tells the volume each time that this many pages have left packs.
 const TELL_EVERY: u32 = 128;
-/// Most packs that a lane reads whole at a time.
+/// Largest number of packs that a lane reads whole at a time.
 pub(crate) const OPENED_MAX: usize = 32;
 /// Stands for a page's number when a whole pack is read.
 pub(super) const EVERY_MEMBER: PageNo = PageNo(u32::MAX);

@@ -11,7 +11,7 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Done, Fault, Ticket};
 
-/// Most runs that a lane may have under way; further pages go by single operations.
+/// Largest number of runs that a lane may have under way; further pages go by single operations.
 pub(super) const RUNS: usize = 16;
 /// The longest run: as many pages as [`Run::late`] has bits.
 const RUN_PAGES: usize = u64::BITS as usize;

@@ -6,7 +6,7 @@ use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_log::{BadPage, CheckReport};
 
-/// Most bad pages that are named in lines.
+/// Largest number of bad pages that are named in lines.
 const NAMED_MAX: usize = 20;
 
 /// A check's findings, as `--json` prints them.

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
 
-/// Most scripts in a chain where each one is the interpreter of the one before.
+/// Largest number of scripts in a chain where each one is the interpreter of the one before.
 const SCRIPTS_MAX: usize = 4;
 const SETUID: u32 = 0o4000;
 const SETGID: u32 = 0o2000;

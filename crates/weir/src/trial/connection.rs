@@ -12,8 +12,8 @@ use weir_export::nbd::client::{Client, ClientError, Operation};
 
 /// Requests in flight at most.
 const DEPTH: u64 = 8;
-/// Most pages in flight: well below a socket's buffer, so that neither side waits for the other to
-/// read.
+/// Largest number of pages in flight: well below a socket's buffer, so that neither side waits for
+/// the other to read.
 const PAGES_IN_FLIGHT: u32 = 32;
 /// Number of mismatches that are described; all are counted.
 const DESCRIBED: usize = 4;

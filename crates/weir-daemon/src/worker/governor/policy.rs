@@ -14,7 +14,7 @@ const AHEAD_MOST: u64 = 1 << 30;
 const QUIET: Duration = Duration::from_secs(5);
 /// The quiet time on a card with a display, where memory comes and goes with every window.
 const QUIET_DISPLAY: Duration = Duration::from_secs(30);
-/// Most chunks taken at a time, and the time between two takes.
+/// Largest number of chunks taken at a time, and the time between two takes.
 const TAKE_MOST: u32 = 4;
 const TAKE_EVERY: Duration = Duration::from_millis(250);
 /// Time until the next try when nothing could be given back.

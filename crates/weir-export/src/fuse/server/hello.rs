@@ -14,7 +14,8 @@ use weir_core::PAGE_SIZE;
 const HELLO_WITHIN: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 /// The buffer that the kernel requires before its first request (`FUSE_MIN_READ_BUFFER`), and more.
 const HELLO_BYTES: usize = 64 << 10;
-/// Most requests in flight that no program waits for: all requests of a loop device are such.
+/// Largest number of requests in flight that no program waits for: all requests of a loop device
+/// are such.
 const BACKGROUND_MAX: u16 = 512;
 
 /// The server's wishes, besides those that it always has.

@@ -6,7 +6,7 @@ use super::{Connection, Ending, HEAD_MAX};
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_device::PageLane;
 
-/// Most extents in one block status.
+/// Largest number of extents in one block status.
 const EXTENTS_MAX: usize = 512;
 
 impl<L: PageLane> Connection<'_, L> {

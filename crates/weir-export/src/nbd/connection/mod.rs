@@ -49,7 +49,7 @@ const OWN_PIECE_MAX: u32 = 64 << 10;
 const HEADS_BYTES: usize = 32 << 10;
 /// Bytes of the longest header, with some slack.
 const HEAD_MAX: usize = 64;
-/// Most reads of a batch that wait to be answered together.
+/// Largest number of reads of a batch that wait to be answered together.
 const READS_MAX: usize = 256;
 
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];

@@ -279,7 +279,7 @@ fn view_range<'a>(guard: &'a impl PageGuard, offset: u64, length: u32, slices: &
     Found::Bytes { zeros }
 }
 
-/// Most pages that a range of `length` bytes touches.
+/// Largest number of pages that a range of `length` bytes touches.
 fn span(length: u32) -> usize {
     length as usize / PAGE_SIZE + 2
 }

@@ -24,7 +24,7 @@ pub const OPTION_DATA_MAX: usize = 12 << 10;
 pub const INPUT_MAX: usize = OPTION_BYTES + OPTION_DATA_MAX;
 /// Option data longer than this end the session: no honest client sends them.
 const OPTION_SKIP_MAX: u32 = 1 << 20;
-/// Most options in one session; libnbd and QEMU send about ten.
+/// Largest number of options in one session; libnbd and QEMU send about ten.
 const OPTIONS_MAX: u32 = 256;
 /// Longest export name; it is short enough that no reply exceeds [`OUTPUT_MAX`].
 pub const NAME_MAX: usize = 255;

@@ -3,7 +3,7 @@
 use super::*;
 
 impl<K: Kernel, S: Store> Work<K, S> {
-    /// One step; whether there may be another.
+    /// Does one step of background work. Returns whether there may be another step.
     pub(super) fn background(&mut self) -> bool {
         if self.is_held() {
             return false;
@@ -81,7 +81,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         None
     }
 
-    /// Whether the pages of a block that the program dropped are really gone.
+    /// Whether the kernel has removed all pages of a block that the program dropped.
     pub(super) fn has_ended(&mut self, id: u32) -> bool {
         let at = self.blocks.get(id).at;
         let Some(mut ending) = self.blocks.get_mut(id).ending.take() else { return true };
@@ -124,14 +124,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if next == BLOCK_PAGES && result.is_ok() {
             result = self.store.settle();
             if self.is_broken {
-                // An earlier call got the error and did not know the page.
+                // An earlier call noticed the error, and could not name the page.
                 result = Err(io::ErrorKind::Other.into());
             }
         }
         match result {
             Err(_) => {
                 self.fail();
-                // If the block does not go back now, its next page fault brings it back.
+                // If the block does not go back into place now, its next page fault brings it back.
                 self.writing = None;
                 self.blocks.get_mut(id).state = State::Back(slot);
                 let _ = self.bring(id);

@@ -1,13 +1,13 @@
-//! Eviction: everything that is resident moves out once, because somebody asks for that. With it,
-//! the orders and reports of the pager's link.
+//! Eviction: all resident memory moves out once, when a person or the program asks for it. Also the
+//! orders and reports of the pager's link.
 
 use super::*;
 
-/// Most orders that are heeded between two steps.
+/// Largest number of orders that the pager carries out between two steps.
 const ORDERS: usize = 16;
 
 impl<K: Kernel, S: Store> Work<K, S> {
-    /// Heeds the orders that have come.
+    /// Carries out the orders that have come.
     pub(super) fn attend(&mut self) {
         for _ in 0..ORDERS {
             match self.outside.order() {
@@ -50,7 +50,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// The block to go next. An eviction takes each block once.
+    /// The next block to go. An eviction takes each block once.
     pub(super) fn victim(&mut self) -> Option<u32> {
         match self.eviction {
             Some(_) => self.policy.oldest(),
@@ -65,7 +65,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// One step of an eviction; whether there was one.
+    /// Does one step of an eviction. Returns whether there was one to do.
     pub(super) fn evict(&mut self) -> bool {
         if self.shared.evict.load(Ordering::Relaxed) {
             self.shared.evict.store(false, Ordering::SeqCst);
@@ -87,7 +87,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let before = self.singles_there;
             let has_written = self.write_singles();
             let gone = before.saturating_sub(self.singles_there);
-            // While the address space changes, none can go.
+            // While the address space changes, no page can go.
             let goes_on = has_written || self.kernel.is_changing();
             self.eviction =
                 Some(Eviction { blocks: 0, singles: if goes_on { singles.saturating_sub(gone) } else { 0 } });

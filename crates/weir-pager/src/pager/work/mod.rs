@@ -1,6 +1,6 @@
 //! The work of the pager's thread, in order: page faults, then the kernel's events about the
-//! address space, then writing out and prefetching. The last come in steps short enough for a page
-//! fault to wait for.
+//! address space, then writing out and prefetching. Writing and prefetching go in short steps,
+//! since a page fault waits for the end of a step.
 
 mod background;
 mod eviction;
@@ -28,9 +28,9 @@ use weir_core::{PAGE_SIZE, uniform_value};
 const SLOTS: usize = 16;
 /// Number of pages that are written or read in one step.
 const STEP: usize = 64;
-/// Most blocks that are prefetched and not used yet.
+/// Largest number of prefetched blocks that the program has not used yet.
 const READY_MAX: usize = 2;
-/// Most victims that are tried one after the other.
+/// Largest number of victims that one search tries.
 const TRIES: usize = 16;
 /// Number of zero pages that a page fault outside of any block brings.
 const WINDOW: usize = 16;
@@ -60,8 +60,8 @@ struct Transfer {
     next: usize,
 }
 
-/// The rest of an eviction. Blocks go in the order in which they came, so what comes meanwhile is
-/// behind them, and an eviction ends.
+/// The rest of an eviction. Blocks go in the order in which they came. A block that comes during
+/// the eviction is behind the others, so the eviction ends.
 #[derive(Clone, Copy, Debug)]
 struct Eviction {
     /// Number of blocks to try.
@@ -74,7 +74,7 @@ pub(super) struct Work<K: Kernel, S> {
     kernel: K,
     store: S,
     outside: Tell,
-    /// The store failed: no more blocks are written out.
+    /// Whether the store has failed. Then no more blocks are written out.
     is_broken: bool,
     is_full: bool,
     scope: Scope,
@@ -82,17 +82,18 @@ pub(super) struct Work<K: Kernel, S> {
     mappings: Vec<Mapping>,
     mappings_of_now: Vec<Mapping>,
     looked: Duration,
-    /// The process's address space when it was last looked through.
+    /// The size of the address space at the last search for new memory.
     seen: [u8; 24],
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Memory that was forgotten already, and whose `munmap` is heard later. `mremap` ends with one
-    /// of the old place. By then another thread may have moved memory there.
+    /// Memory that the tables have forgotten although the event of its `munmap` is still to come.
+    /// `mremap` sends such an event for the old place last. By then another thread may have moved
+    /// memory there.
     owed: Vec<(usize, usize)>,
-    /// Memory that was mapped before the pager began: its own memory too, and no byte more. A
-    /// mapping of the program of which a part is left alone is two for the kernel, and `mremap`
-    /// refuses to grow it.
+    /// Memory that was mapped before the pager began, its own memory included, to the exact byte.
+    /// If a part of the program's mapping is left alone, the kernel sees two mappings, and `mremap`
+    /// refuses to grow them.
     excluded: Vec<(usize, usize)>,
     staging: usize,
     nursery: usize,
@@ -101,23 +102,23 @@ pub(super) struct Work<K: Kernel, S> {
     writing: Option<Transfer>,
     filling: Option<Transfer>,
     wanted: VecDeque<usize>,
-    /// Single pages in place, in the order in which they came: block and page. Entries of other
-    /// pages are old.
+    /// Single pages in place as block and page, in the order in which they came. An entry whose
+    /// page is no longer single and in place is old.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
-    /// When no block could make room for single pages.
+    /// The time when no block could make room for single pages.
     stuck: Option<Duration>,
-    /// Memory for a page that comes alone.
+    /// The address of memory for one single page on its way.
     single: usize,
     eviction: Option<Eviction>,
     /// Number of blocks that have room in the store.
     rooms: usize,
     /// Events that were read, and are not handled yet.
     events: VecDeque<Event>,
-    /// An event is being handled. Meanwhile the tables may have blocks whose memory is gone, or
-    /// belongs to another block.
+    /// Whether an event is being handled. Meanwhile a block in the tables may have no memory, or
+    /// that of another block.
     is_heeding: bool,
-    /// Pages that threads wait for, and since when.
+    /// Pages that threads wait for, each with the time of its page fault.
     faults: VecDeque<(usize, Duration)>,
     has_ended_all: bool,
 }
@@ -197,7 +198,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 }
             }
             for _ in 0..self.faults.len() {
-                // Events that were read meanwhile change the addresses of blocks.
+                // Events that were read meanwhile change the addresses of blocks. Handle them
+                // first.
                 if !self.events.is_empty() {
                     break;
                 }
@@ -223,7 +225,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.look_if_changed();
             }
             let is_idle = !self.background() && is_idle;
-            // Events that it has heard would wait with this thread.
+            // The thread must not sleep while an event that it has read waits to be handled.
             if is_idle && self.events.is_empty() {
                 let is_quiet = self.scope == Scope::Adopted && !self.is_above();
                 self.kernel.wait((!is_quiet).then_some(LOOK_EVERY));
@@ -282,8 +284,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Answers a thread that called: looks for new memory, and makes every block resident if that
-    /// is asked for.
+    /// Answers a thread's call: looks for new memory, and makes every block resident if a thread
+    /// holds them.
     fn answer(&mut self, bell: usize) -> Result<(), Changed> {
         let [start, end] = self.shared.adopt.each_ref().map(|bound| bound.load(Ordering::Relaxed));
         if end > start {
@@ -302,7 +304,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         } else {
             self.advise_spans(Advice::LinuxDontFork);
         }
-        // Memory that has moved meanwhile was advised at its old place.
+        // If memory has moved meanwhile, the advice went to its old place.
         if self.has_changed() {
             return Err(Changed);
         }
@@ -311,7 +313,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Whether an event was heard, and not heeded, that is no fault.
+    /// Whether the pager has read an event, other than a page fault, and not handled it.
     fn has_changed(&self) -> bool {
         self.events.iter().any(|event| !matches!(event, Event::Fault(_)))
     }
@@ -320,13 +322,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.shared.holds.load(Ordering::SeqCst) > 0
     }
 
-    /// Has children get what a mapping grew by, also where that is not managed: it is read-only, or
-    /// lies where memory was before the pager began.
+    /// Lets children inherit the part by which a mapping grew. That also holds for unmanaged
+    /// mappings: read-only ones, and those from before the pager.
     fn advise_growth(&mut self) {
         let mut grown_to = 0;
         for mapping in &self.mappings {
             let known = self.spans.range(..mapping.end).next_back().map_or(0, |(_, &end)| end);
-            // Growth may be several mappings by now.
+            // The part that grew may be several mappings by now.
             if known >= mapping.start || grown_to == mapping.start {
                 let bytes = mapping.end - mapping.start;
                 let _ = self.kernel.advise(mapping.start, bytes, Advice::LinuxDoFork);
@@ -354,8 +356,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let slot = match self.blocks.get(id).state {
             State::Resident | State::Lost => return Ok(()),
             State::Writing(slot) => {
-                // Stopping this write loses nothing: the slot holds the whole block. The block's
-                // room in the store is written again before it is read.
+                // Stopping this write loses nothing, because the slot has the whole block. The
+                // block's room in the store is written again before it is read.
                 self.writing = None;
                 count(&self.shared.counters.taken_back, 1);
                 slot
@@ -385,7 +387,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         let block = self.blocks.get_mut(id);
         let (at, was) = (block.at, block.state);
-        // A block that the store also has may be dropped if this must be tried again.
+        // The store has the block too. So it may be dropped if this must be tried again.
         block.state = match was {
             State::Stored | State::Ready(_) => State::Ready(slot),
             _ => State::Back(slot),
@@ -400,7 +402,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Returns a frame, unless the address space has changed meanwhile.
+    /// Returns a frame, or an error if the address space has changed meanwhile.
     fn frame_now(&mut self) -> Result<usize, Changed> {
         let slot = self.frame();
         if self.events.is_empty() {
@@ -410,7 +412,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Err(Changed)
     }
 
-    /// The block's content is lost: a thread that touches it gets SIGBUS.
+    /// Gives up the content of a block that cannot be read. A thread that touches it gets SIGBUS.
     fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> Option<usize>) {
         self.slots[slot] = Slot::Free;
         if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
@@ -426,7 +428,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Poisons a page at its present address. Without that it would read as zeros.
+    /// Poisons a page at its present address. Otherwise the page would read as zeros.
     fn poison(&mut self, address: usize) {
         let page = address / PAGE_SIZE * PAGE_SIZE;
         while let Some(at) = self.now_at(page) {
@@ -446,7 +448,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let next = self.blocks.first_in(at + PAGE_SIZE, end.max(at + PAGE_SIZE));
         let end = next.map_or(end, |id| self.blocks.get(id).at).clamp(at + PAGE_SIZE, at + pages * PAGE_SIZE);
         let zeroed = match self.kernel.zero(at, end - at) {
-            // Not one mapping.
+            // The pages lie in more than one mapping.
             Err(Stopped { why: Errno::NOENT, done: 0 }) => self.kernel.zero(at, PAGE_SIZE),
             zeroed => zeroed,
         };

@@ -1,4 +1,4 @@
-//! Moves pages between their place, a slot and the store, with the frames that they move in.
+//! Moves pages between their place in memory, a slot and the store. Frees frames for them.
 
 use super::*;
 
@@ -7,8 +7,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.staging + slot * BLOCK
     }
 
-    /// Moves as much as lies in one mapping: neighbours that the kernel has not made one are moved
-    /// one after the other.
+    /// Moves pages of one or more mappings. The kernel moves within one mapping only, so neighbours
+    /// are moved one after the other.
     pub(super) fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut some = bytes;
         let mut is_unlocked = false;
@@ -24,7 +24,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     some = bytes;
                 }
                 Ok(()) if some < bytes => return Err(Stopped { why: Errno::INVAL, done: some }),
-                // For any reason: the request before this may have moved more than it said.
+                // For any error: the request before this one may have moved more pages than it
+                // reported.
                 Err(Stopped { why, done: 0 }) => {
                     return Err(Stopped { why, done: self.moved_unsaid(to, from, bytes) });
                 }
@@ -33,17 +34,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Bytes at `from` that have moved though the kernel did not say so. Where Linux 6.18 has
-    /// waited for a page that it was migrating, it moves that page, does not count it, tries it
-    /// again and stops, since nothing is left at `from` and something is at `to`.
+    /// Bytes at `from` that the kernel has moved without reporting them. Linux 6.18 waits for a
+    /// page under migration, moves the page and does not count it. Then it tries the page again and
+    /// stops, since nothing is left at `from`.
     fn moved_unsaid(&mut self, to: usize, from: usize, bytes: usize) -> usize {
         let mut gone = bytes;
         let left = self.kernel.populated(from, from + bytes, |start, _| gone = gone.min(start - from));
         if left.is_err() {
             return 0;
         }
-        // A slot has all its pages before it moves. In place, pages may have been missing from the
-        // beginning.
+        // A slot has all its pages before it moves. A block in place may lack pages.
         if !(self.staging..self.staging + SLOTS * BLOCK).contains(&from) {
             let mut came = 0;
             let _ = self.kernel.populated(to, to + gone, |start, end| {
@@ -56,10 +56,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
         gone
     }
 
-    /// Moves a slot's pages into their place. Pages that are there already stay.
+    /// Moves a slot's pages into their place. A page that is in place already stays.
     pub(super) fn move_in(&mut self, at: usize, slot: usize) -> Result<(), Changed> {
         let from = self.slot(slot);
-        // The kernel refuses only until the events are read, not until they are heeded.
+        // The kernel refuses moves until this thread has read the events. The tables are right only
+        // once it has handled them too.
         if self.is_heeding || self.has_changed() {
             return Err(Changed);
         }
@@ -76,8 +77,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) if done == 0 => return Err(Changed),
                 Err(_) => {
-                    // Some pages are there already, are write-protected, or lie in several
-                    // mappings. Go page by page, by move or by copy.
+                    // Some pages are in place already, are write-protected, or lie in several
+                    // mappings. So move or copy page by page.
                     is_whole = false;
                     self.copy_in(at + done, from + done);
                     done += PAGE_SIZE;
@@ -93,8 +94,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Copies a page to where `to` is by now. One that is there already stays; one that is mapped
-    /// no more, or that the program has given up, is not needed.
+    /// Copies a page to the present place of `to`. A page that is in place already stays. A page
+    /// that is no longer mapped, or that the program has dropped, is not needed.
     pub(super) fn copy_in(&mut self, to: usize, from: usize) {
         while let Some(at) = self.now_at(to) {
             match self.kernel.copy(at, from, PAGE_SIZE) {
@@ -108,7 +109,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// The present place of an address of the tables, after all events that were read and not yet
-    /// handled. `None` when its content was given up.
+    /// handled. `None`: the program has dropped the content.
     pub(super) fn now_at(&self, address: usize) -> Option<usize> {
         if !self.has_changed() {
             return Some(address);
@@ -123,7 +124,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                         owed.push((at, at + 1));
                     }
                 }
-                // The block was unmapped. That event comes later.
+                // The block was unmapped, and the event of that comes later.
                 Event::Remap(_, to, bytes) if (to..to + bytes).contains(&at) => return None,
                 Event::Remap(from, _, bytes) => owed.push((from, from + bytes)),
                 Event::Remove(start, end) if (start..end).contains(&at) => return None,
@@ -161,7 +162,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.slots[slot] = Slot::Busy;
             return true;
         }
-        // A page is in use by a device, locked, or shared with a child: the whole block stays.
+        // A page is in use by a device, locked, or shared with a child. So the whole block stays.
         let mut back = 0;
         while back < done {
             if !self.has_changed() {
@@ -221,7 +222,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.shared.limit.load(Ordering::Relaxed)
     }
 
-    /// Number of huge pages in place and in slots.
+    /// Number of frames of huge pages, in place and in slots.
     pub(super) fn frames(&self) -> usize {
         let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
         self.policy.len() + slots + self.singles_there.div_ceil(BLOCK_PAGES)
@@ -235,7 +236,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.slots.iter().position(|slot| *slot == what)
     }
 
-    /// Returns a slot with all its pages, with any content.
+    /// Returns a slot with all its pages. Their content is arbitrary.
     pub(super) fn frame(&mut self) -> usize {
         if self.find(Slot::Free).is_none()
             && (self.frames() >= self.limit() || self.find(Slot::Vacant).is_none())
@@ -250,7 +251,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             count(&self.shared.counters.beyond_limit, 1);
         }
         let slot = self.find(Slot::Vacant).expect("of slots at most a few are in use");
-        // A write each brings all of them.
+        // One write to each page makes the kernel provide all of them.
         for page in self.kernel.pages_mut(self.nursery, BLOCK_PAGES) {
             page[0] = 0;
         }
@@ -260,7 +261,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
-                // A page that is being split or migrated, for instance. Any other page will do.
+                // The kernel is splitting or migrating the page, for instance. Any other page will
+                // do.
                 Err(_) => match self.kernel.zero(to + done, PAGE_SIZE) {
                     Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
                     Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
@@ -272,7 +274,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         slot
     }
 
-    /// Frees a frame at once.
+    /// Frees a frame at once, for a page fault that waits.
     pub(super) fn make_room(&mut self) {
         // A streaming program needs frames for blocks. It no longer uses the single pages of its
         // earlier jumps, so they go first.
@@ -284,7 +286,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return;
         }
         if self.writing.is_none() && self.begin_write().is_none() {
-            // Only a prefetched block can go.
+            // Only a prefetched block can go at once.
             if let Some(id) = self.unused() {
                 self.drop_copy(id);
             }
@@ -309,7 +311,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 }
 
-/// Whether nothing known is left at `at` after the event.
+/// Whether an event means that the memory at `at` has moved or gone.
 fn takes(event: &Event, at: usize) -> bool {
     match *event {
         Event::Unmap(start, end) => (start..end).contains(&at),

@@ -1,28 +1,28 @@
 //! Single pages of blocks that are in the store, for programs that jump through memory.
 //!
-//! Single pages are brought by copy. They go by reference, many at a time: the pages that came
-//! first move to a slot, are written, and are freed with it. A block has single pages only while
+//! Single pages are brought by copy, and go by reference, many at a time. The oldest ones move to a
+//! slot, are written from there, and are freed with the slot. A block has single pages only while
 //! its state is `Stored`, or while the whole block is being brought.
 
 use super::*;
 
 /// Number of pages that go at a time.
 const BATCH: usize = 64;
-/// Most pages that are tried in vain for one batch.
+/// Largest number of pages that the pager fails to move for one batch.
 const REFUSED_MAX: usize = 3 * BATCH;
 /// After this many page faults in a row, the rest of the block is brought too.
 const RUN: u8 = 3;
-/// Number of single pages of one block from which on the whole block may be worth bringing; and how
-/// many times the average of all blocks that must be.
+/// The whole block is worth bringing if it has at least this many single pages, and more than
+/// `TIMES_AVERAGE` times the average of all blocks.
 const MANY: usize = 64;
 const TIMES_AVERAGE: usize = 4;
-/// Pause after a look in which no block could be moved out.
+/// Pause after an attempt in which no block could be moved out.
 const STUCK: Duration = Duration::from_millis(20);
-/// While a program jumps, one in this many blocks of the limit may be whole.
+/// While a program jumps, whole blocks may take this part of the limit: one in so many.
 const WHOLE_SHARE: usize = 8;
 
 impl<K: Kernel, S: Store> Work<K, S> {
-    /// Whether a fault on a block in the store is for one page of it, not for all.
+    /// Whether a page fault on a block in the store brings one page, and not the whole block.
     pub(super) fn is_single(&mut self, id: u32, page: usize, stride: Option<i64>) -> bool {
         let blocks = self.blocks.len();
         let block = self.blocks.get_mut(id);
@@ -36,7 +36,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         !(self.policy.is_streaming() || enters || is_dense || run >= RUN)
     }
 
-    /// Whether the page before this one was the last that was brought alone.
+    /// Whether the last single page that was brought is the page before this one.
     pub(super) fn is_next_single(&self, id: u32, page: usize) -> bool {
         let block = self.blocks.get(id);
         block.state == State::Stored && page == block.run.0 + 1
@@ -60,7 +60,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 count(&shared.counters.singles, 1);
                 kernel.copy(at, *single, PAGE_SIZE).map_err(|stopped| stopped.why)
             }
-            // The block knows which of its pages are lost.
+            // The page cannot be read. The caller brings the whole block, and finds all lost pages
+            // so.
             _ => return Ok(false),
         };
         match brought {
@@ -79,7 +80,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Ok(true)
             }
             Err(Errno::AGAIN) => Err(Changed),
-            // The page is there already, or is no longer mapped.
+            // The page is in place already, or is no longer mapped.
             Err(_) => {
                 kernel.wake(at, PAGE_SIZE);
                 Ok(true)
@@ -99,7 +100,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.scrub_free();
                 continue;
             }
-            // Blocks that a child shares or a device uses are not tried again for each page.
+            // Not all blocks can go: a child shares some, and devices use some. The pager does not
+            // try them again for each page.
             let is_whole = self.policy.len() > self.limit() / WHOLE_SHARE
                 && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
             if self.writing.is_some() || is_whole && self.begin_write().is_some() {
@@ -126,7 +128,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         (self.limit().saturating_sub(whole) * BLOCK_PAGES).saturating_sub(self.singles_there)
     }
 
-    /// Whether pages should go now, so that the next page fault need not wait for that.
+    /// Whether single pages should go now, so that the next page fault need not wait for room.
     pub(super) fn is_short_of_singles(&self) -> bool {
         self.singles_there >= BATCH && self.room_for_singles() < BATCH
     }
@@ -153,21 +155,21 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let Some(slot) = self.find(Slot::Vacant) else { return false };
         let mut gone = Vec::with_capacity(BATCH);
         let mut refused = 0;
-        // Old entries cost little, and there may be many of them.
+        // An old entry costs little, and there may be many of them.
         for _ in 0..self.singles.len() {
             if gone.len() == BATCH || refused == REFUSED_MAX {
                 break;
             }
             let Some((id, page)) = self.singles.pop_front() else { break };
             let page = page as usize;
-            // The entry is old: its block has gone, or the whole block was brought.
+            // The entry is old: the block has gone, or the whole block was brought.
             if !self.is_singly_there(id, page) {
                 continue;
             }
             let to = self.slot(slot) + gone.len() * PAGE_SIZE;
             match self.move_pages(to, self.blocks.get(id).at + page * PAGE_SIZE, PAGE_SIZE) {
                 Ok(()) => gone.push((id, page)),
-                // The page has moved, although the kernel did not count it.
+                // The kernel has moved the page without counting it.
                 Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
                 // The page is in use by a device, locked, shared with a child, or gone.
                 Err(_) => {
@@ -214,7 +216,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         result.is_ok()
     }
 
-    /// Drops the entries of a block's single pages: they are part of the whole block, or gone.
+    /// Drops the entries of a block's single pages, which are part of the whole block by now, or
+    /// gone.
     pub(super) fn forget_singles(&mut self, id: u32, pages: std::ops::Range<usize>) {
         let block = self.blocks.get_mut(id);
         for page in pages {

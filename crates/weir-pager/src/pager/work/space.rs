@@ -19,7 +19,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Forgets `start..end`, but for the parts that were forgotten by an earlier event.
+    /// Forgets `start..end`, except for the parts that an earlier event made the pager forget.
     fn unmapped(&mut self, start: usize, end: usize) {
         let mut parts = vec![(start, end)];
         for (first, last) in std::mem::take(&mut self.owed) {
@@ -48,9 +48,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.forget_span(start, end);
     }
 
-    /// The program moves memory to `start..end`. What the pager still knows there was unmapped
-    /// before, and that event comes later. Forget it now, so that the late event does not remove
-    /// the new memory.
+    /// The program moves memory to `start..end`. If the tables still have memory there, it was
+    /// unmapped before, and the event of that comes later. Forget it now, so that the late event
+    /// does not remove the new memory.
     fn overtook(&mut self, start: usize, end: usize) {
         let mut from = start;
         while from < end {
@@ -65,15 +65,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Once nothing changes, each event has been heard.
+    /// Forgets the owed `munmap` events once nothing changes: by then the pager has read every
+    /// event.
     pub(super) fn is_settled(&mut self) {
         if !self.owed.is_empty() && self.events.is_empty() && !self.kernel.is_changing() {
             self.owed.clear();
         }
     }
 
-    /// Blocks that lie in `start..end` in part only are blocks no longer: their pages go where they
-    /// are looked for. Those in `start..end` have moved, or are gone.
+    /// Ends blocks that `start..end` cuts in two. Each of their pages goes where an access looks
+    /// for it. The pages in `start..end` have moved, or are gone.
     pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
@@ -139,7 +140,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.blocks.remove(id);
     }
 
-    /// Handles content that the program drops: it reads as zeros from now on.
+    /// Handles the program's drop of content, which reads as zeros from now on.
     pub(super) fn removed(&mut self, start: usize, end: usize) {
         let mut from = start;
         while let Some(id) = self.blocks.first_in(from, end) {
@@ -175,7 +176,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 let at = self.slot(slot) + pages.start * PAGE_SIZE;
                 self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
                 if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
-                    // The part that was written holds older content, so begin again.
+                    // The part of the block that was written has older content now. So write the
+                    // block from the beginning.
                     writing.next = 0;
                     if self.store.settle().is_err() {
                         self.fail();
@@ -251,8 +253,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 let known = self.known(from, end);
                 let to = known.map_or(end, |(start, _)| start.max(from));
                 let is_next = self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
-                // A mapping that grew is registered as a whole. No child gets any of it until a
-                // fork asks for that. So the new part is managed, however small it is.
+                // A mapping that grew is registered as a whole. The kernel gives no child the new
+                // part until a fork asks for that. So the pager manages the new part, however small
+                // it is.
                 let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
                 let least = if is_next { BLOCK } else { SPAN_MIN };
                 if to > from && (is_same || to - from >= least) {
@@ -278,9 +281,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.kernel.register(start, end).is_err() {
             return Ok(());
         }
-        // The mappings may have been read before a change, or after one whose event was not read
-        // yet. Blocks made here would overlap blocks that the event brings, or a hole that is
-        // mapped again and not registered. From here on each change has its event.
+        // The mappings may have been read before a change, or after one whose event is not read
+        // yet. Then new blocks could overlap blocks that the event brings, or a hole that is mapped
+        // again. From here on each change has its event.
         if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
             return Err(Changed);
         }
@@ -291,8 +294,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = self.kernel.advise(start, end - start, advice);
         self.add_span(start, end);
-        // Count the pages that are there already: those of the block that the new range shares with
-        // the span before it, and those that were touched before the registration.
+        // Count the pages that are in place already: pages of a block that the new range shares
+        // with the span before it, and pages that were touched before the registration.
         let mut from = start / BLOCK * BLOCK;
         let Work { kernel, blocks, policy, spans, .. } = self;
         let (&first, &last) = spans.range(..=start).next_back().expect("just added");
@@ -338,7 +341,7 @@ mod tests {
         work.singles_there = 2;
         work.kernel.world.come(first + 5, 7);
         work.kernel.world.come(first + 6, 8);
-        // The kernel says that a page is about to go, and takes it only then.
+        // The kernel announces that a page is about to go, and takes the page only then.
         work.removed_in(id, 5..6);
         assert!(!work.has_ended(id), "old content would go to the store, and come back");
         work.kernel.world.go(first + 5);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, compiler_fence};
 use weir_core::{PAGE_SIZE, Slot};
 
-/// Most lanes that a store can have open at once.
+/// Largest number of lanes that a store can have open at once.
 pub const LANES_MAX: usize = 256;
 
 /// Everything that operations read, in one piece of memory. After a pause, each memory page that is

@@ -17,7 +17,8 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// Most batches under way at once. Two would keep the engine busy; more let small ones overlap.
+/// Largest number of batches under way at once. Two would keep the engine busy; more let small ones
+/// overlap.
 const BATCHES: usize = 8;
 /// Distance, in pages, at which the next pages to hand over are prefetched.
 const AHEAD: usize = 2;
@@ -126,7 +127,7 @@ impl BatchLane {
         self.in_flight() < self.operations.len()
     }
 
-    /// Most pages of the next operation: its staging pages must lie side by side.
+    /// Largest number of pages of the next operation: its staging pages must lie side by side.
     pub fn run_room(&self) -> usize {
         let depth = self.operations.len();
         (depth - self.in_flight()).min(depth - (self.queued % depth as u64) as usize)

@@ -38,7 +38,8 @@ const HANDLE_POSIX_FD: c_int = 1;
 /// granularity.
 const ALIGNMENT: usize = 2 << 20;
 
-/// Most copies that one call to the driver names, for each direction; 1: each copy is a call.
+/// Largest number of copies that one call to the driver names, for each direction; 1: each copy is
+/// a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchCopies {
     /// For copies from the card.
@@ -183,7 +184,8 @@ impl Context {
         }
     }
 
-    /// Most copies to the card (`write`) or from it that one call names; 1: each copy is a call.
+    /// Largest number of copies to the card (`write`) or from it that one call names; 1: each copy
+    /// is a call.
     pub fn batch_copies(&self, write: bool) -> usize {
         (if write { self.batch_copies.writes } else { self.batch_copies.reads }) as usize
     }

@@ -14,7 +14,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// Most batches under way at once.
+/// Largest number of batches under way at once.
 const BATCHES: usize = 4;
 
 /// The place of a page: an allocation's buffer, as a number, and the offset in it.

@@ -45,7 +45,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// Most slots of a ring; a lane may have fewer.
+/// Largest number of slots of a ring; a lane may have fewer.
 pub const DEPTH_MAX: usize = 256;
 /// Bytes of device memory for all rings and the control block.
 pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
@@ -73,7 +73,7 @@ static PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel
 pub struct Tuning {
     /// Blocks of the kernel in total, divided among the lanes in powers of two.
     pub blocks: u32,
-    /// Most blocks of one lane.
+    /// Largest number of blocks of one lane.
     pub lane_blocks: u32,
 }
 

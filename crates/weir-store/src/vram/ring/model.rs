@@ -15,7 +15,7 @@ use std::collections::{HashSet, VecDeque};
 
 const DEPTH: u8 = 2;
 const OPERATIONS: u8 = 5;
-/// Most stores that wait for memory: two operations' worth.
+/// Largest number of stores that wait for memory: two operations' worth.
 const BUFFER: usize = 5;
 
 #[derive(Clone, Copy)]

@@ -5,7 +5,7 @@
 //! differ by at least the depth, so a slot that still shows the previous number is never mistaken
 //! for the next.
 
-/// Most lanes that a kernel can serve; the kernel's array has as many.
+/// Largest number of lanes that a kernel can serve; the kernel's array has as many.
 pub const LANES: usize = 32;
 /// Number of threads in a block: each moves 16 bytes of a page.
 pub const THREADS: u32 = 256;

@@ -23,7 +23,7 @@ const EXCHANGE: u32 = 2;
 const NAME_MAX: usize = super::super::wire::NAME_MAX as usize;
 /// Bytes of the largest file. With this limit no sum of an offset and a length overflows.
 pub(super) const SIZE_MAX: u64 = 1 << 44;
-/// Most nodes beyond one for each page: empty files take the server's memory too.
+/// Largest number of nodes beyond one for each page: empty files take the server's memory too.
 const NODES_SPARE: usize = 4096;
 
 /// Pages in a leaf of a file's page table.
