@@ -1,7 +1,7 @@
 //! `--backing`: room on a disk below the other stores, for pages that leave them.
 //!
-//! The backing makes sure that every page has room when the faster stores give all their memory
-//! back. So it is as large as the device unless its URL says otherwise.
+//! With a backing, every page has room when the faster stores give all their memory back. So the
+//! backing is as large as the device, unless its URL gives another size.
 
 use std::fmt;
 use std::io;
@@ -37,8 +37,8 @@ impl Backing {
         self.0.absolute().map(Backing)
     }
 
-    /// Whether the backing's size follows from the device's size: so for a file whose URL has no
-    /// size. A block device has a size of its own.
+    /// Whether the backing's size follows from the device's size. It does for a file whose URL has
+    /// no size. A block device has a size of its own.
     pub fn follows(&self) -> bool {
         use std::os::unix::fs::FileTypeExt as _;
         match &self.0 {

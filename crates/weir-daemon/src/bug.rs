@@ -1,4 +1,4 @@
-//! A bug that was found ends the process, so that no live process is left that does not serve.
+//! Ends the process when a bug is found, so that no process lives on without serving.
 //!
 //! If only the panicking thread ended, its requests would stay unanswered. Their clients would wait
 //! for ever; for swap, that is every program. The keeper would see a living process, and the kernel
@@ -10,11 +10,11 @@ use std::thread;
 use std::time::Duration;
 use weir_core::log::{Level, Log};
 
-/// Time that this process's own log relay has for the last line.
+/// Time that this process's log relay gets for the last line.
 const LAST_LINE: Duration = Duration::from_millis(200);
 
-/// From here on a panic of any thread writes one line of the log and ends the process. `relayed`: a
-/// thread of this process carries the log's lines on.
+/// From here on a panic of any thread writes one line to the log and ends the process. `relayed`: a
+/// thread of this process relays the log's lines.
 pub fn end_process(log: &Log, relayed: bool) {
     let log = log.clone();
     std::panic::set_hook(Box::new(move |bug| {

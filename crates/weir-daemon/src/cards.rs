@@ -1,5 +1,5 @@
-//! Asks the cards' drivers in a process of its own: a driver that crashes or never answers costs
-//! only that process.
+//! Asks the cards' drivers in a separate process. A driver that crashes or never answers harms only
+//! that process.
 
 use serde::{Deserialize, Serialize};
 use std::io::{Read as _, Write as _};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use weir_store::StoreUrl;
 use weir_store::vram::{self, Target, VramUrl};
 
-/// Time that the drivers may take. Opening one card takes half a second to a second.
+/// Time limit for the drivers. To open one card takes half a second to a second.
 const LIMIT: Duration = Duration::from_secs(8);
 /// Directories in which the loader looks for drivers.
 pub const DRIVER_FILES: [&str; 2] = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
@@ -43,7 +43,7 @@ pub struct Card {
     pub name: String,
     /// The paths to the card's memory that work.
     pub ways: Vec<String>,
-    /// Each path that does not work, and why not.
+    /// Each path that does not work, with the reason.
     pub missing: Vec<(String, String)>,
 }
 
@@ -57,7 +57,7 @@ pub struct Broken {
 }
 
 impl Card {
-    /// Whether this is a way to its memory.
+    /// Whether this path to the card's memory works.
     pub fn has(&self, way: &str) -> bool {
         self.ways.iter().any(|it| it == way)
     }
@@ -84,8 +84,8 @@ fn ask(mut command: Command, limit: Duration) -> Looked {
             Ok(Some(status)) => break status,
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
             Ok(None) => {
-                // A process that waits in the kernel for its card ends only when that wait does. Do
-                // not wait for it.
+                // The process may hang in the kernel, waiting for its card. So do not wait for its
+                // end.
                 let _ = child.kill();
                 return Looked::NoAnswer(limit.as_secs());
             }
@@ -100,7 +100,7 @@ fn ask(mut command: Command, limit: Duration) -> Looked {
     }
 }
 
-/// The inner process's work: prints a [`Seen`].
+/// Does the work of the separate process: prints a [`Seen`].
 pub fn run(store: &StoreUrl) {
     let StoreUrl::Vram(url) = store else { return };
     let mut seen = Seen { broken: broken(), ..Seen::default() };
@@ -118,7 +118,7 @@ pub fn run(store: &StoreUrl) {
         Err(why) => seen.refused = Some(why),
     }
     let said = serde_json::to_string(&seen).expect("strings always serialise");
-    // The process that asks may have given up.
+    // The process that reads the answer may have given up.
     let _ = writeln!(std::io::stdout(), "{said}");
 }
 
@@ -146,7 +146,7 @@ fn why_broken(file: &Path) -> Option<String> {
     };
     let json: serde_json::Value = serde_json::from_str(&text).ok()?;
     let library = Path::new(json.get("ICD")?.get("library_path")?.as_str()?);
-    // A path is relative to the file's directory; a bare name is searched for by the loader.
+    // A path is relative to the file's directory. The loader searches for a bare name.
     let library = match library.components().count() {
         1 => library.to_owned(),
         _ => file.parent().unwrap_or(Path::new("/")).join(library),

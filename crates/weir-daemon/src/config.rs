@@ -15,7 +15,8 @@ use weir_volume::Compression;
 pub struct Config {
     /// The stores of its pages, the fastest first.
     pub stores: Vec<StoreUrl>,
-    /// The stores below: pages go there when those are full, or give their memory back.
+    /// The stores below the others. Pages go there when the others are full, or give their memory
+    /// back.
     pub backing: Vec<Backing>,
     /// The device's size; `None`: as much as the stores hold.
     pub size: Option<ByteSize>,
@@ -23,31 +24,31 @@ pub struct Config {
     pub compress: Option<Compression>,
     /// The export's name for NBD clients, and the file's in a FUSE directory.
     pub name: String,
-    /// The volume is served by NBD.
+    /// The NBD server over the volume, if there is one.
     pub nbd: Option<Nbd>,
-    /// As a file, by FUSE.
+    /// The file over the volume, by FUSE, if there is one.
     pub fuse: Option<Fuse>,
-    /// The volume is served to local programs, by shared memory.
+    /// The share transport over the volume, for local programs, if there is one.
     pub share: Option<Share>,
-    /// The volume is served as a block device of the ublk driver.
+    /// The block device over the volume, of the ublk driver, if there is one.
     pub ublk: Option<Ublk>,
-    /// Time that a thread looks for the next request before it sleeps.
+    /// Time for which a thread polls for the next request before it sleeps.
     pub spin: Duration,
-    /// Keep processors out of deep sleep while requests come in bursts.
+    /// Whether processors are kept out of deep sleep while requests come in bursts.
     pub cpu_latency: bool,
-    /// The device is to carry swap.
+    /// Whether the device is to carry swap.
     pub swap: bool,
-    /// Start although the system denies the flusher flag.
+    /// Whether to start although the system denies the flusher flag.
     pub unsafe_no_flusher: bool,
-    /// Survive a crash, by a keeper.
+    /// Whether a keeper makes the pages outlive a crash of the daemon.
     pub keeper: bool,
     /// The file for the [`StartReport`](crate::StartReport), if the start fails.
     pub start_report: Option<PathBuf>,
     /// The control socket; `None`: [`default_path`](crate::control::default_path).
     pub control: Option<PathBuf>,
-    /// The address at which Prometheus asks, if any.
+    /// The address of the metrics' endpoint, if there is one.
     pub metrics: Option<Address>,
-    /// The socket of the pagers of bounded programs, if any.
+    /// The socket for the pagers of bounded programs, if there is one.
     pub programs: Option<PathBuf>,
 }
 
@@ -56,11 +57,11 @@ pub struct Config {
 pub struct Nbd {
     /// The addresses at which it listens.
     pub addresses: Vec<Address>,
-    /// Connections at a time, each with a thread and its memory from the start.
+    /// Number of connections at a time. Each has a thread, and takes memory from the start.
     pub connections: u16,
     /// The directory with the certificates for TCP under TLS.
     pub tls: Option<PathBuf>,
-    /// TCP without TLS, on the loopback interface.
+    /// Whether TCP without TLS is allowed, on the loopback interface.
     pub insecure: bool,
 }
 
@@ -69,7 +70,7 @@ pub struct Nbd {
 pub struct Fuse {
     /// The file that is mounted over, or the directory.
     pub file: PathBuf,
-    /// Threads that serve.
+    /// Number of threads that serve the file.
     pub threads: u16,
 }
 
@@ -78,16 +79,16 @@ pub struct Fuse {
 pub struct Share {
     /// The socket.
     pub path: PathBuf,
-    /// Clients may read pages where host stores keep them.
+    /// Whether clients may read pages in the memory of the host stores.
     pub in_place: bool,
 }
 
 /// A ublk device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Ublk {
-    /// Queues, each with a thread; `None`: by the number of processors.
+    /// Number of queues, each with a thread; `None`: by the number of processors.
     pub queues: Option<u16>,
-    /// Requests that each may have in flight.
+    /// Number of requests that each queue may have in flight.
     pub depth: u16,
 }
 
@@ -196,8 +197,8 @@ impl Config {
         sockets.chain(fuse).chain(self.share.iter().map(|share| share.path.as_path()))
     }
 
-    /// Whether the memory of store `at` is somebody else's when they need it. Room on a disk is
-    /// not, nor is the last of several stores, to which the others' pages go.
+    /// Whether store `at` must give its memory back on request. Disks have no other owner who needs
+    /// the room. The last of several stores takes the pages of the others.
     pub(crate) fn lends(&self, at: usize) -> bool {
         let is_last = at + 1 == self.stores.len() && self.backing.is_empty();
         match self.stores.get(at) {
@@ -206,7 +207,8 @@ impl Config {
         }
     }
 
-    /// A store of GPU memory that may lose its pages in a sleep, and that gives no memory back.
+    /// The name of a store of GPU memory that may lose its pages in a sleep, and that gives no
+    /// memory back.
     pub(crate) fn stays(&self) -> Option<String> {
         let stays = |&at: &usize| matches!(self.stores[at], StoreUrl::Vram(_)) && !self.lends(at);
         (0..self.stores.len()).find(stays).map(|at| self.stores[at].to_string())

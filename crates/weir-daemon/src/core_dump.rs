@@ -3,9 +3,9 @@
 use crate::error::{Error, ErrorKind};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
 
-/// Keeps the kernel from writing this process's memory to a core file or to a handler's pipe when
-/// it dies. fs/coredump.c checks this before `core_pattern`. So a death takes no extra time either.
-/// A new program starts without it: call this in each process.
+/// Keeps the kernel from writing this process's memory to a core file, or to a handler's pipe, when
+/// the process dies. fs/coredump.c checks the setting before `core_pattern`, so a death takes no
+/// extra time. An exec clears the setting, so each program must call this.
 ///
 /// # Errors
 /// Fails with one line if the system refuses.
@@ -17,6 +17,6 @@ pub fn forbid() -> Result<(), Error> {
         )
     };
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(refused)?;
-    // The limit covers child processes, and a process that is made dumpable again.
+    // The limit also covers child processes, and this process if it becomes dumpable again.
     setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) }).map_err(refused)
 }

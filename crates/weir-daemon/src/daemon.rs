@@ -1,5 +1,5 @@
-//! The daemon: stores, the volume over them, and the front ends. `weir serve` runs it in the
-//! foreground, `weir try` drives one in its own process.
+//! The daemon: stores, the volume over them, and the front ends. `weir serve` runs one in the
+//! foreground, and `weir try` runs one in its own process.
 
 use crate::attach::{Attachment, Attachments, NOTE};
 use crate::config::Config;
@@ -29,13 +29,13 @@ use weir_volume::Volume;
 /// Time that requests under way may take when the daemon stops.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Longest wait for a program that has the device open: udev looks at a written device for a second
-/// or so.
+/// Longest wait for a program that has the device open. udev looks at a written device for about a
+/// second.
 const LET_GO: Duration = Duration::from_secs(10);
 /// Pause between two tries to remove the device.
 const TRY: Duration = Duration::from_millis(250);
 
-/// Pages that one connection moves at a time at slow stores: a request of 1 MiB.
+/// Number of pages that one connection moves at a time at slow stores: a request of 1 MiB.
 const DEPTH: usize = 256;
 
 /// A running daemon.
@@ -59,27 +59,27 @@ struct Shared {
     environment: Environment,
     looks: Looks,
     programs: Option<Programs>,
-    /// A store that may lose its pages in a sleep, and that cannot be emptied before.
+    /// The name of a store that may lose its pages in a sleep, and that cannot be emptied before.
     stays: Option<String>,
 }
 
 impl Daemon {
-    /// Opens the stores, makes the volume, listens, and seals the allocator. It ends with this
-    /// process, and takes no protection for swap.
+    /// Opens the stores, makes the volume, listens, and seals the allocator. The daemon ends with
+    /// this process, and has no protection for swap.
     ///
     /// # Errors
-    /// Fails when a store or a socket cannot be had, or the stores are too small for the size asked
-    /// for.
+    /// Fails when a store cannot be opened, a socket cannot be made, or the stores are too small
+    /// for the requested size.
     pub fn start(options: &Config, start: &mut Start<'_>, environment: &Environment) -> Result<Self, Error> {
         Self::start_kept(options, Protections::default(), None, start, environment)
     }
 
-    /// Opens the stores and makes the volume, or takes over the one that the keeper holds. Then
+    /// Opens the stores and makes the volume, or takes over the volume that the keeper holds. Then
     /// listens, and seals the allocator: from here on the I/O path allocates nothing.
     ///
     /// # Errors
-    /// Fails when a store or a socket cannot be had, or the stores are too small for the size asked
-    /// for.
+    /// Fails when a store cannot be opened, a socket cannot be made, or the stores are too small
+    /// for the requested size.
     pub(crate) fn start_kept(
         options: &Config,
         protections: Protections,
@@ -170,8 +170,8 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared) })
     }
 
-    /// Logs how opening of the stores' later parts ended, once their first operations are served,
-    /// and then calls `then`.
+    /// Logs the outcome once the stores' later parts have been opened, and then calls `then`. Returns
+    /// at once.
     pub fn when_joined(&self, then: impl Fn() + Send + Sync + 'static) {
         let log = Arc::clone(&self.shared.environment.log);
         let tell: Tell = Arc::new(move |joined: &Joined| {
@@ -192,9 +192,9 @@ impl Daemon {
         reports.for_each(|store| store.when_joined(Arc::clone(&tell)));
     }
 
-    /// Logs the condition of each part of the stores, and every later change. If this process can
-    /// no longer reach a part that another process could reach, it ends as if it had been killed.
-    /// The keeper then starts that process.
+    /// Logs the condition of each part of the stores, and every later change. If another process
+    /// could reach a part that this one cannot, this process ends as if it had been killed, and the
+    /// keeper starts another.
     pub fn mind_stores(&self, has_keeper: bool) {
         let Environment { log, die, .. } = &self.shared.environment;
         for store in self.shared.volume.stores() {
@@ -218,7 +218,7 @@ impl Daemon {
                         Level::Warning,
                         format_args!("{name}: its pages are there for another process, so this one ends"),
                     );
-                    // The process ends as by a kill from outside, for which everything is prepared.
+                    // End the process as if it had been killed. The keeper is prepared for that.
                     die();
                 }
             }));
@@ -226,15 +226,15 @@ impl Daemon {
     }
 
     /// Names a device that would lose its pages if the daemon stopped now, and the next step; see
-    /// `FrontEnd::in_use`. It sees the kernel's NBD clients on this machine, not those on others.
+    /// `FrontEnd::in_use`. The check covers the kernel's NBD clients on this machine, and no other
+    /// machine's.
     pub fn in_use(&self) -> Option<String> {
         let front_end = self.shared.front_ends().iter().find_map(|front_end| front_end.in_use());
         front_end.or_else(|| self.shared.attachments.in_use())
     }
 
-    /// Removes the daemon's devices. If a program keeps one open for longer than a short look,
-    /// returns its name and the next step; then the daemon serves on. Call this before
-    /// [`stop`](Daemon::stop).
+    /// Removes the daemon's devices. If a program keeps a device open, returns the program's name
+    /// and the next step, and the daemon serves on. Call this before [`stop`](Daemon::stop).
     pub fn let_go(&self) -> Option<String> {
         let clock = &self.shared.environment.clock;
         let begun = clock.now();
@@ -244,7 +244,7 @@ impl Daemon {
         })
     }
 
-    /// Answers the requests that were received, then disconnects. The sockets are gone when this
+    /// Answers the requests that were received, then disconnects. Removes the sockets before it
     /// returns.
     pub fn stop(self) {
         let front_ends = std::mem::take(&mut *self.shared.front_ends());
@@ -252,7 +252,7 @@ impl Daemon {
             front_end.stop(GRACE);
         }
         self.shared.worker.stop();
-        // The daemon was told to stop, so the keeper need not hold the stores' memory any longer.
+        // The daemon was told to stop. So the keeper need not hold the stores' memory any longer.
         self.shared.volume.stores().filter_map(|store| store.survive()).for_each(Survive::forget);
         self.shared.volume.stores().for_each(|store| store.end());
     }
@@ -273,8 +273,8 @@ impl Daemon {
     }
 }
 
-/// Has every front end remove its device. `again` waits a little and says whether to try again:
-/// status requests are answered meanwhile.
+/// Makes every front end remove its device. `again` waits a little, answers status requests
+/// meanwhile, and returns whether to try again.
 fn let_go(front_ends: &Mutex<Vec<Box<dyn FrontEnd>>>, mut again: impl FnMut() -> bool) -> Option<String> {
     loop {
         let user = lock(front_ends).iter_mut().find_map(|front_end| front_end.let_go());
@@ -383,7 +383,7 @@ mod tests {
     use super::*;
     use crate::control::Export;
 
-    /// A device that a program has open for this many more tries.
+    /// A device that a program keeps open for this many more attempts.
     #[derive(Debug)]
     struct Open(u32);
 

@@ -1,7 +1,7 @@
-//! The surroundings of a daemon, passed in so that tests can replace them: the receiver of its
-//! lines, the time by which it plans, the processors that it plans threads for, and its own end.
+//! A daemon's surroundings, which tests can replace: its log, its clock, the number of processors,
+//! and the way to end its process.
 //!
-//! The time of requests is not here: front ends and stores measure it by the machine's clock.
+//! Front ends and stores measure the time of requests by the machine's clock, and not by this one.
 
 use rustix::event::{PollFd, Timespec, poll};
 use std::fmt;
@@ -9,33 +9,33 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::log::Log;
 
-/// A daemon's surroundings. Clones are the same ones.
+/// A daemon's surroundings. Clones share them.
 #[derive(Clone)]
 pub struct Environment {
-    /// Its lines.
+    /// The daemon's log.
     pub log: Log,
-    /// Its time.
+    /// The daemon's clock.
     pub clock: Arc<dyn Clock>,
-    /// The processors that it plans threads for.
+    /// Number of processors for which the daemon plans threads.
     pub processors: usize,
-    /// Ends it as if it had been killed, for a keeper to start another.
+    /// Ends the process as if it had been killed, so that a keeper starts another daemon.
     pub die: Arc<dyn Fn() + Send + Sync>,
 }
 
-/// The time by which a daemon looks after its memory: when the governor looks, how long movers
-/// rest, since when it runs.
+/// The clock of a daemon's background work: the governor's looks, the movers' pauses, and the
+/// uptime.
 pub trait Clock: Send + Sync + fmt::Debug {
-    /// Now.
+    /// The present time.
     fn now(&self) -> Instant;
 
-    /// Returns after so long.
+    /// Returns after this time.
     fn sleep(&self, time: Duration);
 
     /// Returns once one of the descriptors is ready, or after `most`.
     fn wait(&self, fds: &mut [PollFd<'_>], most: Duration);
 }
 
-/// The machine's own.
+/// The clock of the machine.
 #[derive(Clone, Copy, Debug)]
 pub struct MachineClock;
 
@@ -55,7 +55,7 @@ impl Clock for MachineClock {
 }
 
 impl Environment {
-    /// This machine's, with lines to `log`.
+    /// The surroundings on this machine. The daemon logs to `log`.
     pub fn of_machine(log: &Log) -> Self {
         Environment {
             log: Log::clone(log),
@@ -84,13 +84,13 @@ pub mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// The machine's, without a word.
+    /// The surroundings on this machine, without a log.
     pub fn quiet() -> Environment {
         let log: Log = Arc::new(|_, _| {});
         Environment::of_machine(&log)
     }
 
-    /// A clock that runs as fast as somebody waits for it.
+    /// A clock that jumps ahead whenever a thread waits for it.
     #[derive(Debug)]
     pub struct Quick {
         begun: Instant,

@@ -1,44 +1,44 @@
-//! How the daemon, or something that is asked of it, fails: a [kind](ErrorKind) for programs, a
-//! sentence for people, and the cause.
+//! The errors of the daemon and of requests to it. Each has a [kind](ErrorKind) for programs, a
+//! sentence for people, and a cause.
 
 use serde::{Deserialize, Serialize};
 use std::error::Error as Cause;
 use std::fmt;
 use weir_store::{OpenError, OpenErrorKind};
 
-/// An error, with what was meant to be done and its cause.
+/// An error: the failed action and its cause.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
-    /// The thing, the value seen and the next step. `None`: the cause says all of it.
+    /// The thing, the value seen and the next step. `None`: the cause has all of it.
     context: Option<String>,
     source: Option<Box<dyn Cause + Send + Sync>>,
 }
 
-/// The kind that a caller decides by; the sentence is for people and may change.
+/// The kind of an error, by which a caller decides. The sentence is for people and may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ErrorKind {
-    /// The configuration asks for something that is not accepted.
+    /// The configuration asks for something that is refused.
     Config,
-    /// A store cannot be opened, for this reason.
+    /// A store cannot be opened. The kind has the reason.
     Store(OpenErrorKind),
     /// The volume cannot be made, or taken over.
     Volume,
     /// A front end cannot serve.
     FrontEnd,
-    /// The keeper cannot be reached, or does not do as it should.
+    /// The keeper cannot be reached, or breaks its protocol.
     Keeper,
     /// The system denies a protection.
     Protection,
-    /// The control socket, or that of the metrics, cannot be had.
+    /// The control socket, or the metrics' socket, cannot be made.
     Control,
-    /// Nobody answers at a control socket, or nobody of this version.
+    /// No daemon of this version answers at a control socket.
     Unreachable,
-    /// A daemon answers that it cannot do it.
+    /// A daemon refuses a request.
     Refused,
     /// Memory cannot be given back or taken now.
     Memory,
-    /// The kernel's NBD client, or the server it is to connect to, refuses.
+    /// The kernel's NBD client refuses, or the server to which it should connect.
     Attach,
     /// The system denies something else, such as a thread.
     System,
@@ -48,11 +48,11 @@ pub enum ErrorKind {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Class {
-    /// Something does not work.
+    /// An operation failed.
     Failed,
-    /// The request or the configuration is not accepted.
+    /// The request or the configuration is refused.
     Usage,
-    /// Memory or room is not to be had; less of it may be.
+    /// There is not enough memory or room. A smaller request may succeed.
     NoRoom,
 }
 
@@ -76,12 +76,12 @@ impl Error {
         Error { kind, context: Some(what.into()), source: Some(Box::new(source)) }
     }
 
-    /// Its kind.
+    /// The error's kind.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// The class of its kind.
+    /// The class of the error's kind.
     pub fn class(&self) -> Class {
         match self.kind {
             ErrorKind::Config => Class::Usage,

@@ -1,9 +1,9 @@
-//! The daemon as a library: stores, the volume over them and the front ends before it, a worker, a
-//! keeper that survives it, and the control socket at which others ask.
+//! The daemon as a library: stores, the volume over them, front ends, a worker, a keeper that
+//! outlives the daemon, and the control socket.
 //!
-//! A program gives it a [`Config`]. It asks two things of that program, which it runs again: with
-//! the same arguments it is to serve, as the keeper's daemon, and as `look-at-cards --store URL` it
-//! is to call [`cards::run`].
+//! A program gives the daemon a [`Config`]. The daemon runs the program again, in two ways. With
+//! the same arguments, the program must serve, as the keeper's daemon. With `look-at-cards --store
+//! URL`, the program must call [`cards::run`].
 
 pub mod attach;
 pub mod bug;

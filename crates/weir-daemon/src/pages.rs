@@ -1,4 +1,4 @@
-//! The daemon's volume: made new, or taken over from the daemon before.
+//! The daemon's volume: a new one, or one that the daemon takes over from an earlier daemon.
 
 use crate::backing::Backing;
 use crate::error::{Error, ErrorKind};
@@ -45,11 +45,11 @@ pub fn create_volume(
     open(options, None, &mut Stages::default(), start, log)
 }
 
-/// Makes a volume. With a keeper, the volume outlives this process, or is the one that an earlier
-/// process left.
+/// Makes a volume. With a keeper, the volume outlives this process, or it is the volume of an
+/// earlier process.
 ///
 /// # Errors
-/// Fails when a store cannot be had, the size asked for is invalid, or the keeper's pages do not
+/// Fails when a store cannot be opened, the requested size is invalid, or the keeper's pages do not
 /// fit the options.
 pub(crate) fn open(
     options: &VolumeOptions<'_>,
@@ -94,7 +94,7 @@ fn take_over(
         Memory::adopt(fd)
             .map_err(|error| Error::because(ErrorKind::Keeper, "cannot map what the keeper holds", error))
     };
-    // This open is never interrupted: a client's pages are at stake, and only a serving daemon can
+    // No signal ends this opening early: clients' pages are at stake, and only a serving daemon can
     // say whether they are in use.
     let stores = stores(options, |index, url, _| {
         weir_store::reopen(url, options.room, &mut |name| held.take(&store_name(index, name)))
@@ -108,8 +108,8 @@ fn take_over(
     }
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
     let config = config(options, &stores)?;
-    // Do this before the volume is opened, which continues the dead daemon's give-back: the keeper
-    // must hear of that.
+    // Do this before the volume is opened: the volume continues the dead daemon's give-back, and
+    // the keeper must hear of that.
     keep_stores(&stores, link, true).map_err(unkept)?;
     let (volume, lost) =
         Volume::take_over(config, stores, kept).map_err(|error| Error::of(ErrorKind::Volume, error))?;
@@ -136,8 +136,8 @@ fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
     keep_stores(volume.stores(), link, false)
 }
 
-/// Hands the keeper the stores' memory. With `held` the keeper has it already, and hears only of
-/// later changes.
+/// Hands the keeper the stores' memory. With `held` the keeper has the memory already, and gets
+/// only later changes.
 fn keep_stores<'a>(
     stores: impl IntoIterator<Item = &'a Arc<dyn Store>>,
     link: &Link,
@@ -224,7 +224,7 @@ fn stores(
 }
 
 /// The URLs of the stores above the backing. Without a backing, the last store gets additional room
-/// for writes under way. So the device has the stores' total size.
+/// for writes under way, so that the device has the stores' total size.
 fn enlarged(options: &VolumeOptions<'_>) -> Vec<StoreUrl> {
     let mut urls = options.stores.to_vec();
     if let Some(last) = urls.last_mut().filter(|_| options.backing.is_empty()) {
@@ -250,7 +250,7 @@ fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<Conf
         (Some(size), _) => pages(size)?,
         (None, None) => return Err(too_small(all, &config)),
         (None, Some(most)) if backing.is_empty() => most,
-        // The size is not the sum of both: then no chunk could be given back.
+        // The sum of both would be too large: no chunk could be given back then.
         (None, Some(most)) => slots(fast).max(slots(backing).saturating_sub(config.slack())).min(most),
     };
     Ok(config)

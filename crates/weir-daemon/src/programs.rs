@@ -1,5 +1,5 @@
-//! The programs that are bounded over this daemon's volume. The pager of each has a socket here:
-//! reports come in, orders go out. A pager that does not answer holds nobody up.
+//! The bounded programs over this daemon's volume. Each program's pager has a socket here: the
+//! pager sends reports, and the daemon sends orders. A pager that does not answer delays no other.
 
 use crate::control::{Program, printable};
 use crate::environment::Environment;
@@ -15,11 +15,12 @@ use std::time::{Duration, Instant};
 use weir_pager::link::{self, Order, Report};
 use weir_system::local_socket::{self, SocketFile};
 
-/// Largest number of processes that are listed; more are bounded all the same.
+/// Largest number of processes in the list. Further processes are bounded too, and are not listed.
 const PROGRAMS_MOST: usize = 256;
-/// Time between two reports that nobody has asked for, and least time over which a rate is told.
+/// Time between two reports that no client has asked for, and shortest time over which a rate is
+/// computed.
 const EVERY: Duration = Duration::from_secs(1);
-/// A report that is older than this is asked for anew when somebody looks.
+/// Age of a report from which on the daemon asks for a new one when a client asks for the list.
 const FRESH: Duration = Duration::from_millis(20);
 /// Largest number of messages that are read of one pager at a time.
 const MESSAGES: usize = 16;
@@ -39,10 +40,11 @@ struct Bound {
     name: String,
     socket: Arc<OwnedFd>,
     since: Instant,
-    /// When the report was asked for that has not come yet.
+    /// The time of the latest request for a report, until the report comes.
     asked: Option<Instant>,
     last: Option<Seen>,
-    /// The reports from which a rate is counted now, and will be next.
+    /// The report from which the rate is computed now, and the report from which it will be
+    /// computed next.
     then: Option<Seen>,
     next: Option<Seen>,
 }
@@ -57,7 +59,7 @@ impl Programs {
     /// Listens at `path`, on a thread of its own.
     ///
     /// # Errors
-    /// Fails when the socket cannot be had.
+    /// Fails when the socket cannot be made.
     pub fn start(path: &Path, environment: &Environment) -> Result<Self, Error> {
         let failed = |error: &dyn std::fmt::Display| {
             let what = format!("--programs: cannot listen at {}: {error}; name another path", path.display());
@@ -74,7 +76,7 @@ impl Programs {
         Ok(Programs { all, environment: environment.clone(), _file: file })
     }
 
-    /// The bounded programs, as they were at their last report.
+    /// The bounded programs, as their last reports describe them.
     pub fn list(&self) -> Vec<Program> {
         let now = self.environment.clock.now();
         let mut all = lock(&self.all);
@@ -86,13 +88,14 @@ impl Programs {
         all.iter().map(|bound| bound.program(now)).collect()
     }
 
-    /// Passes an order on. The pager heeds it when it next looks, which may be late.
+    /// Sends an order to a pager. The pager reads it at its next look, which may be late.
     ///
     /// # Errors
     /// Fails when no pager of such a process is connected, or it has not read earlier orders.
     pub fn order(&self, pid: u32, order: Order) -> Result<(), Error> {
         let mut all = lock(&self.all);
-        // After an exec the earlier connection may not have been seen to end.
+        // A process may have a new connection after an exec, while the end of the old one is
+        // unnoticed. So search from the newest.
         let Some(bound) = all.iter_mut().rev().find(|bound| bound.pid == pid) else {
             return Err(unbound(pid));
         };
@@ -108,7 +111,7 @@ impl Programs {
     }
 }
 
-/// The error for a process that no pager here belongs to.
+/// The error for a process without a pager here.
 pub(crate) fn unbound(pid: u32) -> Error {
     let what = format!("process {pid} is not bounded by this daemon; weir status lists those that are");
     Error::new(ErrorKind::Refused, what)
@@ -118,7 +121,7 @@ fn lock(all: &Mutex<Vec<Bound>>) -> MutexGuard<'_, Vec<Bound>> {
     all.lock().expect("nobody panics while holding it")
 }
 
-/// Takes in pagers and their reports, for as long as the process lives.
+/// Accepts pagers and reads their reports, for as long as the process lives.
 fn run(listener: &OwnedFd, all: &Mutex<Vec<Bound>>, environment: &Environment) {
     let clock = &environment.clock;
     let mut looked = clock.now();
@@ -133,13 +136,14 @@ fn run(listener: &OwnedFd, all: &Mutex<Vec<Bound>>, environment: &Environment) {
             match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => {
                     let mut all = lock(all);
-                    // One that is refused is bounded all the same.
+                    // A process that is refused here stays bounded.
                     let has_room = all.len() < PROGRAMS_MOST;
                     all.extend(Bound::new(socket, now).filter(|_| has_room));
                 }
                 Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => break,
                 Err(_) => {
-                    // No descriptors are left, and the listener stays ready.
+                    // No descriptor is free. The listener stays ready, so wait before the next
+                    // attempt.
                     clock.sleep(EVERY);
                     break;
                 }
@@ -153,7 +157,7 @@ fn run(listener: &OwnedFd, all: &Mutex<Vec<Bound>>, environment: &Environment) {
 }
 
 impl Bound {
-    /// The pager that has connected; `None` when it has gone already.
+    /// A pager that has connected; `None`: it has gone already.
     fn new(socket: OwnedFd, now: Instant) -> Option<Self> {
         let peer = rustix::net::sockopt::socket_peercred(&socket).ok()?;
         let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
@@ -166,14 +170,15 @@ impl Bound {
         Some(bound)
     }
 
-    /// Asks for a report, if the one before has come: a pager that is stopped is asked once.
+    /// Asks for a report, unless an earlier request has no answer yet. So a stopped pager is asked
+    /// once.
     fn ask(&mut self, now: Instant) {
         if self.asked.is_none() && link::send(&*self.socket, Order::Report).is_ok() {
             self.asked = Some(now);
         }
     }
 
-    /// Takes in what has come. `false` when the pager has gone.
+    /// Reads the reports that have come. Returns false if the pager has gone.
     fn hear(&mut self, now: Instant) -> bool {
         for _ in 0..MESSAGES {
             match link::receive(&*self.socket) {
@@ -232,7 +237,7 @@ mod tests {
     use super::*;
     use rustix::net::AddressFamily;
 
-    /// Takes the orders that lie at a pager's end; their number.
+    /// Reads the orders at a pager's end of the socket. Returns their number.
     fn asked(pager: &OwnedFd) -> usize {
         let mut bytes = [0; 64];
         let mut count = 0;

@@ -14,9 +14,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-/// Longest wait until the last lines are taken.
+/// Longest wait at the end for the relay to write the last lines.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Stack of the relay's thread; with `mlockall` all of it is resident.
+/// Stack of the relay's thread. It is small because `mlockall` makes all of it resident.
 const STACK_BYTES: usize = 64 << 10;
 
 /// A relay at work. Dropping it restores standard error.
@@ -34,14 +34,14 @@ impl Relay {
         let original = dup_cloexec(rustix::stdio::stderr())?;
         let mut taker = File::from(original.try_clone()?);
         let (lines, stderr) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        // Only the writing end is non-blocking: the reader waits for lines.
+        // Only the writing end is non-blocking. The relay's thread waits at the reading end.
         rustix::io::ioctl_fionbio(&stderr, true)?;
         let (tell, ended) = channel();
         let mut lines = File::from(lines);
         thread::Builder::new().name("weir-log".into()).stack_size(STACK_BYTES).spawn(move || {
             let mut buffer = [0; 4096];
             while let Ok(read @ 1..) = lines.read(&mut buffer) {
-                // A line that the reader does not take is lost, not stored.
+                // A line that standard error does not take is lost.
                 let _ = taker.write_all(&buffer[..read]);
             }
             let _ = tell.send(());

@@ -1,6 +1,6 @@
 //! The report of a start that failed, for the program that started the daemon: a file with one
-//! object, written by the first daemon alone. A daemon that takes another's place writes none, for
-//! its file system may wait for the very device that it serves.
+//! object. Only the first daemon writes one. A daemon that takes over writes none, because the file
+//! system may wait for the very device that the daemon serves.
 
 use crate::error::{Class, Error};
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,7 @@ use weir_core::chain;
 /// The version of the report.
 const SCHEMA: u32 = 1;
 
-/// Why a daemon does not serve.
+/// The reason why a daemon does not serve.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StartReport {
     schema: u32,
@@ -26,7 +26,7 @@ impl StartReport {
         StartReport { schema: SCHEMA, class: error.class(), text: chain(error) }
     }
 
-    /// Writes it. A report that cannot be written is none: standard error has the line too.
+    /// Writes the report. If that fails, standard error still has the line.
     pub(crate) fn write(&self, path: &Path) {
         let text = serde_json::to_vec(self).expect("strings always serialise");
         let _ = fs::write(path, text);

@@ -1,5 +1,5 @@
-//! The daemon in the foreground, until it is told to stop and nothing uses it; with a keeper, the
-//! keeper around it.
+//! Runs the daemon in the foreground, with its keeper around it if there is one. The daemon runs
+//! until a signal tells it to stop and no program uses it.
 
 use crate::cards::{self, Looked};
 use crate::config::Config;
@@ -24,11 +24,12 @@ use weir_store::StoreUrl;
 use weir_store::vram::{PathMode, Target, VramUrl};
 use weir_system::signals;
 
-/// Runs the daemon until it is told to stop. `file` is the configuration's, which a keeper holds in
-/// memory; `show` shows how far the start is. Returns the exit code of the last daemon.
+/// Runs the daemon until a signal tells it to stop. `file` is the configuration's file, which a
+/// keeper holds in memory. `show` shows the progress of the start. Returns the exit code of the
+/// last daemon.
 ///
 /// # Errors
-/// Fails when the configuration is not accepted, or what it asks for cannot be had.
+/// Fails when the configuration is refused, or a store or a socket that it names cannot be opened.
 pub fn run(
     options: &Config,
     file: Option<&Path>,
@@ -43,7 +44,7 @@ pub fn run(
     outcome
 }
 
-/// Does the work of [`run`]. Reports whether this is the first daemon, as soon as that is known.
+/// Does the work of [`run`]. Reports whether this is the first daemon as soon as it knows.
 fn serve(
     options: &Config,
     file: Option<&Path>,
@@ -54,9 +55,9 @@ fn serve(
     options.check()?;
     signals::ignore_strays();
     core_dump::forbid()?;
-    // Listening at the control socket makes the directory too, but comes last.
+    // The run-time directory is made first. The control socket in it comes last.
     options.paths().try_for_each(make_run_time_directory)?;
-    // Do this before any thread is started: later threads inherit the flusher flag.
+    // Take the protections before any thread starts, because threads inherit the flusher flag.
     let protections =
         if options.swap { protect(options.unsafe_no_flusher, log)? } else { Protections::default() };
     let keeper = keeper::Link::open().map_err(unkept)?;
@@ -69,19 +70,19 @@ fn serve(
             );
             Error::new(ErrorKind::Keeper, what)
         })?;
-        // A daemon that dies during its start, or is told to stop before it listens, leaves the
-        // mount of the daemon before it. Clear that here.
+        // A daemon that died during its start may have left the mount of an earlier daemon. Remove
+        // that mount here.
         if let Some(left) = left {
             left.clear();
         }
         return Ok(code as u8);
     }
-    // Under a keeper, the keeper passes the daemon's lines on. Without swap, waiting for standard
-    // error is harmless. In both cases no relay is needed.
+    // Under a keeper, the keeper relays the daemon's lines. Without swap, a wait for standard error
+    // does no harm. Neither needs a relay here.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(denied)?;
     if options.swap && keeper.is_some() {
-        // The keeper started this process with access to the kernel's reserve. Its threads are
-        // ordinary ones, or choose for themselves.
+        // The keeper gave this process access to the kernel's reserve. Its threads are ordinary
+        // ones unless they ask for access.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
     }
     bug::end_process(log, relay.is_some());
@@ -101,8 +102,8 @@ fn serve(
         .and_then(|daemon| {
             let metrics = options.metrics.as_ref().map(|address| Endpoint::start(address, daemon.service()));
             let metrics = match metrics.transpose() {
-                // Another program took the port meanwhile. Serving the pages that the keeper holds
-                // is worth more than the port.
+                // Another program has taken the port meanwhile. To serve the pages that the keeper
+                // holds is worth more than the port.
                 Err(why) if !is_first => {
                     log(Level::Warning, format_args!("{}; going on without", chain(&why)));
                     None
@@ -148,7 +149,8 @@ fn serve(
     }
     let line = link.clone();
     daemon.when_joined(move || {
-        // Tell the keeper again, for the memory taken since: the next daemon will need as much.
+        // Tell the keeper again, since the daemon has taken more memory. The next daemon will need
+        // as much.
         let _ = line.as_ref().map(|link| link.ready());
     });
     if options.swap {
@@ -159,7 +161,7 @@ fn serve(
         let signal = told.next();
         if signal == Some(SIGUSR1) {
             if let Some(link) = &link {
-                // End like a crash, for which everything is prepared: an orderly end would remove
+                // End as if killed, which the keeper is prepared for. An orderly end would remove
                 // the devices.
                 log(Level::Info, format_args!("making way for another daemon"));
                 link.replacing().map_err(unkept)?;
@@ -176,7 +178,7 @@ fn serve(
         log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
     };
     if let Some(link) = &link {
-        // If the keeper is gone, nothing can start another daemon.
+        // Without the keeper, no process can start another daemon.
         let _ = link.ending();
     }
     log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
@@ -195,7 +197,7 @@ fn denied(error: io::Error) -> Error {
 }
 
 /// Whether pages would lie in a card's memory that only CUDA reaches. After some errors of its
-/// driver only another process reaches that memory again, so a keeper must hold it.
+/// driver only another process can reach that memory. So a keeper must hold it.
 fn needs_keeper(options: &Config, log: &Log) -> bool {
     let needs = |url: &VramUrl| {
         if url.target == Target::Software || url.path == Some(PathMode::Mapped) {
@@ -203,7 +205,7 @@ fn needs_keeper(options: &Config, log: &Log) -> bool {
         }
         match cards::look(url) {
             Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
-            // The store reports the problem when it is opened, or waits as long.
+            // The problem is reported when the store is opened, or the opening waits as long.
             Looked::NoAnswer(_) | Looked::Died(_) => true,
         }
     };
@@ -221,7 +223,8 @@ fn needs_keeper(options: &Config, log: &Log) -> bool {
     true
 }
 
-/// Takes every protection that swap needs, or says which one the system denies.
+/// Takes every protection that swap needs. Fails with the name of a protection that the system
+/// denies.
 fn protect(unsafe_no_flusher: bool, log: &Log) -> Result<Protections, Error> {
     let (protections, missing) = swap_safety::protect();
     for missing in &missing {

@@ -1,4 +1,4 @@
-//! The stages of a daemon's takeover with their times, for one line in the log.
+//! The stages of a daemon's takeover with their times, for one line of the log.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -17,19 +17,19 @@ impl Default for Stages {
 }
 
 impl Stages {
-    /// Begins with stages that went before.
+    /// Begins with stages that an earlier process has timed.
     pub fn after(before: impl IntoIterator<Item = (&'static str, Duration)>) -> Self {
         Stages { took: before.into_iter().collect(), since: Instant::now() }
     }
 
-    /// Ends a stage. If parts of it were [noted](Self::note_all), this counts the rest of its time.
+    /// Ends a stage. Its time leaves out the parts that were [noted](Self::note_all).
     pub fn end(&mut self, name: &'static str) {
         let now = Instant::now();
         self.took.push((name, now - self.since));
         self.since = now;
     }
 
-    /// Notes the times of parts of the stage under way.
+    /// Notes parts of the present stage with their times.
     pub fn note_all(&mut self, parts: impl IntoIterator<Item = (&'static str, Duration)>) {
         for (name, took) in parts {
             self.took.push((name, took));

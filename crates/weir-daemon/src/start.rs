@@ -1,30 +1,30 @@
-//! Shows the progress of a start, and can end it early. Taking memory, or writing the room of a
-//! file, takes up to two seconds a GiB.
+//! The progress of a daemon's start, and a way to end the start early. To take memory, or to write
+//! the room of a file, takes up to two seconds a GiB.
 
 use std::fmt::Display;
 use std::io;
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, unlocked};
 
-/// Shows how far one store is: bytes done, and all of them. Dropped at its end.
+/// Shows the progress of opening one store, as the bytes done and all bytes. Dropped at the end.
 pub type Bar = Box<dyn FnMut(u64, u64)>;
 
-/// Shows how far a start is, and ends it when that is asked for.
+/// Shows the progress of a start, and ends the start when a signal asks for that.
 pub struct Start<'a> {
-    /// Begins to show a store, by its name.
+    /// Begins to show the progress of a store. Gets the store's name.
     show: Box<dyn Fn(String) -> Bar + 'a>,
-    /// Returns the signal that came, if one did.
+    /// Returns the signal that has come, if there is one.
     told: Box<dyn FnMut() -> Option<i32> + 'a>,
     ended_by: Option<i32>,
 }
 
 impl<'a> Start<'a> {
-    /// A start that ends early when `told` returns a signal.
+    /// Makes a start that ends early when `told` returns a signal.
     pub fn new(show: impl Fn(String) -> Bar + 'a, told: impl FnMut() -> Option<i32> + 'a) -> Self {
         Start { show: Box::new(show), told: Box::new(told), ended_by: None }
     }
 
-    /// A start that shows nothing and cannot be ended.
+    /// Makes a start that shows nothing and cannot be ended early.
     pub fn silent() -> Self {
         Start::new(|_| Box::new(|_, _| ()), || None)
     }

@@ -19,13 +19,13 @@ pub struct Attachment {
     pub name: String,
     /// The number of the device's connections.
     pub connections: u16,
-    /// Seconds that one request may take before its connection is given up.
+    /// Seconds that one request may take before the kernel gives its connection up.
     pub request_timeout: u16,
     /// Seconds that requests wait for a new connection when none is left.
     pub reconnect_timeout: u16,
 }
 
-/// Writes the list into a memfd that a keeper takes.
+/// Writes the list into a memfd, for the keeper to hold.
 ///
 /// # Errors
 /// Fails when there is no memory.
@@ -40,7 +40,7 @@ pub fn write_note(list: &[Attachment]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Reads what [`write_note`] wrote.
+/// Reads a list that [`write_note`] has written.
 ///
 /// # Errors
 /// Fails when `note` holds no such list.

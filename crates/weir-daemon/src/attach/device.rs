@@ -1,8 +1,8 @@
 //! The kernel's NBD devices, driven by netlink (include/uapi/linux/nbd-netlink.h,
 //! drivers/block/nbd.c).
 //!
-//! Netlink keeps no thread parked in an ioctl, and can replace a dead connection while the device
-//! stays.
+//! Netlink needs no thread that stays in an ioctl. It can also replace a dead connection while the
+//! device stays.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -23,14 +23,14 @@ const DEAD_CONN_TIMEOUT: u16 = 8;
 const SOCK_ITEM: u16 = 1;
 const SOCK_FD: u16 = 1;
 
-/// Settings that the kernel gets together with the sockets of a device.
+/// Settings of a device, which the kernel gets together with the sockets.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
     /// The device's size in bytes.
     pub bytes: u64,
     /// The transmission flags that the server named.
     pub flags: u16,
-    /// Time that one request may take before its connection is given up.
+    /// Time that one request may take before the kernel gives its connection up.
     pub request_timeout: Duration,
     /// How long requests wait for a new connection when none is left, before they fail.
     pub reconnect_timeout: Duration,
@@ -98,7 +98,7 @@ fn with_sockets(attributes: Attributes, terms: &Terms, sockets: &[OwnedFd]) -> A
         .nested(SOCKETS, &items)
 }
 
-/// Messages of the kernel's NBD client: it has given a connection up.
+/// Messages in which the kernel's NBD client reports that it has given a connection up.
 #[derive(Debug)]
 pub struct DeadLinks(Events);
 

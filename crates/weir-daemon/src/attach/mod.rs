@@ -26,14 +26,13 @@ use weir_core::log::{Level, Log};
 use weir_export::nbd::client::{self, Client, ClientError, Wish};
 use weir_system::device_use;
 
-/// The largest request that the kernel is to send, in KiB: what one connection's buffer holds at
-/// once.
+/// The largest request that the kernel sends, in KiB. One connection's buffer has room for it.
 const MAX_SECTORS_KB: &str = "256";
 
-/// A device that somebody reconnects by hand is at rest once nothing has changed for this long.
+/// Time without a change after which a device that is reconnected by hand counts as at rest.
 const STEADY: Duration = Duration::from_millis(200);
 
-/// The most time that the kernel takes to publish a device or to take it away.
+/// Longest time that the kernel takes to publish a device or to take it away.
 const SETTLE: Duration = Duration::from_secs(5);
 
 /// A device that is to be connected to a server.
@@ -45,13 +44,13 @@ pub struct Attach {
     pub device: Option<PathBuf>,
     /// The export's name.
     pub name: String,
-    /// Connections, each a hardware queue of the device.
+    /// Number of connections. Each is a hardware queue of the device.
     pub connections: u16,
     /// Seconds that one request may take before its connection is given up.
     pub request_timeout: u16,
     /// Seconds that requests wait for a new connection when none is left, before they fail.
     pub reconnect_timeout: u16,
-    /// Replace the dead connections of a device that is there.
+    /// Whether to replace the dead connections of a device that exists.
     pub reconnect: bool,
     /// The control socket of its daemon; `None`: [`control::find`].
     pub control: Option<PathBuf>,
@@ -127,8 +126,8 @@ fn open(options: &Attach) -> Result<(OwnedFd, client::Terms), Error> {
 }
 
 /// Waits until the number of the kernel's reader threads for the device is steady. By then the
-/// readers of dead connections have gone, as far as can be told without their server, and a new
-/// connection's reader has begun (see [`replace`]).
+/// readers of dead connections have probably gone, and a new connection's reader has begun (see
+/// [`replace`]).
 fn wait_for_readers(index: u32) {
     let readers = Readers::of(index);
     let (mut last, mut since, begun) = (readers.count(), Instant::now(), Instant::now());
@@ -151,7 +150,7 @@ fn terms(options: &Attach, server: &client::Terms) -> Terms {
 }
 
 /// Tells the server's daemon which device it serves, so that the daemon can replace lost
-/// connections. A foreign server has no control socket, and works without.
+/// connections. A foreign server has no control socket, and its device works without one.
 fn remember(options: &Attach, index: u32, log: &Log) {
     let address = match &options.address {
         Address::Unix(path) => Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
@@ -191,7 +190,7 @@ pub fn detach(device: &Path, control: Option<&Path>) -> Result<(), Error> {
     settle(|| sectors(index) == Some(0));
     let path = control.map_or_else(control::find, Path::to_owned);
     if path.exists() {
-        // A daemon that still remembers the device notices by itself that the device is gone.
+        // A daemon that still has the device in its list notices that the device is gone.
         let _ = control::detached(&path, index);
     }
     Ok(())

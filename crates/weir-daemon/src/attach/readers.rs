@@ -14,7 +14,7 @@ pub struct Readers {
     proc: PathBuf,
     /// The two names of work that a reader of this device can have.
     works: [String; 2],
-    /// Whether this process sees the kernel's threads: not from within a container.
+    /// Whether this process sees the kernel's threads. In a container it does not.
     are_seen: bool,
 }
 
@@ -61,8 +61,8 @@ fn name(proc: &Path, process: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Counts readers in a directory like /proc that has these processes. With `children` they are
-    /// listed as children of process 2.
+    /// Counts readers in a directory like /proc with these processes. With `children` the processes
+    /// are listed as children of process 2.
     fn count(test: &str, processes: &[(u32, &str)], children: bool) -> Option<usize> {
         let proc = std::env::temp_dir().join(format!("weir-readers-{}-{test}", std::process::id()));
         for (process, name) in processes {

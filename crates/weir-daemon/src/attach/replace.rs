@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_core::chain;
 
-/// One count of a server's connections with the kernel, perhaps those of several devices.
+/// One count of the connections between a server and the kernel, perhaps for several devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Look {
     /// The number of connections that the server has.
@@ -24,7 +24,7 @@ pub struct Look {
     /// The number of connections that the kernel reads from; the same as `served` where readers
     /// cannot be seen.
     pub read: usize,
-    /// The number of these that belong to the device in question, where that is known.
+    /// The number of readers that belong to the device in question, if it is known.
     pub own: Option<usize>,
 }
 
@@ -68,7 +68,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// The pace for a device whose requests fail after `reconnect_timeout` without a connection.
+    /// The pace for a device whose requests fail `reconnect_timeout` after its last connection.
     pub fn within(reconnect_timeout: Duration) -> Pace {
         Pace {
             steady: Duration::from_millis(100),
@@ -98,8 +98,8 @@ pub enum Outcome {
 pub fn replace(ends: &mut impl Ends, connections: usize, pace: Pace) -> Result<Outcome, NotReplaced> {
     let (alive, left) = match agreed(ends, None, pace) {
         Ok(look) if look.own.is_some_and(|own| own >= connections) => return Ok(Outcome::Whole),
-        // The number is not known, so more is offered than is dead: the kernel drops what it cannot
-        // use.
+        // The number of dead connections is unknown, so offer as many as there can be. The kernel
+        // drops those that it cannot use.
         Ok(look) => (look.own.unwrap_or(0), 0),
         Err(_) => {
             ends.hang_up();
@@ -144,7 +144,7 @@ fn begun(ends: &impl Ends, number: usize, pace: Pace) -> bool {
     has
 }
 
-/// Asks `enough`, with the time that has passed, until it says yes or patience ends.
+/// Calls `enough` with the time that has passed, until it returns true or patience ends.
 fn wait(pace: Pace, mut enough: impl FnMut(Duration) -> bool) {
     let (begun, mut nap) = (Instant::now(), Duration::from_millis(1).min(pace.nap));
     while !enough(begun.elapsed()) && begun.elapsed() < pace.patience {
@@ -170,7 +170,7 @@ mod tests {
         is_dead: bool,
         /// Whether the server still holds its end of the connection.
         is_served: bool,
-        /// The reader of a dead connection leaves at the `n`th look from now on.
+        /// Number of looks after which the reader of a dead connection leaves.
         reader: Option<u32>,
     }
 
@@ -234,7 +234,7 @@ mod tests {
         Connection { reader: Some(looks), ..DEAD }
     }
 
-    /// Runs a replacement; returns its outcome and how many connections were offered.
+    /// Runs a replacement. Returns its outcome and the number of connections offered.
     fn outcome(kernel: &mut Kernel) -> (Outcome, usize) {
         let count = kernel.connections.borrow().len();
         let outcome = replace(kernel, count, PACE).expect("nobody refuses");

@@ -1,5 +1,5 @@
-//! The daemon's side of an attached device. It notes the device in the keeper. It connects the
-//! device again after a crash of the daemon, and whenever the kernel has given a connection up.
+//! The daemon's side of an attached device. A list of these devices lies with the keeper. The
+//! daemon connects a device again after a crash, and whenever the kernel has given a connection up.
 
 use super::attachment::{Attachment, read_note, write_note};
 use super::device::{DeadLinks, Kernel, Terms};
@@ -26,8 +26,8 @@ use weir_system::device_use;
 /// The keeper's name for the list of attached devices.
 pub const NOTE: &str = "attached";
 
-/// Times of another look after a start or an event. Neither end may have noticed yet that a
-/// connection is gone, or memory may be short just now.
+/// Times of further looks after a start or an event. Earlier, neither end may have noticed that a
+/// connection is gone, or memory may be short.
 const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(3)];
 
 /// The devices that are attached to this daemon.
@@ -43,7 +43,7 @@ pub struct Attachments {
 struct List {
     devices: Vec<Attachment>,
     is_watched: bool,
-    /// The devices come from the daemon before, and their connections died with it.
+    /// Whether the devices come from an earlier daemon, with which their connections died.
     is_taken_over: bool,
 }
 
@@ -70,7 +70,7 @@ impl Attachments {
         })
     }
 
-    /// Connects the devices of the daemon before again. Call this once this daemon listens;
+    /// Connects the devices of the earlier daemon again. Call this once this daemon listens.
     /// `served` counts its connections.
     pub fn resume(self: &Arc<Self>, served: KernelConnections) {
         let _ = self.served.set(served);
@@ -83,7 +83,7 @@ impl Attachments {
     /// Remembers a device that was connected to this daemon.
     ///
     /// # Errors
-    /// The error is one line: why the device cannot be remembered.
+    /// Fails with one line: the reason why the device cannot be remembered.
     pub fn attached(self: &Arc<Self>, device: Attachment) -> Result<(), Error> {
         device.address.parse::<Address>().map_err(|error| Error::of(ErrorKind::Attach, error))?;
         let mut list = self.list();
@@ -108,7 +108,7 @@ impl Attachments {
         self.list().devices.iter().map(|device| format!("/dev/nbd{}", device.device)).collect()
     }
 
-    /// Names the first device that something uses, with the command that ends the use: the device's
+    /// Names the first device that a program uses, with the command that ends the use. The device's
     /// pages would end with the daemon.
     pub fn in_use(&self) -> Option<String> {
         self.in_use_by(device_use::user)
@@ -163,7 +163,7 @@ impl Attachments {
             for device in self.devices() {
                 let Some(left) = suspects.get_mut(&device.device) else { continue };
                 let is_whole = self.reconnect(&mut kernel, &device);
-                // A device that cannot be repaired now is looked at again and again.
+                // Look again and again at a device that cannot be repaired now.
                 *left = left.saturating_sub(usize::from(is_whole || *left > 1));
             }
             let known = self.devices();
@@ -187,14 +187,15 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Replaces a device's dead connections. Returns whether none is left that could be replaced.
+    /// Replaces a device's dead connections. Returns whether no replaceable connection is left.
     fn reconnect(&self, kernel: &mut Kernel, device: &Attachment) -> bool {
         let say = |level, text: fmt::Arguments<'_>| {
             (self.log)(level, format_args!("/dev/nbd{}{text}", device.device));
         };
         let Some(mut connections) = self.connections(kernel, device) else { return true };
         let pace = Pace::within(Duration::from_secs(device.reconnect_timeout.into()));
-        // All programs may wait for memory until the device is connected.
+        // All programs may wait for memory until the device is connected. So use the kernel's
+        // reserve.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
         let replaced = replace(&mut connections, device.connections.into(), pace);
         let _ = swap_safety::leave_reserves();
@@ -212,7 +213,8 @@ impl Attachments {
             }
             Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
                 say(Level::Info, format_args!(" is no longer attached"));
-                // The keeper's note matters only to the next daemon, which would notice the same.
+                // Only the next daemon reads the keeper's list, and it would notice that the device
+                // is gone.
                 let _ = self.detached(device.device);
             }
             Err(NotReplaced::Kernel(error)) => {

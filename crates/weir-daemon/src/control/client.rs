@@ -37,10 +37,10 @@ pub fn status(path: &Path) -> Result<Status, Error> {
     })
 }
 
-/// Asks the daemon at `path` to give memory back or to take it, and calls `tell` with its progress.
+/// Asks the daemon at `path` to give memory back or to take it. Calls `tell` with the progress.
 ///
 /// # Errors
-/// Fails when no daemon listens there, or with its own words when it cannot.
+/// Fails when no daemon listens there. If the daemon cannot do it, fails with the daemon's error.
 pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) -> Result<Moved, Error> {
     let broken = |error: io::Error| unreachable(path, &error);
     for line in BufReader::new(send(path, request).map_err(broken)?).lines() {
@@ -55,7 +55,7 @@ pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) ->
     Err(broken(io::ErrorKind::UnexpectedEof.into()))
 }
 
-/// The error for a daemon that does not answer: why not, and the next step.
+/// The error for a daemon that does not answer, with the reason and the next step.
 fn unreachable(path: &Path, error: &io::Error) -> Error {
     let path = path.display();
     let what = match error.kind() {
@@ -73,7 +73,7 @@ fn unreachable(path: &Path, error: &io::Error) -> Error {
 /// Tells the daemon at `path` of a device that the kernel has connected to it.
 ///
 /// # Errors
-/// The error is one line: that no daemon listens there, or the daemon's own words.
+/// Fails with one line when no daemon listens there, or with the daemon's error.
 pub fn attached(path: &Path, device: Attachment) -> Result<(), Error> {
     tell(path, Request::Attached(device))
 }
@@ -86,7 +86,7 @@ pub fn detached(path: &Path, device: u32) -> Result<(), Error> {
     tell(path, Request::Detached { device })
 }
 
-/// Has the daemon at `path` pass a limit or an eviction on.
+/// Makes the daemon at `path` pass a limit or an eviction to a bounded program.
 ///
 /// # Errors
 /// Fails as [`attached`] does.
@@ -94,7 +94,7 @@ pub fn order(path: &Path, request: Request) -> Result<(), Error> {
     tell(path, request)
 }
 
-/// The bounded programs of the daemon at `path`, with the user whose process answers there.
+/// The bounded programs of the daemon at `path`, and the user id of the process that answers there.
 ///
 /// # Errors
 /// Fails when no daemon answers there.

@@ -17,7 +17,7 @@ pub struct Condition {
     pub missing: Vec<Missing>,
     /// Time of the last change of state, in seconds of the Unix epoch.
     pub since_unix_s: u64,
-    /// The reason for the last change; null if the part was only opened.
+    /// The reason for the last change; null if the part has not changed since it was opened.
     pub why: Option<String>,
 }
 
@@ -33,11 +33,11 @@ pub struct Missing {
 /// The processor's own path to a card's memory.
 pub const WINDOW: &str = "mapped";
 
-/// The only path to a node of a fleet.
+/// The only path to a node of a fleet: the network.
 const NETWORK: &str = "redis";
 
 impl Condition {
-    /// Builds a condition from the store's own.
+    /// Converts a condition that a store reports.
     pub fn of(condition: &weir_store::Condition) -> Self {
         let missing = condition.missing.iter();
         Condition {
@@ -60,7 +60,8 @@ fn seconds(at: SystemTime) -> u64 {
     at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// One line without its line break: the part, its paths, the missing ones, and what happened when.
+/// Writes one line, without a line break: the part, its paths, the missing paths, and the last
+/// change.
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Condition { part, state, ways, missing, since_unix_s, why } = self;
@@ -74,7 +75,7 @@ impl fmt::Display for Condition {
             write!(f, ", for {ago} s: {why}")?;
         }
         for Missing { way, why: without } in missing {
-            // `why` states the reason already.
+            // `why` may have the reason already.
             if !why.as_ref().is_some_and(|why| why.contains(without.as_str())) {
                 write!(f, "; not by {way}: {without}")?;
             }

@@ -67,7 +67,7 @@ pub fn problems(status: &Status) -> Vec<Problem> {
     found
 }
 
-/// Memory that the stored pages would take as RAM, less the RAM in which Weir keeps them.
+/// The gain: the memory that stored pages would take in RAM, less the RAM that Weir takes for them.
 pub fn gained_bytes(status: &Status) -> u64 {
     let in_ram = status.stores.iter().filter(|store| is_ram(&store.url));
     let taken: u64 = in_ram.map(|store| store.slots_used).sum();

@@ -18,7 +18,7 @@ use std::fmt;
 pub enum Format {
     /// The format that Prometheus asks for.
     OpenMetrics,
-    /// The older text format, which curl gets and promtool reads.
+    /// The older text format. curl gets it, and promtool reads it.
     Text,
 }
 
@@ -35,7 +35,7 @@ impl Format {
 /// A label and its value.
 type Label<'a> = (&'static str, &'a str);
 
-/// Takes the samples of a counter, or of a gauge.
+/// A function that takes the samples of a counter or a gauge.
 type Counts<'a> = &'a mut dyn FnMut(&[Label<'_>], u64);
 type Levels<'a> = &'a mut dyn FnMut(&[Label<'_>], f64);
 
@@ -415,8 +415,8 @@ pub fn render(status: Status, format: Format) -> String {
     }
 }
 
-/// Translates a line of OpenMetrics to the older format: that has no units and no end, and a
-/// counter's family is named as its samples are.
+/// Translates a line of OpenMetrics to the older format. That format has no units and no end line,
+/// and names a counter's family like its samples.
 fn older(line: &str) -> Option<String> {
     let Some((what, rest)) = line.strip_prefix("# ").and_then(|line| line.split_once(' ')) else {
         return (line != "# EOF").then(|| format!("{line}\n"));

@@ -35,13 +35,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use weir_pager::link::Order;
 
-/// The version of what travels and of what `weir status --json` prints.
+/// The version of the messages, and of the output of `weir status --json`.
 pub const SCHEMA: u32 = 1;
 
 /// Longest time that either side waits for the other.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The system's run-time directory, where `weir on` keeps what belongs to it.
+/// The system's run-time directory. `weir on` keeps its files there.
 pub const SYSTEM: &str = "/run/weir";
 
 /// The socket in a run-time directory.
@@ -56,19 +56,19 @@ const REQUEST_MOST: u64 = 4096;
 pub enum Request {
     /// Report the daemon's status.
     Status,
-    /// Give memory back: as many bytes as are named, else all that can be given back.
+    /// Give memory back: this many bytes, or all that can be given back.
     GiveBack {
         /// Number of pages.
         #[serde(default)]
         bytes: Option<u64>,
     },
-    /// Take memory again: as many bytes as are named, else all that was given back.
+    /// Take memory again: this many bytes, or all that was given back.
     Take {
         /// Number of pages.
         #[serde(default)]
         bytes: Option<u64>,
     },
-    /// Give all memory back until the machine has slept.
+    /// Give all memory back, until the machine has slept.
     Sleep,
     /// Take again the memory that was given back for the sleep, as far as there is room for it.
     Wake,
@@ -79,14 +79,14 @@ pub enum Request {
         /// The device's number.
         device: u32,
     },
-    /// Keep no more than so many bytes of a bounded program resident.
+    /// Keep at most this many bytes of a bounded program resident.
     Limit {
         /// The program's process.
         pid: u32,
         /// The new limit.
         bytes: u64,
     },
-    /// Move everything out that is resident of a bounded program.
+    /// Move all resident memory of a bounded program out.
     Evict {
         /// The program's process.
         pid: u32,
@@ -101,7 +101,7 @@ pub trait Service: Send + Sync + 'static {
     /// Gives memory back, and calls `tell` while it does.
     ///
     /// # Errors
-    /// The error is one line: what is missing, and the next step.
+    /// Fails with one line: the thing that is missing, and the next step.
     fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
     /// Asks the daemon to take memory again.
@@ -116,7 +116,8 @@ pub trait Service: Send + Sync + 'static {
     /// Fails as [`give_back`](Service::give_back) does.
     fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
-    /// Takes again the memory that was given back for a sleep, as far as there is room for it.
+    /// Takes again the memory that was given back for a sleep, if the cards' owners have not taken
+    /// it.
     ///
     /// # Errors
     /// Fails as [`give_back`](Service::give_back) does.
@@ -125,23 +126,23 @@ pub trait Service: Send + Sync + 'static {
     /// Remembers a device that the kernel has connected.
     ///
     /// # Errors
-    /// The error is one line: what is missing.
+    /// Fails with one line that names the thing that is missing.
     fn attached(&self, device: Attachment) -> Result<(), Error>;
 
     /// Forgets a device that the kernel has disconnected.
     ///
     /// # Errors
-    /// The error is one line: what is missing.
+    /// Fails with one line that names the thing that is missing.
     fn detached(&self, device: u32) -> Result<(), Error>;
 
     /// Passes an order to the pager of a bounded program.
     ///
     /// # Errors
-    /// The error is one line: the process, and why it does not get it.
+    /// Fails with one line: the process, and the reason why it does not get the order.
     fn order(&self, pid: u32, order: Order) -> Result<(), Error>;
 }
 
-/// The answer to a request that was done and has nothing to report.
+/// The answer to a request that succeeded and has nothing to report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 struct Acknowledged {
     schema: u32,
@@ -152,7 +153,7 @@ struct Acknowledged {
 pub struct Progress {
     /// Memory given back or taken so far.
     pub bytes: u64,
-    /// Memory to give back or to take in the whole.
+    /// Memory that the whole request will give back or take.
     pub total_bytes: u64,
     /// Pages moved for the request so far.
     pub pages: u64,
@@ -163,7 +164,7 @@ pub struct Progress {
 pub struct Moved {
     /// Memory given back or taken.
     pub bytes: u64,
-    /// Memory left to the governor after a sleep, since the cards' owners have it now.
+    /// Memory that cards' owners have now after a sleep, and that is left to the governor.
     #[serde(default)]
     pub left_bytes: u64,
     /// Pages moved for the request.
@@ -181,7 +182,7 @@ enum Line {
     Error(String),
 }
 
-/// The frame around one line of an answer.
+/// One line of an answer, with the schema's version.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Reply {
     schema: u32,
@@ -196,8 +197,8 @@ struct Refusal {
     error: String,
 }
 
-/// The control socket of a daemon that is likely to run: the user's own, or else the system's,
-/// which `weir on` starts.
+/// The control socket of a daemon that is probably running: the user's own, or else the one of
+/// `weir on`.
 pub fn find() -> PathBuf {
     let own = default_path();
     let system = Path::new(SYSTEM).join(SOCKET);

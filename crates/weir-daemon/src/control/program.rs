@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use weir_core::ByteSize;
 
-/// Reports that are so much older than they should be are said to be.
+/// Age of a report from which on the status line tells the age.
 const SILENT_S: f64 = 2.0;
 
 /// A program that is bounded over the daemon's volume: `weir run`.
@@ -28,11 +28,11 @@ pub struct Program {
     pub faults: u64,
     /// Page faults a second over the last second or more.
     pub faults_per_s: f64,
-    /// Seconds that threads have waited for these, as the pager saw it.
+    /// Seconds that threads have waited for page faults, as far as the pager saw it.
     pub fault_s: f64,
-    /// Blocks that were prefetched.
+    /// Number of blocks that were prefetched.
     pub prefetched: u64,
-    /// Blocks among these that were used.
+    /// Number of prefetched blocks that the program then used.
     pub prefetched_used: u64,
     /// `prefetched_used` divided by `prefetched`; null before the first.
     pub prefetch_hit_rate: Option<f64>,
@@ -46,7 +46,7 @@ pub struct Program {
     pub silent_s: f64,
 }
 
-/// A name that a terminal can be given.
+/// A process's name without characters that a terminal would interpret.
 pub fn printable(name: &str) -> String {
     name.chars().map(|letter| if letter.is_control() { '?' } else { letter }).collect()
 }
@@ -57,7 +57,7 @@ impl fmt::Display for Program {
             pid, blocks, single_pages, lost_blocks, faults, faults_per_s, fault_s, silent_s, ..
         } = *self;
         let (resident, limit) = (ByteSize(self.resident_bytes), ByteSize(self.limit_bytes));
-        // Another user's daemon may have sent it.
+        // The name may come from another user's daemon.
         let name = printable(&self.name);
         writeln!(
             f,

@@ -1,8 +1,8 @@
-//! An endpoint where Prometheus and its like read the daemon's metrics: HTTP, one request a
-//! connection, one connection at a time.
+//! An endpoint from which Prometheus and other programs read the daemon's metrics: HTTP, one
+//! request a connection, one connection at a time.
 //!
-//! A slow or silent client costs [`PATIENCE`] at most, and the other clients wait for so long. A
-//! daemon that carries swap takes no more than one thread and one request's memory for all of them.
+//! A slow or silent client delays the other clients by at most [`PATIENCE`]. All of them together
+//! take one thread and one request's memory from a daemon that carries swap.
 
 use super::metrics::{self, Format};
 use super::{PATIENCE, Service};
@@ -18,7 +18,7 @@ use std::thread;
 use std::time::Instant;
 use weir_system::local_socket::{self, SocketFile};
 
-/// Longest head of a request in bytes, and most header lines.
+/// Longest head of a request, in bytes; and largest number of header lines.
 const HEAD_MOST: usize = 8192;
 const HEADERS_MOST: usize = 64;
 /// The media type in the `Accept` of a client that reads OpenMetrics.
@@ -34,7 +34,7 @@ impl Endpoint {
     /// Listens at `address`, and answers each `GET /metrics` with the status of `service`.
     ///
     /// # Errors
-    /// Fails when other machines could reach the address, or the socket cannot be had.
+    /// Fails when other machines could reach the address, or the socket cannot be made.
     pub fn start(address: &Address, service: Arc<dyn Service>) -> Result<Self, Error> {
         let failed = |error: &dyn std::fmt::Display| {
             let what = format!("--metrics {address}: cannot listen there: {error}; choose another address");
@@ -65,11 +65,11 @@ impl Endpoint {
             .name("weir-metrics".into())
             .spawn(move || {
                 loop {
-                    // A client that went away needs no answer, and its error concerns no other
-                    // client.
+                    // A client that has gone needs no answer, and its error does not concern other
+                    // clients.
                     if listener.accept().and_then(|client| answer(&mut { client }, &*service)).is_err() {
-                        // Without free descriptors accept(2) fails at once, so let other threads
-                        // run before the next try.
+                        // Without free descriptors accept(2) fails at once. Let other threads run
+                        // before the next attempt.
                         thread::yield_now();
                     }
                 }
@@ -101,7 +101,7 @@ impl Listener {
     }
 }
 
-/// A connection with a fixed end time, however slowly its other side reads or writes.
+/// A connection that ends at a fixed time, however slowly its client reads or writes.
 struct Client {
     socket: OwnedFd,
     until: Instant,
@@ -136,7 +136,7 @@ impl Write for Client {
     }
 }
 
-/// Reads one request, answers it, and hangs up.
+/// Reads one request, answers it, and disconnects.
 fn answer(client: &mut (impl Read + Write), service: &dyn Service) -> io::Result<()> {
     let mut head = vec![0; HEAD_MOST];
     let mut read = 0;
@@ -163,7 +163,7 @@ fn answer(client: &mut (impl Read + Write), service: &dyn Service) -> io::Result
 #[derive(PartialEq, Eq, Debug)]
 enum Asked {
     Metrics(Format),
-    /// A request with another answer: this status line.
+    /// Any other request. The answer is this status line.
     Other(&'static str),
     /// The head of the request did not arrive whole.
     Unknown,

@@ -16,7 +16,7 @@ use weir_core::chain;
 use weir_pager::link::Order;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// The most long requests at a time; each has a thread that waits for the worker.
+/// Largest number of long requests at a time. Each has a thread that waits for the worker.
 const LONG_MOST: usize = 16;
 
 /// A listening control socket. Dropping it removes the socket from the file system.
@@ -61,8 +61,8 @@ impl Server {
             .spawn(move || {
                 let long = Arc::new(AtomicUsize::new(0));
                 for client in listener.incoming() {
-                    // A client that went away needs no answer, and its error concerns no other
-                    // client.
+                    // A client that has gone needs no answer, and its error does not concern other
+                    // clients.
                     let _ = client.and_then(|client| answer(client, &service, &long));
                 }
             })
@@ -130,7 +130,7 @@ fn at_length(
     thread::Builder::new().name("weir-control-job".into()).spawn(move || {
         let _ended = ended;
         let say = |line| write_line(&client, &Reply { schema: SCHEMA, line });
-        // The work goes on even if the client went away.
+        // The work goes on even if the client has gone.
         let outcome = work(&mut |progress| drop(say(Line::Progress(progress))));
         let _ = say(outcome.map_or_else(|error| Line::Error(chain(&error)), Line::Result));
     })?;

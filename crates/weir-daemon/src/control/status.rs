@@ -22,7 +22,7 @@ pub struct Status {
     pub pid: u32,
     /// Seconds since the daemon began to serve.
     pub uptime_s: u64,
-    /// The device's path.
+    /// The device's size and pages.
     pub volume: Volume,
     /// The stores that hold the device's pages, in the order in which they are filled.
     pub stores: Vec<Store>,
@@ -52,7 +52,7 @@ pub struct Status {
     pub protection: Protection,
 }
 
-/// The device's pages.
+/// The counts of the device's pages.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Volume {
     /// The device's size in bytes.
@@ -72,7 +72,7 @@ pub struct Volume {
     pub compress: Option<Compress>,
 }
 
-/// Compressed pages.
+/// The gain of compression.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Compress {
     /// The algorithm, as `--compress` takes it; `none` if only an earlier daemon compressed pages.
@@ -96,8 +96,8 @@ pub struct Store {
     pub url: String,
     /// `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
-    /// The condition of each of the store's cards: state, since when, and why. Daemons before 0.1.0
-    /// of November 2026 do not send it.
+    /// The condition of each card of the store: state, since when, and why. Daemons before 0.1.0 of
+    /// November 2026 do not send it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
     /// Number of the store's slots: pages that it has room for.
@@ -108,15 +108,15 @@ pub struct Store {
     pub chunk_bytes: u64,
     /// The store's chunks, counted by state.
     pub chunks: Chunks,
-    /// Reads of pages that lay in the store, also reads that failed. Daemons before 0.1.0 of
+    /// Reads of pages that lay in the store, including reads that failed. Daemons before 0.1.0 of
     /// November 2026 do not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read: Option<Traffic>,
     /// Writes to the store. Daemons before 0.1.0 of November 2026 do not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write: Option<Traffic>,
-    /// The part of all reads whose page lay in the store; null before the first read. (Pages of one
-    /// value lie in no store.)
+    /// The part of all reads whose page lay in the store; null before the first read. Pages of one
+    /// repeated value lie in no store.
     #[serde(default)]
     pub hit_rate: Option<f64>,
 }
@@ -124,13 +124,13 @@ pub struct Store {
 /// Numbers of a store's chunks, the parts in which memory is given back and taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Chunks {
-    /// Chunks that hold pages.
+    /// Number of chunks that hold pages.
     pub held: u64,
-    /// Chunks that have their memory and hold no page.
+    /// Number of chunks that have their memory and hold no page.
     pub reserve: u64,
-    /// Chunks whose pages are moving out.
+    /// Number of chunks whose pages are moving out.
     pub emptying: u64,
-    /// Chunks whose memory was given back to its owner.
+    /// Number of chunks whose memory was given back to its owner.
     pub given_back: u64,
 }
 
@@ -147,7 +147,7 @@ pub struct Background {
     pub take_bytes_per_s: u64,
     /// Number of pages moved out of chunks that were given back.
     pub moved_out: u64,
-    /// Number of pages promoted again since.
+    /// Number of pages that were promoted again.
     pub moved_up: u64,
     /// Number of compressed pages moved together after their neighbours had gone.
     #[serde(default)]
@@ -160,7 +160,7 @@ pub struct Background {
     pub batches: u64,
     /// The longest batch.
     pub longest_batch: u64,
-    /// Times that a sleeping thread was woken.
+    /// Number of times that a sleeping thread was woken.
     pub wakes: u64,
 }
 
@@ -176,7 +176,8 @@ pub struct Io {
     pub corrupt: u64,
 }
 
-/// Pages that were read or written since the start, and their latencies (of a sample, to 6 %).
+/// Pages that were read or written since the start. Their latencies are those of a sample, exact to
+/// 6 %.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Traffic {
     /// Number of pages.
@@ -187,13 +188,14 @@ pub struct Traffic {
     pub p99_us: Option<f64>,
     /// The 99.9th percentile of latency, in microseconds.
     pub p999_us: Option<f64>,
-    /// The whole sample as pairs: a latency in nanoseconds, and the number of pages that took at
-    /// most that; rising. The difference of two statuses is what happened between them.
+    /// All sampled latencies as pairs of a latency in nanoseconds and the number of pages that took
+    /// at most that, in rising order. The difference of two statuses has the pages of the time
+    /// between them.
     #[serde(default)]
     pub latencies_ns: Vec<(u64, u64)>,
 }
 
-/// Rates of reading and writing since an earlier look, a second or more ago; at first, since the
+/// Rates of reading and writing since an earlier look at least a second ago; at first, since the
 /// start.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Rates {
@@ -205,9 +207,8 @@ pub struct Rates {
     pub write_bytes_per_s: u64,
 }
 
-/// Counts at earlier looks, from which the next rates are computed: nothing runs in between. A look
-/// within a second of the last one counts from the look before. So two clients that ask in turns do
-/// not shorten each other's time.
+/// Earlier looks, from which the next rates are computed. A look within a second of the last one
+/// counts from the look before. So two clients that ask in turns do not shorten each other's time.
 #[derive(Default, Debug)]
 pub struct Looks(Mutex<Kept>);
 
@@ -236,7 +237,7 @@ pub struct Export {
     pub address: String,
     /// Connections in use now; for a block device, its queues.
     pub connections: u64,
-    /// The most connections that can be in use.
+    /// Largest number of connections that can be in use.
     pub connections_most: u64,
     /// Number of requests so far.
     pub requests: u64,
@@ -247,7 +248,7 @@ pub struct Export {
 /// The bound on how deeply processors may sleep, by `/dev/cpu_dma_latency`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct CpuLatency {
-    /// The bound is in force now: a burst of requests is going on.
+    /// Whether the bound is in force now, during a burst of requests.
     pub held: bool,
     /// Number of bursts so far.
     pub bursts: u64,
@@ -256,7 +257,7 @@ pub struct CpuLatency {
 /// The state of [`weir_core::swap_safety`] and of the sealed allocator.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Protection {
-    /// The device is to carry swap.
+    /// Whether the device is to carry swap.
     pub swap: bool,
     /// Whether `PR_SET_IO_FLUSHER` is set.
     pub io_flusher: bool,
@@ -310,7 +311,7 @@ impl Traffic {
 }
 
 impl Looks {
-    /// Least time between two looks: rates over shorter times say little.
+    /// Shortest time between two looks. Rates over shorter times vary too much.
     const APART: Duration = Duration::from_secs(1);
 
     /// Takes a look at the time `at` since the start, with the bytes read and written since then.
@@ -359,8 +360,8 @@ impl Volume {
             pages,
             stored: status.stored,
             filled: status.filled,
-            // The counts are read one after another while lanes work, so the difference must not
-            // fall below zero.
+            // Lanes change these counts while they are read one after another. So the difference
+            // must not fall below zero.
             free: pages.saturating_sub(status.stored + status.filled),
             map_bytes,
             compress: Compress::of(status),
@@ -374,7 +375,7 @@ impl Compress {
         if compression.is_none() && packed == 0 {
             return None;
         }
-        // Lanes at work change these counts too, as above.
+        // Lanes change these counts too while they are read.
         let slots = (stored + packs).saturating_sub(packed);
         Some(Compress {
             algorithm: compression.map_or_else(|| "none".to_owned(), |algorithm| algorithm.to_string()),
@@ -445,7 +446,7 @@ impl fmt::Display for Background {
 
 /// The columns of a terminal.
 const COLUMNS: usize = 80;
-/// The columns of a line's name: text that does not fit goes on in the next line, below the text.
+/// The columns of a line's name. Text that does not fit continues below the text of the line.
 const NAMES: usize = 10;
 
 /// Breaks lines between words at a terminal's width.
@@ -456,7 +457,7 @@ fn wrapped(text: &str) -> String {
             out.push_str(line);
         } else {
             let mut width = 0;
-            // Words keep their spaces, which align columns.
+            // Each word keeps the spaces after it, since spaces align columns.
             for word in line.split_inclusive(' ') {
                 if width > NAMES && width + word.trim_end().chars().count() > COLUMNS {
                     out.truncate(out.trim_end().len());

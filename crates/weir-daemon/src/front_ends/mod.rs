@@ -32,9 +32,9 @@ pub trait FrontEnd: fmt::Debug + Send {
         None
     }
 
-    /// Removes the block device before [`stop`](FrontEnd::stop): without a server, every program
-    /// that touched it would wait for ever. Returns the reason why it cannot go yet, and the next
-    /// step; then it is served on. Returns `None` once it has gone.
+    /// Removes the block device before [`stop`](FrontEnd::stop), since a program that touches a
+    /// device without a server waits for ever. Returns `None` once the device has gone. Otherwise
+    /// returns the reason and the next step, and the device is served on.
     fn let_go(&mut self) -> Option<String> {
         None
     }
@@ -50,7 +50,7 @@ pub fn lanes(options: &Config) -> usize {
     let fuse = options.fuse.as_ref().map_or(0, |fuse| usize::from(fuse.threads));
     let share = match &options.share {
         None => 0,
-        // Pages lent in place take the room of this many lanes.
+        // The pages on loan to clients take the room of this many lanes.
         Some(share) => {
             if share.in_place {
                 1 + IN_PLACE_LANES
@@ -62,7 +62,7 @@ pub fn lanes(options: &Config) -> usize {
     nbd + fuse + share
 }
 
-/// Pages that are lent in place take together the room of at most this many lanes: 10 MiB of pages.
+/// Number of lanes whose room the pages on loan to clients may take together: 10 MiB of pages.
 const IN_PLACE_LANES: usize = 8;
 
 /// The NBD server on all its addresses.
@@ -73,7 +73,7 @@ impl Nbd {
     /// Listens on every `--nbd` address.
     ///
     /// # Errors
-    /// Fails when a socket or a certificate cannot be had.
+    /// Fails when a socket cannot be made, or a certificate cannot be read.
     pub fn start(
         volume: &Arc<Volume>,
         options: &Config,
@@ -146,7 +146,7 @@ impl Fuse {
     /// it.
     ///
     /// # Errors
-    /// Fails when it cannot be mounted, or the kernel's FUSE is too old.
+    /// Fails when the file cannot be mounted, or the kernel's FUSE is too old.
     pub fn start(
         volume: &Arc<Volume>,
         options: &Config,
@@ -161,8 +161,8 @@ impl Fuse {
             spin: options.spin,
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
-            // A file that must outlive its daemon cannot have a ring. A thread that spins for
-            // requests reads the device.
+            // A file that must outlive its daemon cannot have a ring. With a time to spin, threads
+            // read the device instead.
             ring: keeper.is_none() && !options.swap && options.spin.is_zero(),
             allow_other: false,
         };
@@ -197,10 +197,10 @@ impl FrontEnd for Fuse {
         }]
     }
 
-    /// Checks loop devices over the file: swap on them is lost with this process, as on any other
-    /// device.
+    /// Checks loop devices over the file. Swap on such a device is lost with this process.
     fn in_use(&self) -> Option<String> {
-        // The path as the kernel shows it. The file itself is no link.
+        // The kernel shows the path without symbolic links in its directory. The file itself is no
+        // link.
         let file = self.0.file();
         let directory = file.parent().and_then(|parent| parent.canonicalize().ok());
         let file =
@@ -227,7 +227,7 @@ impl Share {
     /// Listens at its path.
     ///
     /// # Errors
-    /// Fails when the socket cannot be had.
+    /// Fails when the socket cannot be made.
     pub fn start(
         volume: &Arc<Volume>,
         options: &Config,
@@ -238,7 +238,8 @@ impl Share {
         let config = share::Config {
             spin: options.spin,
             in_place: if share.in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
-            // Only the kernel may write: it alone knows what its swap holds.
+            // Only the kernel may write to a device that carries swap, since only it knows the
+            // content.
             read_only: options.swap,
             ..share::Config::at(&share.path)
         };
@@ -262,7 +263,8 @@ impl FrontEnd for Share {
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
-        // Requests lie in the clients' own memory, so dropping the server only disconnects them.
+        // Requests lie in the clients' own memory. So dropping the server only disconnects the
+        // clients.
     }
 }
 

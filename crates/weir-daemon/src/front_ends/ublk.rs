@@ -21,7 +21,7 @@ use weir_volume::Volume;
 /// The keeper's name for the page with the device's number.
 const NUMBER: &str = "ublk";
 
-/// Largest number of queues by default: more would hold memory that a desktop's swap does not need.
+/// Largest number of queues by default. More would take memory that a desktop's swap does not need.
 const QUEUES_MOST: usize = 4;
 
 /// A device that is not served yet: a new one, or one that a dead daemon left.
@@ -54,7 +54,7 @@ impl Number {
 }
 
 impl PreparedUblk {
-    /// Looks whether an earlier daemon left a device to take over. The number of lanes depends on
+    /// Looks for a device of an earlier daemon, to take it over. The number of lanes depends on
     /// that.
     ///
     /// # Errors
@@ -100,7 +100,7 @@ impl PreparedUblk {
         self.found.as_ref().map_or(self.config.queues, Found::queues).into()
     }
 
-    /// Serves the device.
+    /// Begins to serve the device.
     ///
     /// # Errors
     /// Fails when a thread cannot be had, or the driver refuses.

@@ -37,8 +37,8 @@ pub fn is_copy() -> bool {
     std::env::var_os(ENVIRONMENT[0]).is_some()
 }
 
-/// The file that this program was started from, and its stamp then. Without a copy, call this first
-/// of all, while file and program are still the same.
+/// The file from which this program was started, and the file's stamp at that time. Unless this
+/// process is the copy, call this first of all, while the file is still the program's.
 pub fn original() -> (PathBuf, Option<Stamp>) {
     let own = || PathBuf::from("/proc/self/exe");
     match (std::env::var_os(ENVIRONMENT[0]), std::env::var(ENVIRONMENT[1])) {
@@ -52,7 +52,7 @@ pub fn original() -> (PathBuf, Option<Stamp>) {
 pub const SWAP_NAME: &str = "@weir";
 
 /// Replaces this process by the copy, with the same arguments and the same process id. Returns only
-/// if that fails, and then the process can go on as before. A process that carries swap has its
+/// if that fails, and the process can go on as before. A process that carries swap has its special
 /// name even without a copy.
 pub fn run(swap: bool) -> io::Error {
     let mut arguments = std::env::args_os();
@@ -72,7 +72,7 @@ pub fn run(swap: bool) -> io::Error {
         Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
     let error = become_copy().unwrap_or_else(|error| error);
-    // The program then comes to this place again, with that name, and goes on.
+    // The program then comes to this line again, with that name, and goes on.
     if name != own {
         return named(Path::new("/proc/self/exe")).exec();
     }

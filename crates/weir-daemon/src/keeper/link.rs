@@ -9,14 +9,15 @@ use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Tells a daemon that a keeper started it, and which descriptor leads to the keeper.
+/// The environment variable with the number of the descriptor that leads to the keeper. A daemon
+/// that has it was started by a keeper.
 pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 
-/// Tells a daemon how many processors its keeper found.
+/// The environment variable with the number of processors that the keeper found.
 pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
 
-/// Tells a daemon when the last daemon was gone (nanoseconds of [`now`]), and how many nanoseconds
-/// its end took from the first sign on.
+/// The environment variable with the time when the last daemon was gone (nanoseconds of [`now`]),
+/// and the nanoseconds that its end took from the first sign on.
 pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
 
 /// The time now, in nanoseconds of a clock that all processes share. If a person sets that clock,
@@ -40,7 +41,7 @@ pub struct Link(Arc<Line>);
 #[derive(Debug)]
 struct Line {
     socket: OwnedFd,
-    /// The holder of this lock has asked, and the next answer is for it.
+    /// The holder of this lock has sent a request. The next answer is for it.
     turn: Mutex<()>,
 }
 
@@ -129,9 +130,8 @@ impl Link {
         self.ask(&format!("hold {} {name}", kind.word()), Some(fd), "held", name)
     }
 
-    /// Tells the keeper that a memfd which it holds has new pages, to be locked there too. The
-    /// keeper does so even if this process dies meanwhile, so the daemon does not wait for an
-    /// answer.
+    /// Tells the keeper that a memfd which it holds has new pages. The keeper locks them too, even
+    /// if this process dies meanwhile. So the daemon does not wait for an answer.
     pub fn took(&self, name: &str, offset: u64, bytes: u64) -> io::Result<()> {
         send(&self.0.socket, &format!("took {name} {offset} {bytes}"), None)
     }
@@ -153,25 +153,26 @@ impl Link {
         }
     }
 
-    /// Tells the keeper that the daemon is about to listen: from here on clients may have pages
-    /// here.
+    /// Tells the keeper that the daemon is about to listen. From here on the daemon may have
+    /// clients' pages.
     pub fn opening(&self) -> io::Result<()> {
         send(&self.0.socket, "opening", None)
     }
 
-    /// Tells the keeper that the daemon serves. Called again whenever the daemon has taken memory
-    /// that the next daemon will need too.
+    /// Tells the keeper that the daemon serves. The daemon calls this again after it has taken
+    /// memory that the next daemon will need too.
     pub fn ready(&self) -> io::Result<()> {
         send(&self.0.socket, "ready", None)
     }
 
-    /// Tells the keeper that the daemon was told to end, and is about to: nobody needs its pages.
+    /// Tells the keeper that the daemon was told to end and is about to, since no client needs its
+    /// pages.
     pub fn ending(&self) -> io::Result<()> {
         send(&self.0.socket, "ending", None)
     }
 
     /// Tells the keeper that the daemon was told to end and stays, because it is in use. If it
-    /// dies, another must start.
+    /// dies, the keeper must start another.
     pub fn staying(&self) -> io::Result<()> {
         send(&self.0.socket, "staying", None)
     }

@@ -26,20 +26,20 @@ use weir_core::{Memory, Resident};
 use weir_system::Machine;
 use weir_system::signals;
 
-/// Least memory that is set aside and freed while a daemon starts: for its pages, stacks, page
-/// tables and heap, with the page tables of what it maps (2 MiB for each GiB).
+/// Least memory that is set aside for the next daemon and freed while it starts. The daemon needs
+/// it for its pages, stacks, heap and page tables (2 MiB for each GiB that it maps).
 const SET_ASIDE_LEAST: usize = 64 << 20;
 /// Time until the keeper tries again to set memory aside.
 const SET_ASIDE_AGAIN: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
-/// A daemon that lived less long than this counts as one that failed to start.
+/// A daemon that ends earlier than this counts as one that failed to start.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 /// A new program may be killed early by chance. After this many early deaths in a row it counts as
 /// broken.
 const SHORT_LIVES_MOST: u32 = 5;
-/// Pause before the next start when one daemon after the other dies before it serves.
+/// Pause before the next start after several daemons in a row have died before they served.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Longest time that a signal waits for a daemon that takes over: only a serving daemon can say
-/// that it is in use.
+/// Longest time that a signal waits for a daemon that takes over. Only a serving daemon can say
+/// whether it is in use.
 const HEARING: Duration = Duration::from_secs(10);
 
 /// A thing that the keeper holds.
@@ -59,9 +59,9 @@ enum End {
 struct Life {
     end: End,
     was_ready: bool,
-    /// The daemon said that it ends, since nobody needs its pages.
+    /// Whether the daemon has said that it ends, since no client needs its pages.
     is_done: bool,
-    /// The daemon was told to end, and has not said yet whether it does.
+    /// Whether the daemon was told to end, and has not said yet whether it does.
     owes_answer: bool,
     makes_way: bool,
 }
@@ -69,11 +69,11 @@ struct Life {
 struct Keeper<'a> {
     log: &'a Log,
     kept: BTreeMap<String, Kept>,
-    /// A daemon has listened, so clients may need what the keeper holds. Only a daemon can tell
-    /// that they do not.
+    /// Whether a daemon has listened. From then on clients may need the pages that the keeper
+    /// holds, and only a daemon can tell that they do not.
     is_needed: bool,
     set_aside: Vec<Memory>,
-    /// The set-aside memory is less than the next daemon will need.
+    /// Whether less memory is set aside than the next daemon will need.
     lacks: bool,
     /// The configuration's file, and its pages in memory.
     config: Option<&'a Path>,
@@ -81,11 +81,12 @@ struct Keeper<'a> {
     swap: bool,
     config_pages: Option<Resident>,
     signals: UnixStream,
-    /// The time at which a waiting signal is passed on even if the daemon does not serve yet.
+    /// The time at which a waiting signal is passed on, even to a daemon that does not serve yet.
     told_by: Option<Instant>,
     /// The number of processors that every daemon plans its threads for.
     processors: usize,
-    /// The time when the last daemon was gone, and how long its end took from the first sign on.
+    /// The time when the last daemon was gone, and the time from the first sign of its end until
+    /// then.
     gone: Option<(u64, Duration)>,
 }
 
@@ -133,15 +134,15 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         (keeper.set_aside, keeper.lacks) = (Vec::new(), false);
         let born = Instant::now();
         let life = match keeper.one_life(programs.next()) {
-            // The upgrade may have written only a part of the file by now.
+            // The upgrade may have written only a part of the file so far.
             Err(_) if programs.is_new() => {
                 programs.give_up();
                 continue;
             }
-            // The machine is short of processes, descriptors or memory. That passes, while pages
-            // would be gone for good.
+            // The machine is short of processes, descriptors or memory. The shortage will end, but
+            // lost pages would not come back. So try again.
             Err(error) if keeper.is_needed => {
-                // Log only some tries, since the shortage may last for long.
+                // Log only some attempts, since the shortage may last.
                 if tries.is_power_of_two() {
                     (log)(
                         Level::Warning,
@@ -185,7 +186,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             ),
         }
         if life.owes_answer {
-            // The daemon hung, or was killed before it answered: the next daemon is asked.
+            // The daemon hung, or was killed before it answered. So ask the next daemon.
             keeper.told_by = Some(Instant::now() + HEARING);
         }
         stillborn = if born.elapsed() < SHORT_LIFE && !life.was_ready { stillborn + 1 } else { 0 };
@@ -195,20 +196,20 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     }
 }
 
-/// Pause before the next daemon, after this many in a row that died before they served. One may
-/// have been killed while it took over, with requests waiting for the next.
+/// The pause before the next daemon after this many in a row that died before they served. One of
+/// them may have been killed during its takeover, while requests wait for the next.
 fn pause_after(stillborn: u32) -> Option<Duration> {
     (stillborn > 1).then_some(PAUSE)
 }
 
-/// The choice of the next daemon's program: the installed one, if an upgrade has replaced the
-/// keeper's own, else the keeper's own. Starting the keeper's own needs no disk, and it remains if
-/// the installed one fails.
+/// The choice of the next daemon's program. If an upgrade has replaced the keeper's own program, it
+/// is the installed one, else the keeper's own. To start the keeper's own takes no disk, and it
+/// remains if the installed one fails.
 #[derive(Debug)]
 struct Programs {
     own: PathBuf,
     installed: PathBuf,
-    /// The stamp that the installed program had when the keeper was started from it.
+    /// The stamp of the installed program at the keeper's start from it.
     stamp: Option<Stamp>,
     /// The stamp of the new program to be started.
     new: Option<Stamp>,
@@ -265,9 +266,8 @@ impl Keeper<'_> {
         // starts a child meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
-        // With this the new daemon may use the kernel's reserve from its first page until it
-        // serves. If the kernel denies it, the start may be slow or fail, and then another start
-        // follows.
+        // With this the new daemon may use the kernel's reserve until it serves. If the kernel
+        // denies that, the start may be slow or fail, and the keeper starts another daemon.
         if self.swap {
             let _ = swap_safety::reach_reserves(Children::Inherit);
         }
@@ -284,7 +284,7 @@ impl Keeper<'_> {
         }
         let pid = Pid::from_child(&child?);
         drop(theirs);
-        // The keeper's death would cost the pages, so a panic here costs a daemon and no more.
+        // The keeper's death would lose the pages. So a panic here ends a daemon and nothing more.
         let life = catch_unwind(AssertUnwindSafe(|| self.watch(pid, ours)))
             .unwrap_or_else(|_| Err(io::Error::other("a bug in the keeper, reported above")));
         if life.is_err() {
@@ -307,7 +307,7 @@ impl Keeper<'_> {
         };
         let mut line = Some(line);
         let mut hung_up = None;
-        // Once a daemon has handed something over, a client may be using it.
+        // The first handoff of a daemon means that a client may use that daemon.
         let takes_over = !self.kept.is_empty();
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
             // The daemon died before it listened; the code below notices its end.
@@ -325,8 +325,7 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
-            // The keeper asks again for memory that it could not set aside when the daemon began to
-            // serve.
+            // The memory could not be set aside when the daemon began to serve. So ask again.
             let again = life.was_ready && self.lacks;
             let wait = match self.told_by {
                 Some(by) => Timespec::try_from(by.saturating_duration_since(Instant::now())).ok(),
@@ -340,7 +339,7 @@ impl Keeper<'_> {
             if events == 0 && again {
                 self.set_aside(pid);
             }
-            // A dead daemon gets no signal; the next one gets it.
+            // A dead daemon gets no signal. The next daemon gets it.
             if signalled && !ended {
                 self.hear_signal();
             }
@@ -364,15 +363,15 @@ impl Keeper<'_> {
         }
     }
 
-    /// Waits, and says whether the keeper was told to end meanwhile.
+    /// Waits. Returns whether the keeper was told to end meanwhile.
     fn is_told_within(&self, wait: Duration) -> bool {
         let wait = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() };
         let mut fds = [PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN)];
         matches!(poll(&mut fds, Some(&wait)), Ok(ready) if ready > 0)
     }
 
-    /// Sets memory aside for the next start. If memory is short now, the next start is a little
-    /// less certain: serving goes first.
+    /// Sets memory aside for the next start. If memory is short now, that start may fail: serving
+    /// goes first.
     fn set_aside(&mut self, daemon: Pid) {
         let have: usize = self.set_aside.iter().map(Memory::len).sum();
         let more = (own_memory(daemon) * 5 / 4).saturating_sub(have);
@@ -406,7 +405,7 @@ impl Keeper<'_> {
             ("ready", _) => {
                 (life.was_ready, self.is_needed) = (true, true);
                 self.set_aside(daemon);
-                // Read the file now, not once: an upgrade may have replaced it.
+                // Read the file at each start, since an upgrade may have replaced it.
                 let pages = self.config.map(resident::file);
                 self.config_pages = pages.and_then(|pages| held(self.log, "the configuration", pages));
                 Ok(())
@@ -492,7 +491,7 @@ fn own_memory(daemon: Pid) -> usize {
     (of("RssAnon") + of("VmPTE")).max(SET_ASIDE_LEAST)
 }
 
-/// Returns the pages held in memory, or logs that they are not held.
+/// Returns the pages held in memory. Logs it if they cannot be held.
 fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> {
     match pages {
         Ok(pages) => Some(pages),
@@ -506,15 +505,15 @@ fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> 
     }
 }
 
-/// Raises the limit of open files: each chunk of a GPU's memory takes a descriptor, more than the
-/// usual 1024. The daemon takes two or more for each, and inherits the limit. If the system denies
-/// it, the descriptor that is one too many fails with its own error.
+/// Raises the limit of open files. Each chunk of a GPU's memory takes a descriptor here, and two or
+/// more in the daemon, which inherits the limit. If the system denies it, the daemon fails later,
+/// at the descriptor that is one too many.
 fn open_many_files() {
     let limit = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
-/// Waits for a child that has ended. Its memory and descriptors are gone when this returns.
+/// Waits for the end of a child. The child's memory and descriptors are gone when this returns.
 fn reap(pid: Pid) -> io::Result<End> {
     loop {
         match rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED) {

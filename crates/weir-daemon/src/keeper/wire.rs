@@ -1,5 +1,5 @@
 //! The messages between keeper and daemon: datagrams on a socket pair. Each has a word and a name,
-//! and a descriptor if one is handed over.
+//! and some also carry a descriptor.
 //!
 //! | from | datagram | means |
 //! |---|---|---|
@@ -26,9 +26,9 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// The version of what one daemon leaves to the next: these datagrams, the names, and the layout of
-/// the memory under them (page map, slot records, the stores' own). A program of another format
-/// takes nothing over, and the keeper goes back to its own program.
+/// The version of the handoff from one daemon to the next: these datagrams, the names, and the
+/// layout of the memory under them (page map, slot records, the stores' own). A program of another
+/// format takes nothing over. The keeper then goes back to its own program.
 pub const FORMAT: u32 = 1;
 
 /// Longest datagram in bytes; names are short.

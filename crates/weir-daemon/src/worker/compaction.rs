@@ -1,5 +1,5 @@
-//! Compaction: moves the remaining pages of half-empty packs together. It does a little at a time,
-//! and only when lanes have said that pages left a pack.
+//! Compaction: moves the remaining pages of half-empty packs together. It moves a few at a time,
+//! and only after lanes have reported that pages left a pack.
 
 use super::pace::{REST, drive, is_in_use};
 use super::workers::Workers;
@@ -8,8 +8,8 @@ use std::time::Duration;
 use weir_queue::{Item, Work, has_item};
 use weir_volume::{GiveBackError, Sparse, Task, Volume};
 
-/// Time that one turn moves pages. With the rests while the volume is in use, that is a tenth of
-/// one processor.
+/// Time for which one turn moves pages. With the pauses while the volume is in use, compaction
+/// takes a tenth of one processor.
 const TURN: Duration = Duration::from_millis(2);
 
 /// The job that schedules itself until no pack is worth compacting any more.
@@ -57,8 +57,8 @@ impl Compaction {
         Arc::new(Compaction { item: Item::new(), workers, at: Mutex::default() })
     }
 
-    /// Has `workers` run the compaction from now on: at once, for the packs of an earlier daemon,
-    /// and whenever lanes say that pages left a pack.
+    /// Makes `workers` run the compaction from now on. It runs at once for the packs of an earlier
+    /// daemon, and after each report that pages left a pack.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
         if workers.volume().compression().is_none() {
             return;
@@ -87,7 +87,7 @@ impl Compaction {
         }
         let mut mover = workers.mover(0);
         while let Some(Sweep { store, slot, sparse }) = at.sweep {
-            // A page that cannot be read stays where it is, and its readers get the error.
+            // A page that cannot be read stays in its pack, and its readers get the error.
             let task = Task::Compact { store, next: slot, sparse };
             at.sweep = match drive(&mut mover, task, |_| !workers.is_stopping()) {
                 Ok(done) if done.more => Some(Sweep { store, slot: mover.next(), sparse }),
@@ -115,7 +115,7 @@ impl Compaction {
     }
 }
 
-/// Starts a sweep of the first store, from this one on, that wastes too much room in packs.
+/// Begins a sweep of a store that wastes too much room in packs: the first one from `first` on.
 fn sweep_from(volume: &Volume, first: usize) -> Option<Sweep> {
     (first..volume.stores().count())
         .find_map(|store| Some(Sweep { store, slot: 0, sparse: volume.sparse(store)? }))

@@ -30,8 +30,8 @@ pub struct Job {
     pub wish: Wish,
     /// Bytes to give back or to take; `None`: all.
     pub bytes: Option<u64>,
-    /// The only card whose memory the job moves, if the governor asks. Less than asked for is then
-    /// welcome too.
+    /// The card whose memory the job moves, in a request of the governor. Such a job may move less
+    /// than requested.
     pub only: Option<Card>,
     pub reach: Reach,
     outcome: Mutex<Option<Result<Moved, Error>>>,
@@ -58,13 +58,13 @@ impl Work for Job {
     }
 }
 
-/// Memory that was not given back or taken, and why.
+/// The error for memory that was not given back or taken.
 pub fn unmoved(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Memory, what)
 }
 
-/// Tells the thread that waits for a job of the job's end, even if it panicked: the queue goes on
-/// after a panic.
+/// Tells the thread that waits for a job that the job has ended. A panic of the job is an end too,
+/// and the queue goes on.
 struct Ending<'a>(&'a Job);
 
 impl Ending<'_> {

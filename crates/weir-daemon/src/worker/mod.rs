@@ -1,8 +1,8 @@
 //! Work beside the I/O path: give-back, take, promotion of pages, and compaction.
 //!
-//! One queue takes the jobs, so they never run side by side. The threads of a few other queues help
-//! it to empty chunks. All threads sleep until there is something to do. Each has a lane of the
-//! volume. The governor queues jobs to keep memory free for a card's owner.
+//! One queue takes the jobs, so two jobs never run at once. The threads of a few other queues help
+//! it to empty chunks. All threads sleep until there is work. Each has a lane of the volume. The
+//! governor queues jobs, to keep memory free for a card's owner.
 
 mod compaction;
 mod governor;
@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use weir_volume::Volume;
 use workers::Workers;
 
-/// Largest number of threads that empty chunks: on the GPUs measured two or three fill the bus.
+/// Largest number of threads that empty chunks. On the measured GPUs two or three fill the bus.
 const THREADS_MOST: usize = 4;
 
 /// Number of the volume's lanes that the workers take: one a thread.
@@ -40,15 +40,15 @@ impl Worker {
     /// memory back on request.
     ///
     /// # Errors
-    /// Fails when there is no lane or no thread for them.
+    /// Fails when the volume has no lane left, or no thread can be started.
     pub fn start(volume: &Arc<Volume>, lends: &[bool], environment: &Environment) -> Result<Self, Error> {
         let workers = Workers::start(volume, lends, environment)?;
         let governor = Mutex::new(Governor::start(&workers, &environment.log)?);
         Ok(Worker { workers, governor })
     }
 
-    /// Gives back `bytes` of memory, or with `None` all that can be given back. Returns when that
-    /// is done, and calls `tell` meanwhile.
+    /// Gives back `bytes` of memory; `None`: all memory that can be given back. Calls `tell` while
+    /// it works, and returns at the end.
     ///
     /// # Errors
     /// The error is one line: what is missing, and the next step.
@@ -56,8 +56,8 @@ impl Worker {
         Job::new(&self.workers, Wish::GiveBack, bytes).run_on(&self.workers, tell)
     }
 
-    /// Takes `bytes` of the memory that was given back, or with `None` all of it, and promotes
-    /// pages afterwards.
+    /// Takes `bytes` of the memory that was given back; `None`: all of it. Promotes pages
+    /// afterwards.
     ///
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
@@ -74,8 +74,8 @@ impl Worker {
         Job::new(&self.workers, Wish::Sleep, None).run_on(&self.workers, tell)
     }
 
-    /// Takes again the memory that was given back for a sleep, as far as the cards' owners leave
-    /// it. The rest is left to the governor.
+    /// Takes again the memory that was given back for a sleep, if the cards' owners have not taken
+    /// it. The governor takes the rest later.
     ///
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.

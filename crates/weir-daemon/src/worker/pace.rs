@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Rest};
 use weir_volume::{Awaited, GiveBackError, Moved, Mover, Step, Task};
 
-/// Bytes a second that all threads together move out.
+/// Largest number of bytes a second that all threads together move out.
 pub const RATE: f64 = 12e9;
-/// Pause between two passes over a chunk of which a program uses pages in place: each pass goes
+/// Pause between two passes over a chunk that has pages on loan to a program. Each pass goes
 /// through the whole chunk.
 const LOAN_REST: Duration = Duration::from_millis(1);
 /// A thread sleeps only if it is ahead of its pace by more than this.
@@ -23,10 +23,10 @@ pub fn is_in_use(pages: u64, time: Duration) -> bool {
     pages as f64 / time.as_secs_f64().max(1e-3) > IDLE_PAGES_PER_S
 }
 
-/// Has a mover do a task, by the machine's clock. `goes_on` is told how many pages each step moved.
+/// Runs a task of a mover, by the machine's clock. Tells `goes_on` how many pages each step moved.
 ///
 /// # Errors
-/// Why the task ended before it was done.
+/// The reason why the task ended early.
 pub fn drive(
     mover: &mut Mover,
     task: Task,
@@ -65,7 +65,7 @@ impl<'a> Pace<'a> {
         Pace { clock, began: clock.now(), moved: 0, rate: RATE / threads.max(1) as f64 }
     }
 
-    /// Counts `pages`, and sleeps if they were moved too early.
+    /// Counts `pages`. Sleeps if the thread has moved them faster than its rate.
     pub fn step(&mut self, pages: u32) {
         self.moved += u64::from(pages) * PAGE_SIZE as u64;
         let due = Duration::from_secs_f64(self.moved as f64 / self.rate);

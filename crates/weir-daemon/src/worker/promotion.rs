@@ -1,5 +1,5 @@
-//! Promotion: moves pages up once faster stores have room again. It does a little at a time, while
-//! the volume is idle.
+//! Promotion: moves pages to faster stores once these have room again. It moves a few at a time,
+//! while the volume is idle.
 
 use super::pace::{REST, drive, is_in_use};
 use super::workers::Workers;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
 use weir_volume::Task;
 
-/// Time that one turn moves pages.
+/// Time for which one turn moves pages.
 const TURN: Duration = Duration::from_millis(5);
 
 /// The job that schedules itself until no page is left to promote.
@@ -61,7 +61,7 @@ impl Promotion {
         workers.queue().schedule(self);
     }
 
-    /// Drops the rest of the promotion, because memory is being given back.
+    /// Drops the rest of the promotion, because the daemon gives memory back.
     pub fn end(&self) {
         self.at.lock().unwrap_or_else(PoisonError::into_inner).store = 0;
     }
@@ -88,8 +88,8 @@ impl Promotion {
             *slot = mover.next();
             match moved {
                 Ok(moved) if moved.more => {}
-                // This store is finished, or no faster store has room any more: the next store's
-                // pages go into the stores before it.
+                // No page of this store is left to promote, or no faster store has room. Go on with
+                // the pages of the next store.
                 Ok(_) => {
                     (*store, *slot) = (*store + 1, 0);
                     break;

@@ -1,4 +1,4 @@
-//! The threads that empty chunks, and how they divide the chunks.
+//! The threads that empty chunks, and the division of chunks between them.
 
 use super::compaction::Compaction;
 use super::job::{Job, Reach, Wish, unmoved};
@@ -14,14 +14,14 @@ use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
 use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Task, Volume};
 
-/// The next step if every store is needed.
+/// The next step for a user when every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
 
 /// The threads, their movers, and their counts.
 #[derive(Debug)]
 pub struct Workers {
     volume: Arc<Volume>,
-    /// The first queue takes the jobs, the others help it.
+    /// The first queue takes the jobs. The other queues help it to empty chunks.
     queues: OnceLock<Box<[Queue]>>,
     movers: Box<[Mutex<OpenMover>]>,
     /// For each store: whether its memory is given back on request.
@@ -56,7 +56,7 @@ impl std::ops::DerefMut for OpenMover {
     }
 }
 
-/// Bytes since the start, and bytes a second in the last job.
+/// The bytes moved since the start, and the bytes a second of the last job.
 #[derive(Debug, Default)]
 struct Total {
     bytes: AtomicU64,
@@ -94,23 +94,23 @@ impl Chunk {
     }
 }
 
-/// Closed chunks that wait to be emptied, one after the other, each by all threads together. So a
-/// program that waits for memory gets the first chunk soon. With one chunk a thread, it would get
-/// several at once, but later.
+/// Closed chunks that wait to be emptied. All threads empty one chunk together, then the next. So a
+/// program that waits for memory gets the first chunk soon. If each thread emptied a chunk of its
+/// own, the program would get several at once, but later.
 #[derive(Debug)]
 struct List {
     chunks: Vec<Chunk>,
-    /// For each chunk: how many of its parts, one a thread, are not done.
+    /// For each chunk, the number of its parts that are not done. Each thread empties one part.
     left: Vec<AtomicU32>,
     /// The next part to empty, counted over all chunks.
     next: AtomicUsize,
     job: Arc<Job>,
     threads: usize,
-    /// The reason why the first of the chunks that stayed did so.
+    /// The reason why a chunk stayed: that of the first such chunk.
     trouble: Mutex<Option<String>>,
 }
 
-/// One helper's share of a list.
+/// One thread's share of a list.
 #[derive(Debug)]
 struct Help {
     item: Item<Help>,
@@ -190,7 +190,7 @@ impl Workers {
         self.movers[thread].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores have more room than before: pages may be promoted again.
+    /// Notes that stores have more room than before, so that pages may be promoted.
     pub fn room_was_made(&self) {
         let stores = self.volume.status().stores;
         let below = stores.iter().skip(1).any(|store| store.used > 0);
@@ -243,7 +243,7 @@ impl Workers {
         Card { store: chunk.store, card: store.map_or(0, |store| member(&**store, chunk.chunk)) }
     }
 
-    /// The free memory that a card's owner is left with, if the card reports it.
+    /// The free memory of a card, which its owner can use. `None`: the card does not report it.
     pub fn room(&self, card: Card) -> Option<Headroom> {
         self.volume.stores().nth(card.store)?.reclaim()?.headroom(card.card)
     }
@@ -257,15 +257,16 @@ impl Workers {
         })
     }
 
-    /// The number of a card's held chunks, and of chunks that the governor gave back and may take.
+    /// The number of a card's held chunks, and the number of chunks that the governor has given
+    /// back and may take.
     pub fn chunk_counts(&self, card: Card) -> (u32, u32) {
         let count = |state| self.chunks(state, Some(card)).len() as u32;
         (count(ChunkState::Held), count(ChunkState::GivenBack))
     }
 
-    /// The chunks in this state, of stores that give memory back: store by store, those with the
-    /// fewest pages first. With `only`, the governor asks for one card: then chunks that a client
-    /// gave back, or that are away for a sleep, are left out.
+    /// The chunks in this state, of stores that give memory back: store by store, chunks with the
+    /// fewest pages first. `only` is the card of a request of the governor. It leaves out chunks
+    /// that a client gave back, and chunks that are away for a sleep.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
@@ -320,13 +321,13 @@ impl Workers {
         if job.only.is_none() && job.bytes.is_none() {
             let mut away = self.chunks(ChunkState::GivenBack, None);
             if job.wish == Wish::Sleep {
-                // The governor takes nothing before the sleep is over, and no chunk that a client
+                // The governor takes no chunk before the sleep is over, and no chunk that a client
                 // gave back.
                 away.retain(|it| it.note.unasked);
                 self.note(&away, |note| Note { asleep: true, ..note });
             } else {
-                // The client asked for all of the memory, so chunks that are away already become
-                // its wish too.
+                // The client asked for all of the memory. So chunks that were given back before now
+                // count as given back by the client.
                 self.note(&away, |_| Note::default());
             }
         }
@@ -386,14 +387,14 @@ impl Workers {
         for queue in &self.queues()[1..] {
             queue.flush();
         }
-        // No thread came to these chunks, since the daemon stops.
+        // The daemon stops, so no thread came to these chunks.
         for chunk in &list.chunks {
             self.volume.keep(chunk.store, chunk.chunk);
         }
         list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// One thread's share: empties part after part, and finishes a chunk after its last part.
+    /// Does one thread's share: empties part after part, and finishes a chunk after its last part.
     fn empty(&self, thread: usize, list: &List) {
         let mut mover = self.mover(thread);
         let mut pace = Pace::of(list.threads, &*self.clock);
@@ -407,7 +408,8 @@ impl Workers {
             let next = list.next.fetch_add(1, Ordering::Relaxed);
             let (at, part) = (next / list.threads, (next % list.threads) as u32);
             let Some(chunk) = list.chunks.get(at) else { return };
-            // A page that cannot be moved is met again, and reported, when the chunk is finished.
+            // A page that cannot be moved is found again when the chunk is finished, and reported
+            // then.
             let (Chunk { store, chunk: number, .. }, parts) = (*chunk, list.threads as u32);
             let _ =
                 drive(&mut mover, Task::MoveOut { store, chunk: number, part: (part, parts) }, &mut goes_on);
@@ -446,7 +448,7 @@ impl Workers {
                 break;
             }
             let room = if job.wish == Wish::Wake { self.room(self.card(&chunk)) } else { None };
-            // The governor decides about memory that the card's owner would miss.
+            // The card's owner would miss this memory. So the governor decides about it.
             if room.is_some_and(|room| !room.has_recovered()) {
                 continue;
             }
@@ -481,10 +483,10 @@ impl Workers {
         }
     }
 
-    /// Ends the sleep: returns the chunks that were given back for it. On a card with a governor,
-    /// those chunks are the governor's from here on, like those that it had given back before. So
-    /// no chunk stays away for ever if it cannot be taken now or the daemon dies. Elsewhere a chunk
-    /// is away for the sleep until it is taken.
+    /// Ends the sleep, and returns the chunks that were given back for it. On a card with a
+    /// governor, these chunks belong to the governor from here on. So a chunk does not stay away
+    /// for ever if it cannot be taken now or the daemon dies. On other cards a chunk counts as away
+    /// for the sleep until it is taken.
     fn woken(&self) -> Vec<Chunk> {
         let mut asleep = self.chunks(ChunkState::GivenBack, None);
         asleep.retain(|it| it.note.asleep);
@@ -501,7 +503,8 @@ fn member(store: &dyn Store, chunk: u32) -> u32 {
     store.reclaim().map_or(0, |it| store.member(Slot(chunk * it.chunk_slots())))
 }
 
-/// Returns the first chunks, as long as `more` holds for the bytes before and the next chunk.
+/// Returns the first chunks for which `more` holds. `more` gets the bytes before a chunk, and the
+/// chunk.
 fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
     let mut sum = 0;
     let take = |chunk: &&Chunk| {
@@ -536,7 +539,7 @@ mod tests {
         owner: Arc<Owner>,
     }
 
-    /// A card's owner, played by a test.
+    /// The owner of a card, as a test plays it.
     #[derive(Debug, Default)]
     struct Owner {
         free: AtomicU64,
@@ -601,7 +604,7 @@ mod tests {
         }
     }
 
-    /// Workers over a device of `pages` pages; below the card there is room for all of them but
+    /// Workers over a device of `pages` pages. The store below the card has room for all pages but
     /// `less`.
     fn workers_of(pages: u32, less: u32) -> (Arc<Workers>, Arc<Owner>) {
         workers_in(pages, less, &quiet())
@@ -636,7 +639,7 @@ mod tests {
         let governed = Job::governed(&workers, Wish::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
         assert_eq!(workers.chunk_counts(CARD), (2, 1));
-        // Ask twice, as for a client that asks for another sleep at once.
+        // Ask twice, as a client does that asks for another sleep at once.
         assert_eq!([0; 2].map(|_| ask(&workers, Wish::Sleep, None).bytes), [2 * CHUNK, 0]);
         assert_eq!(workers.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
         let woken = ask(&workers, Wish::Wake, None);
@@ -664,7 +667,7 @@ mod tests {
             (workers, owner, governor)
         };
         let (first, owner, governor) = run(Arc::clone(&quick) as _);
-        // The second governor's clock stands still.
+        // The second governor's clock does not advance.
         let (second, _, still) = run(Arc::new(Still(Instant::now())));
         until("a chunk is kept for the owner", &|| owner.free.load(Ordering::Relaxed) >= MIB);
         owner.free.store(0, Ordering::Relaxed);
@@ -680,7 +683,7 @@ mod tests {
         }
     }
 
-    /// A clock that stands still.
+    /// A clock that does not advance.
     #[derive(Debug)]
     struct Still(Instant);
 
@@ -700,7 +703,7 @@ mod tests {
     fn what_a_card_cannot_spare_after_a_sleep_is_left_to_the_governor() {
         let (workers, owner) = workers();
         assert_eq!(ask(&workers, Wish::Sleep, None).bytes, 4 * CHUNK);
-        // The owner took the memory first.
+        // The owner takes the memory first.
         owner.free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
         let woken = ask(&workers, Wish::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (CHUNK, 3 * CHUNK));
@@ -756,8 +759,8 @@ mod tests {
 
     const CHUNK_SLOTS: u32 = 1024;
 
-    /// A store on two cards, of which only the second reports its free memory, as with AMD's and
-    /// NVIDIA's.
+    /// A store on two cards. Only the second reports its free memory, as an AMD card beside an
+    /// NVIDIA card.
     #[derive(Debug)]
     struct Mixed(Host);
 

@@ -1,5 +1,5 @@
-//! Notices programs that come to a card: it watches the card's device files for being opened, so
-//! that nothing has to poll all the time.
+//! Notices programs that begin to use a card: the kernel reports each opening of the card's device
+//! files. So the governor need not poll.
 
 use crate::environment::Clock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
@@ -19,7 +19,7 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    /// Watches every card's device files. If the system denies the watch, no arrival is reported.
+    /// Watches every card's device files. If the system denies the watch, it reports no arrival.
     ///
     /// # Errors
     /// Fails when the system has no descriptor left.
@@ -37,7 +37,7 @@ impl Arrivals {
         Ok(Arrivals { opened: opened.map(Arc::new), end })
     }
 
-    /// Whether arrivals are reported.
+    /// Whether the watch reports arrivals.
     pub fn are_told(&self) -> bool {
         self.opened.is_some()
     }

@@ -22,7 +22,7 @@ struct Governed {
     card: Card,
     policy: Policy,
     look_at: Duration,
-    /// The governor has logged that nothing can be given back.
+    /// Whether the governor has logged that nothing can be given back.
     said: bool,
 }
 
@@ -58,7 +58,7 @@ impl Governor {
     /// Ends the governor.
     pub fn stop(self) {
         self.arrivals.end();
-        // The governor's panic is no reason to end otherwise.
+        // A panic of the governor does not change the daemon's end.
         let _ = self.thread.join();
     }
 }
@@ -74,7 +74,7 @@ fn govern(workers: &Arc<Workers>, mut cards: Vec<Governed>, arrivals: &Arrivals,
             }
         }
         let next = cards.iter().map(|governed| governed.look_at).min().unwrap_or_default();
-        // Forget the arrivals of this thread: it opened device files itself.
+        // This thread has opened device files itself. Forget those arrivals.
         arrivals.forget();
         let now = workers.clock().now() - began;
         newcomer = arrivals.wait(next.saturating_sub(now), workers.clock());

@@ -7,7 +7,7 @@
 use std::time::Duration;
 use weir_store::Headroom;
 
-/// When free memory falls, more is given back than the floor asks for, up to this much: a program
+/// Memory that is given back beyond the floor while free memory falls: at most this much. A program
 /// that allocates is likely to go on.
 const AHEAD_MOST: u64 = 1 << 30;
 /// Memory may be taken once no program has allocated for this long.
@@ -17,34 +17,34 @@ const QUIET_DISPLAY: Duration = Duration::from_secs(30);
 /// Largest number of chunks taken at a time, and the time between two takes.
 const TAKE_MOST: u32 = 4;
 const TAKE_EVERY: Duration = Duration::from_millis(250);
-/// Time until the next try when nothing could be given back.
+/// Time until the next attempt after nothing could be given back.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// After a program came or allocated, the card is looked at this often, for this long.
+/// Time for which the governor looks often at a card after a program came or allocated; and the
+/// interval of those looks.
 const CLOSE_FOR: Duration = Duration::from_secs(10);
 const CLOSE: Duration = Duration::from_millis(10);
-/// After that, the card is looked at more often than at rest, for this long.
+/// Time after that for which it still looks more often than at rest; and the interval.
 const NEAR_FOR: Duration = Duration::from_secs(60);
 const NEAR: Duration = Duration::from_millis(100);
-/// Time between two looks at rest: with arrivals reported, and without or with a program there
-/// already.
+/// Interval of looks at rest: with reported arrivals and no program there, and otherwise.
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
 
 /// A card's state at one moment.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
-    /// The time of the look, since some fixed moment.
+    /// The time of the look, since a fixed moment.
     pub at: Duration,
     /// The card's free memory and its floor.
     pub room: Headroom,
     /// Number of the card's chunks that can be given back.
     pub held: u32,
-    /// Number of chunks that this policy had given back, and that may be taken.
+    /// Number of chunks that this policy has given back, and that may be taken.
     pub away: u32,
-    /// A program has opened the card since the last look.
+    /// Whether a program has opened the card since the last look.
     pub newcomer: bool,
-    /// Arrivals of programs are reported.
+    /// Whether arrivals of programs are reported.
     pub told: bool,
 }
 
@@ -59,9 +59,10 @@ pub enum Step {
 /// One card's policy.
 #[derive(Debug, Default)]
 pub struct Policy {
-    /// Free memory and held chunks after the last look, with the step's own effect.
+    /// Free memory and held chunks after the last look. The effect of the policy's own step is
+    /// included.
     seen: Option<(u64, u32)>,
-    /// The last time that a program came, allocated, or was given memory.
+    /// The time when a program last came, allocated, or got memory.
     stirred: Option<Duration>,
     taken: Option<Duration>,
     refused: Option<Duration>,
@@ -71,12 +72,12 @@ impl Policy {
     /// Returns the next step, and the longest time until the next look.
     pub fn step(&mut self, look: &Look) -> (Step, Duration) {
         let Headroom { free, floor, chunk, display, .. } = look.room;
-        // Memory that Weir took on request (weir take, the end of a sleep) is no other program's
-        // allocation.
+        // Memory that Weir took on request (`weir take`, the end of a sleep) is not another
+        // program's allocation.
         let own = |held| u64::from(look.held.saturating_sub(held)) * chunk;
         let fell = self.seen.map_or(0, |(before, held)| before.saturating_sub(free + own(held)));
         self.seen = Some((free, look.held));
-        // Drivers change the free memory by less than a chunk all day.
+        // A driver changes the free memory by less than a chunk all the time.
         if look.newcomer || fell >= chunk / 2 || free < floor {
             self.stirred = Some(look.at);
         }
@@ -106,12 +107,13 @@ impl Policy {
         (Step::Nothing, again)
     }
 
-    /// Tells the policy the step's outcome: chunks given or taken, and the free memory now.
+    /// Notes the outcome of a step: the number of chunks given back or taken, and the free memory
+    /// now.
     pub fn done(&mut self, at: Duration, step: Step, chunks: u32, free: Option<u64>) {
         if chunks == 0 && step != Step::Nothing {
             self.refused = Some(at);
         }
-        // A change by Weir itself is no other program's allocation.
+        // A change by Weir itself is not another program's allocation.
         if let Some((before, held)) = &mut self.seen {
             *before = free.unwrap_or(*before);
             match step {
@@ -137,7 +139,7 @@ mod tests {
         others: u64,
         held: u32,
         away: u32,
-        /// The card gives nothing back, as when no store has room.
+        /// Whether the card gives nothing back, as when no store has room.
         refuses: bool,
         policy: Policy,
         look_at: Duration,
@@ -181,7 +183,7 @@ mod tests {
             self.now += MS;
             if let Some((step, end)) = self.at_work {
                 if self.now < end {
-                    // Chunks go one by one: each is free as soon as it is empty.
+                    // Chunks go one by one, and each is free as soon as it is empty.
                     return;
                 }
                 let chunks = match step {
@@ -228,7 +230,7 @@ mod tests {
             }
         }
 
-        /// Allocates as soon as there is room; returns how long that took.
+        /// Allocates as soon as there is room. Returns the time that passed.
         fn allocate(&mut self, bytes: u64) -> Duration {
             let asked = self.now;
             while self.free() < bytes {
@@ -279,7 +281,7 @@ mod tests {
                 u64::from(card.given) * 128 * MIB <= card.others + 2048 * MIB,
                 "seed {seed}: no more than was needed"
             );
-            // The process ends: all chunks come back, and then nothing changes.
+            // The process ends. All chunks come back, and then nothing changes.
             card.rest(Duration::from_secs(20));
             assert_eq!(card.taken, 0, "seed {seed}: what somebody uses is not taken");
             card.others = 0;
@@ -300,8 +302,8 @@ mod tests {
             let mut card = Card::new(24 << 30, 180);
             let _ = card.allocate(400 * MIB);
             for _ in 0..50 {
-                // Every piece is smaller than the floor: a larger one fails at first, and the
-                // policy does not see a failed allocation.
+                // Each allocation is smaller than the floor. A larger one fails at first, and the
+                // policy does not see failed allocations.
                 let bytes = chance.within(64, 500) * MIB;
                 let _ = card.allocate(bytes);
                 card.rest(Duration::from_millis(chance.within(0, 2400)));
