@@ -27,7 +27,7 @@ pub struct Plan {
     pub runs: usize,
 }
 
-/// The reason why it could not be measured.
+/// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum CompressError {
     /// No such volume can be made.
@@ -68,7 +68,7 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
             let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots())?)])?;
             kind.iter().for_each(|with| volume.compress(*with));
             let mut lane = volume.lane()?;
-            // Fill it twice: the first time the store's memory is new.
+            // Fill the volume twice, since the store's memory is new the first time.
             write_all(&mut lane, &contents, pages)?;
             writes.push(write_all(&mut lane, &contents, pages)?);
             reads.push(read_all(&mut lane, &contents, pages)?);
@@ -136,7 +136,7 @@ impl Replaced {
         let (mut looked, mut moved, mut gather_us, mut write_us) = (None, 0, 0.0, 0.0);
         let turns = pages / BATCH * 4;
         for turn in 0..turns {
-            // A page may be drawn twice: then it has the later content.
+            // A page may be drawn twice. It then has the later content.
             let batch: Vec<u32> = (0..BATCH)
                 .map(|at| (mix(u64::from(turn) << 32 | u64::from(at)) % u64::from(pages)) as u32)
                 .collect();

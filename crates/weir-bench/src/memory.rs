@@ -28,7 +28,7 @@ impl Default for Plan {
     }
 }
 
-/// The reason why it could not be measured.
+/// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// No such volume can be made.
@@ -80,10 +80,10 @@ impl Lane for ForgetfulLane {
     }
 }
 
-/// Fills such a volume, and counts its memory.
+/// Fills a volume as the plan describes it, and counts its memory.
 ///
 /// # Errors
-/// Fails when there is not enough memory for it.
+/// Fails when there is not enough memory for the volume.
 pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
     let pages = u32::try_from(plan.bytes / PAGE_SIZE as u64).unwrap_or(u32::MAX);
     let config = Config { pages, lanes: plan.lanes, depth: plan.depth };

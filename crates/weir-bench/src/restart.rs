@@ -43,7 +43,7 @@ pub struct Plan {
 /// The reason why there are no figures.
 #[derive(Debug, thiserror::Error)]
 pub enum RestartError {
-    /// The program could not be started, or one of its files not read.
+    /// The program could not be started, or one of its files could not be read.
     #[error("cannot run the daemon")]
     Program(#[from] std::io::Error),
     /// No daemon served in time.
@@ -52,7 +52,7 @@ pub enum RestartError {
     /// A request failed while the daemon lived.
     #[error("a request failed")]
     Request(#[from] ClientError),
-    /// A page is neither the one acknowledged nor the one under way.
+    /// A page has neither the acknowledged content nor that of the write under way.
     #[error("page {page} is not its generation {generation}, nor the one under way")]
     Mismatch {
         /// The page's number.
@@ -80,8 +80,8 @@ struct Pause {
     served: Duration,
 }
 
-/// A user's pages: page numbers that leave the user's number when divided by the number of users.
-/// Only this user writes them, so it knows the possible content of each.
+/// The pages of one user. Only this user writes them, so it knows the possible content of each.
+/// Their numbers leave the user's number when divided by the number of users.
 struct Part {
     first: u32,
     acknowledged: Vec<u32>,
@@ -232,7 +232,7 @@ impl Scene {
         rustix::process::kill_process(daemon, rustix::process::Signal::KILL).map_err(std::io::Error::from)?;
         let mut gone = None;
         loop {
-            // The old daemon's socket may still accept a connection, but it is not served.
+            // The old daemon's socket may still accept a connection that nobody serves.
             if gone.is_none() && self.daemon() != Some(daemon) {
                 gone = Some(since.elapsed());
             }
@@ -330,7 +330,7 @@ impl Part {
         Ok(())
     }
 
-    /// Checks a page. From here on it must stay the version that was found.
+    /// Checks a page. From here on the page must keep the version that was found.
     fn check(&mut self, index: usize, page: &PageBytes) -> Result<(), RestartError> {
         let number = self.first + index as u32;
         for generation in [self.acknowledged[index], self.sent[index]] {
@@ -342,7 +342,7 @@ impl Part {
         Err(RestartError::Mismatch { page: number, generation: self.acknowledged[index] })
     }
 
-    /// Reads and writes at random until it is told to stop, even after the daemon's death.
+    /// Reads and writes at random until it is told to stop. It goes on after a daemon's death.
     fn load(&mut self, scene: &Scene, stop: &AtomicBool, done: &AtomicU64) -> Result<(), RestartError> {
         let mut client = scene.connect()?;
         let mut page = Page([0x6b; PAGE_SIZE]);

@@ -23,7 +23,7 @@ const HOLD_RATE: f64 = 100_000.0;
 /// Runs a benchmark, prints the table, and writes the files. Fails if a goal was missed. Changes to
 /// the machine are undone in any case.
 pub fn run(options: &Cli) -> Result<(), Failure> {
-    // Check this first: a run may take an hour.
+    // Check the output files first, since a run may take an hour.
     for path in options.json.iter().chain(&options.report) {
         check_writable(path).map_err(|error| {
             Failure::Failed(format!("cannot write {}: {error}; name another file", path.display()))

@@ -266,7 +266,7 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     rows(&mut report, "_asleep", &asleep, None);
     let used = measure(&volume, plan, Terms { whole: true, ..spinning })?;
     rows(&mut report, "_used", &used, None);
-    // Measure only rates here: one at a time, each request is two context switches.
+    // Measure only rates here. One request at a time would be two context switches each.
     let rates = Plan { singles: 1, ..plan.clone() };
     // Each transport uses the depth that suits it best, spinning or asleep.
     let mut most = [0.0f64; 3];

@@ -2,7 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// The runs of a benchmark, counted as they end. Dropping this removes the bar.
+/// A bar that counts the runs of a benchmark as they end. Dropping it removes the bar.
 pub(crate) struct Steps(ProgressBar);
 
 impl Steps {

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-/// Bytes that can be taken without pushing others out; `None` if that is unknown.
+/// Bytes of memory that this process can take without pushing others out; `None` if unknown.
 pub fn available() -> Option<u64> {
     available_below(Path::new("/"))
 }

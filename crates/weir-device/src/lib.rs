@@ -55,9 +55,9 @@ pub trait PageLane: Send {
     /// The device's size in pages.
     fn pages(&self) -> u32;
 
-    /// Announces a batch, so that the device can choose how to do it before the first operation. It
-    /// is a hint: unannounced operations may follow, and announced ones may not. A device that
-    /// ignores it does not run the iterator.
+    /// Announces a batch, so that the device can choose a way to do it before the first operation.
+    /// This is only a hint: other operations may follow, and announced ones may be missing. A
+    /// device without a use for it does not run the iterator.
     fn announce(&mut self, _coming: impl Iterator<Item = Coming>) {}
 
     /// Reads a page. With [`Progress::Done`] `out` holds the page. With [`Progress::Queued`] `out`
@@ -65,13 +65,13 @@ pub trait PageLane: Send {
     /// been verified.
     fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress;
 
-    /// Reads pages from `first` on into `out`, as many as it can at once; returns how many. The
-    /// others are for [`read`](PageLane::read).
+    /// Reads pages from `first` on into `out`, as many as it can at once. Returns their number.
+    /// Read the others by [`read`](PageLane::read).
     fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize;
 
     /// Begins to read up to `count` pages from `first` on, as one operation if that is cheaper.
-    /// Returns how many of them; the others are for [`read`](PageLane::read). Each page has a
-    /// completion of its own, with tickets from `ticket` on.
+    /// Returns the number of pages begun. Read the others by [`read`](PageLane::read). Each page
+    /// has its own completion, with tickets from `ticket` on.
     fn queue_reads(&mut self, _ticket: Ticket, _first: PageNo, _count: usize) -> usize {
         0
     }
@@ -88,8 +88,8 @@ pub trait PageLane: Send {
     /// [`write`](PageLane::write).
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize;
 
-    /// Begins to write `pages` to `first` and those after it, as many as are cheaper as one
-    /// operation. Returns how many of the first ones; the others are for
+    /// Begins to write the first of `pages` to `first` and the pages after it, as many as are
+    /// cheaper as one operation. Returns their number. Write the others by
     /// [`write`](PageLane::write). All have one completion together.
     fn queue_writes(&mut self, _ticket: Ticket, _first: PageNo, _pages: &[PageBytes]) -> usize {
         0
@@ -102,16 +102,16 @@ pub trait PageLane: Send {
     /// Whether [`flush`](PageLane::flush) has anything to wait for.
     const FLUSHES: bool = false;
 
-    /// Discards pages `first..first + count`: they read as zeros, and take no room. It takes time
-    /// that grows with `count`.
+    /// Discards pages `first..first + count`: they read as zeros, and take no room. The call's time
+    /// grows with `count`.
     fn discard(&mut self, _first: PageNo, _count: u32) {}
 
     /// Makes pages `first..first + count` zeros that count as written, or with `holes` as
     /// discarded. It is a write. In time that grows with `count`.
     fn zero(&mut self, _first: PageNo, _count: u32, _holes: bool) {}
 
-    /// Completes once every write that was acknowledged before, by any lane, is as safe as the
-    /// device can make it.
+    /// Completes once every write is safe that any lane acknowledged before, as far as the device
+    /// can make it safe.
     fn flush(&mut self, ticket: Ticket) -> Progress;
 
     /// Makes a guard that keeps pages in place, to read them where they lie. It holds back slots
@@ -134,7 +134,8 @@ pub trait PageLane: Send {
     /// Starts the queued operations, and ends the batch if nothing is in flight.
     fn submit(&mut self);
 
-    /// Hands over every finished operation. Never waits. `now` is the only time that it knows.
+    /// Hands over every finished operation. Never waits. Takes `now` for the present time, and
+    /// reads no clock.
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>));
 
     /// Number of operations that were queued and not yet handed over.
@@ -149,13 +150,12 @@ pub trait PageLane: Send {
     fn must_poll(&self) -> bool;
 }
 
-/// A guard that keeps pages in place, as long as it lives, while [`view`](PageGuard::view) shows
-/// them.
+/// A guard: as long as it lives, pages that [`view`](PageGuard::view) shows stay in place.
 pub trait PageGuard {
     /// A read of the page without I/O. A page shown as bytes has been verified.
     fn view(&self, page: PageNo) -> View<'_>;
 
-    /// Prefetches a page for a [`view`](PageGuard::view) that follows after one or two others.
+    /// Prefetches a page for a coming [`view`](PageGuard::view), one or two pages ahead.
     fn prefetch(&self, _page: PageNo) {}
 
     /// Counts `pages` pages as read that this guard has shown, with `faults` failures.

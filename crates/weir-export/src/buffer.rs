@@ -13,7 +13,7 @@ impl Buffer {
     /// Makes a buffer of at least `bytes` zeros, in whole pages.
     ///
     /// # Errors
-    /// Fails when the memory cannot be had.
+    /// Fails when there is not enough memory.
     pub fn new(bytes: usize) -> io::Result<Buffer> {
         Memory::anonymous(bytes).map(Buffer)
     }

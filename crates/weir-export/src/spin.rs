@@ -16,8 +16,8 @@ const LEAST: Duration = Duration::from_micros(2);
 /// Number of pause instructions between two looks; half a microsecond or so.
 const PAUSES: u32 = 16;
 
-/// After this time a spinning thread yields its processor to any thread that wants it: a spin as
-/// long as this is no better than a sleep.
+/// A thread that spins for longer than this yields its processor to any other thread. By then a
+/// sleep would have cost no more.
 const POLITE: Duration = Duration::from_micros(200);
 
 /// Limits how many threads spin at once.

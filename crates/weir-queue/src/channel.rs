@@ -69,7 +69,7 @@ pub fn channel<T: Send>(capacity: usize) -> (Sender<T>, Receiver<T>) {
 struct Shared {
     /// The lanes that the receiver does not know yet.
     joining: Padded<Stack>,
-    /// The receiver sleeps on this.
+    /// The receiver's sleep.
     sleeper: Sleeper,
     senders: AtomicUsize,
     counters: Padded<Counters>,
@@ -85,7 +85,7 @@ struct Lane<T> {
     full: Padded<Stack>,
     /// Slots on their way back to the sender.
     empty: Padded<Stack>,
-    /// The sender sleeps on this while it waits for a slot.
+    /// The sender's sleep, while it waits for a slot.
     sleeper: Sleeper,
     slots: Box<[Slot<T>]>,
 }
@@ -108,7 +108,7 @@ pub struct Sender<T: Send> {
     lane: Arc<Lane<T>>,
     /// Slots that came back from the receiver.
     free: Chain,
-    /// The first slot that was never used; later ones were not either.
+    /// The first slot that was never used. All later slots are unused too.
     fresh: usize,
 }
 
@@ -319,7 +319,7 @@ impl<T: Send> Receiver<T> {
         Ok(callback(Batch(self)))
     }
 
-    /// The values that are there already, without waiting; perhaps none.
+    /// The values that have arrived already. Does not wait.
     pub fn try_drain(&mut self) -> Batch<'_, T> {
         if self.left == 0 {
             self.sweep();
@@ -436,8 +436,8 @@ impl<T: Send> Drop for Receiver<T> {
     fn drop(&mut self) {
         self.shared.joining.0.close();
         loop {
-            // Close the lanes before the first slot goes back: a sender that waits for one then
-            // learns of the end, and sends no more.
+            // Close the lanes before the first slot goes back. So a sender that waits for a slot
+            // learns of the end, and sends nothing more.
             for reader in &self.readers {
                 reader.lane.full.0.close();
                 if reader.lane.empty.0.close() {

@@ -32,7 +32,7 @@ unsafe fn arrive(link: NonNull<Link>, _: &Unplaced) {
     let waiter = unsafe { (*link.cast::<Marker<'_>>().as_ptr()).waiter };
     let thread = waiter.thread.clone();
     if waiter.left.fetch_sub(1, Release) == 1 {
-        // The waiter may be gone by now; the handle belongs to this thread.
+        // The waiter may have ended by now. The handle belongs to this thread.
         thread.unpark();
     }
 }
@@ -49,7 +49,8 @@ impl Core {
         while self.unplaced.0.load(Acquire) > 0 {
             thread::yield_now();
         }
-        // Count the markers before they are pushed, so that none reaches 0 too early.
+        // Count all markers before the first is pushed. Otherwise the count could reach 0 too
+        // early.
         waiter.left.store(self.shards.iter().count(), Release);
         for (stack, marker) in self.shards.iter().zip(&markers) {
             // SAFETY: a marker is pushed once, and this function does not return before all have

@@ -1,5 +1,5 @@
-//! Items: what a queue links. They are embedded in the caller's own data, and a queue gets from an
-//! item back to its owner.
+//! Items, which a queue links. An item is embedded in the caller's own data, and the queue finds
+//! the owner of an item from the item's address.
 //!
 //! The traits follow the kernel's own Rust bindings (`rust/kernel/workqueue.rs`: `Work`, `HasWork`,
 //! `WorkItem`).
@@ -95,8 +95,7 @@ pub trait Work<const ID: u64 = 0>: HasItem<ID> {
 /// `into_raw` must return a pointer to the value, which may neither move nor die until `from_raw`
 /// takes the pointer back.
 pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
-    /// Whether others may point to the value too, so that its item needs a flag that says it is
-    /// pending.
+    /// Whether other pointers to the value may exist. Then its item needs a flag for "pending".
     const SHARED: bool;
 
     /// Turns the pointer into a raw one.
@@ -112,8 +111,8 @@ pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
 /// A pointer that can be cloned, so that one item can be scheduled while it is pending already.
 pub trait SharedPointer: Pointer + Clone {}
 
-/// The only pointer to its value. An item behind it cannot be pending already, and needs no flag
-/// for that.
+/// A pointer that is the only one to its value. So its item cannot be pending already, and needs no
+/// flag.
 pub trait Exclusive: Pointer {}
 
 // SAFETY: the raw pointer owns one reference count.
@@ -195,7 +194,7 @@ impl<T, const ID: u64> core::fmt::Debug for Item<T, ID> {
 }
 
 impl Claim {
-    /// Says that `item` was pushed. It may have run meanwhile, and been claimed anew.
+    /// Notes that `item` has been pushed. The item may have run meanwhile, and been claimed again.
     #[inline]
     pub(crate) fn placed(self, item: &RawItem, unplaced: &Unplaced) {
         let mut state = self.0;
@@ -278,7 +277,7 @@ pub(crate) fn item_of<T: HasItem<ID>, const ID: u64>(owner: NonNull<T>) -> NonNu
     unsafe { owner.byte_add(T::OFFSET).cast() }
 }
 
-/// Gets from a link back to its owner, and does the owner's work.
+/// Finds the owner of a link, and runs the owner's work.
 ///
 /// # Safety
 /// `link` must be that of item `ID` of a `T` which was turned raw for the queue, and must have been

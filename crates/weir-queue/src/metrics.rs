@@ -24,7 +24,7 @@ pub struct Metrics {
     pub items: u64,
     /// Number of times that the worker looked and found items.
     pub batches: u64,
-    /// The most items that it found at once.
+    /// Largest number of items that the worker found at once.
     pub longest: u64,
     /// Number of times that the worker slept and was woken: the system calls that a queue costs.
     pub wakes: u64,

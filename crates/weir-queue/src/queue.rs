@@ -129,7 +129,7 @@ impl Builder {
         let work = move || {
             let outcome = place.map_or(Ok(()), |processors| processors.keep());
             let ready = outcome.is_ok();
-            // If no thread waits for the outcome, it can only be Ok.
+            // No thread may wait for the outcome any more. That happens only after a success.
             let _ = placed.send(outcome);
             if ready {
                 shared.work(patience);
@@ -251,7 +251,7 @@ impl Queue {
     /// scheduled. So an item that schedules itself once more has run twice. Several threads may
     /// flush at once.
     ///
-    /// Returns false, at once, when the worker itself calls it: it would wait for its own end.
+    /// If the worker itself calls this, returns false at once, since it would wait for its own end.
     pub fn flush(&self) -> bool {
         if thread::current().id() == self.worker {
             return false;
@@ -265,8 +265,8 @@ impl Queue {
         true
     }
 
-    /// Refuses items from now on, runs the accepted ones, and ends the worker. If the worker itself
-    /// calls it, it returns before that end. A second call does nothing.
+    /// Refuses items from now on, runs the accepted ones, and ends the worker. A call from the
+    /// worker itself returns before the worker's end. A second call does nothing.
     pub fn stop(&self) {
         if self.core.shards.close() {
             self.core.sleeper.wake();

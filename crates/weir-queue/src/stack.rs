@@ -1,9 +1,10 @@
 //! The lock-free core: a stack that many threads push to, and that one thread empties as a whole.
 //!
-//! One word, the head, says everything: the newest link, or that the stack is empty, or empty with
-//! its consumer asleep, or closed. So a push is one compare-and-swap. The same instruction tells it
-//! whether it must wake the consumer, and no second variable must be ordered against the first. The
-//! taken stack is reversed once, which gives first-in first-out order.
+//! The head is one word with the whole state: the newest link, or that the stack is empty, or empty
+//! with its consumer asleep, or closed. So a push is one compare-and-swap. The same instruction
+//! tells the producer whether it must wake the consumer, and no second variable must be ordered
+//! against the first. The consumer reverses the taken stack once, which gives first-in first-out
+//! order.
 //!
 //! The structure is that of the kernel's `llist` (`include/linux/llist.h`); the marks for sleeping
 //! and closed are new here.
@@ -30,9 +31,9 @@ pub struct Stack {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Pushed {
-    /// The link is in, and the consumer will find it.
+    /// The link is in the stack, and the consumer will find it.
     Queued,
-    /// The link is in, and the consumer sleeps: this thread, and no other, must wake it.
+    /// The link is in the stack, and the consumer sleeps. This thread, and no other, must wake it.
     Asleep,
     /// The stack is closed; the link still belongs to the caller.
     Closed,

@@ -9,8 +9,8 @@ use crate::sleeper::Sleeper;
 use crate::stack::Chain;
 use crate::sync::pause;
 
-/// A batch of fewer items than this is small: the worker was so close behind that it disturbed the
-/// producers.
+/// A batch of fewer items than this is small. The worker then follows the producers so closely that
+/// it disturbs them.
 pub(crate) const SMALL_BATCH: usize = 256;
 
 /// Default number of pauses after a small batch: about 0.7 us if a pause takes 40 cycles.
@@ -28,9 +28,9 @@ pub(crate) struct Core {
 /// The patience of a worker, in pauses of the processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
-    /// Number of looks before it sleeps.
+    /// Number of polls before the worker sleeps.
     pub(crate) spins: u32,
-    /// Number of pauses after a small batch, before it looks again.
+    /// Number of pauses after a small batch, before the worker polls again.
     pub(crate) linger: u32,
 }
 

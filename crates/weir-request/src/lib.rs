@@ -40,7 +40,8 @@ pub const PAGES_MAX: u32 = (1 << PAGE_BITS) - 1;
 /// once.
 const PIECE: u32 = 16;
 
-/// Pages that a discard or a zeroing changes in one turn: a fraction of a millisecond.
+/// Number of pages that a discard or a zeroing changes in one turn, which takes a fraction of a
+/// millisecond.
 pub const STEP: u32 = 4096;
 
 static ZEROS: PageBytes = [0; PAGE_SIZE];
@@ -82,7 +83,7 @@ pub struct Answer {
     pub request: Request,
     /// The outcome of the request.
     pub result: Result<(), Fault>,
-    /// Of a read that failed, the first page that did, counted from its span's first.
+    /// For a read that failed: the first page that failed, counted from the span's first.
     pub at: u32,
 }
 
@@ -109,7 +110,7 @@ pub trait RequestMemory {
     /// page.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
 
-    /// `count` of these pages have been filled. The next read may get the same memory.
+    /// Notes that `count` of these pages have been filled. The next read may get the same memory.
     fn filled(&mut self, _id: Id, _at: u32, _count: u32) {}
 }
 
@@ -125,7 +126,7 @@ struct Flight {
     works: Box<[Work]>,
     /// Requests that still have operations to issue.
     waiting: VecDeque<Id>,
-    /// The first of these requests found the lane full.
+    /// Whether the first of these requests found the lane full.
     stuck: bool,
     /// Requests whose answers nobody has taken yet.
     finished: VecDeque<Id>,
@@ -142,18 +143,18 @@ struct Work {
     left: u32,
     /// The request's change is done and is being flushed.
     flushing: bool,
-    /// The first fault, and at which of its pages.
+    /// The first fault, with the index of its page.
     fault: Option<(Fault, u32)>,
 }
 
 /// The progress of issuing a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// All operations are issued.
+    /// All operations of the request have been issued.
     Issued,
     /// The lane has no more room.
     Full,
-    /// The work of one turn is done, and there is more.
+    /// The request has more work, for another turn.
     More,
 }
 
@@ -216,9 +217,9 @@ impl<L: PageLane> Requests<L> {
         self.flight.open(id, request);
     }
 
-    /// Issues the next bytes of a write that is [open](Requests::open), without a copy. They go to
-    /// the device from `offset` on. Returns how many bytes it took: a bounded number, and 0 if the
-    /// lane is full. If the write has failed already, it takes all and issues nothing.
+    /// Issues the next bytes of a write that is [open](Requests::open), without a copy. The bytes
+    /// go to the device from `offset` on. Returns the number of bytes taken: a bounded number, and
+    /// 0 if the lane is full. If the write has failed already, takes all bytes and issues nothing.
     pub fn write_piece(&mut self, id: Id, offset: u64, bytes: &[u8]) -> usize {
         let Requests { lane, flight, .. } = self;
         if flight.has_failed(id) {
@@ -230,8 +231,8 @@ impl<L: PageLane> Requests<L> {
         if at == span.pages() || flight.has_failed(id) { bytes.len() } else { span.piece(at).from as usize }
     }
 
-    /// All bytes of a write that was [open](Requests::open) have come, or no more will, and it has
-    /// failed.
+    /// Ends a write that was [open](Requests::open). `came` is an error if not all of its bytes
+    /// have come, and the write fails then.
     pub fn close(&mut self, id: Id, came: Result<(), Fault>) {
         if let Err(fault) = came {
             self.flight.fail(id, 0, fault);
@@ -239,8 +240,8 @@ impl<L: PageLane> Requests<L> {
         self.flight.one_less(id);
     }
 
-    /// Gives up the requests for which `whose` is true. From here on nothing more of them takes
-    /// effect, and they are answered with [`Fault::Forsaken`].
+    /// Gives up the requests for which `whose` is true. From here on they have no further effect,
+    /// and are answered with [`Fault::Forsaken`].
     pub fn forsake(&mut self, whose: impl Fn(Id) -> bool) {
         self.lane.forsake(|ticket| whose((ticket >> PAGE_BITS) as Id));
         for _ in 0..self.flight.waiting.len() {
@@ -380,7 +381,7 @@ impl<L: PageLane> Requests<L> {
         Some(shown)
     }
 
-    /// Issues a request from where it stopped, as far as one turn goes.
+    /// Issues a request's operations from the point where it stopped, for one turn.
     fn advance<M: RequestMemory>(&mut self, id: Id, memory: &mut M) -> Step {
         let work = self.flight.works[usize::from(id)];
         let step = match work.request.op {
@@ -505,9 +506,9 @@ impl Flight {
         self.unfinished += 1;
     }
 
-    /// Issues writes of a span's pages from the `at`th on, with these bytes of the span: until the
-    /// lane is full, the request has failed, or `most` operations besides a run that was done at
-    /// once. Returns the first page that is left. `linear` as [`RequestMemory::LINEAR`].
+    /// Issues writes of a span's pages from the page `at` on, with these bytes. Stops when the lane
+    /// is full, when the request has failed, or after `most` operations, without those that were
+    /// done at once. Returns the first page that is left. `linear` as [`RequestMemory::LINEAR`].
     #[inline]
     fn write(
         &mut self,
@@ -528,8 +529,8 @@ impl Flight {
             let from = piece.from as usize;
             let whole = span.whole_from(at) as usize;
             if runs && whole > 1 {
-                // The rest of a run is for the lane's other path; it is not tried again for each
-                // page.
+                // The rest of the run goes by the lane's other path. So do not try a run again for
+                // each page.
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
                 continue;
@@ -557,8 +558,8 @@ impl Flight {
         at
     }
 
-    /// Notes what became of an operation on a request's `at`th page. False where it found no room
-    /// and is to be tried again.
+    /// Notes the progress of an operation on the page `at` of a request. Returns false if the lane
+    /// had no room, so that the operation must be tried again.
     #[inline]
     fn note(&mut self, id: Id, at: u32, progress: Progress) -> bool {
         let work = &mut self.works[usize::from(id)];

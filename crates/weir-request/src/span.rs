@@ -5,7 +5,7 @@ use weir_core::{PAGE_SIZE, PageNo};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// A range of bytes of a device, or of anything else that has numbered pages.
+/// A range of bytes of a device, or of any other row of pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Span {
     /// The range's first byte.

@@ -28,9 +28,9 @@ pub struct Options {
     pub entries: u32,
     /// Time that the client spins for a completion before it sleeps.
     pub spin: Duration,
-    /// Whether to read pages in the stores' memory, if the server lends them so: nothing is copied.
-    /// This process can then read every page of the volume, and the stores' memory lives as long as
-    /// its mapping.
+    /// Whether to read pages in the stores' memory without a copy, if the server allows it. This
+    /// process can then read every page of the volume. The stores' memory lives as long as the
+    /// mapping here.
     pub in_place: bool,
 }
 
@@ -66,7 +66,7 @@ pub enum Error {
         /// The violation.
         what: &'static str,
     },
-    /// The server is gone, and with it all pages that were held.
+    /// The server is gone, and with it all pages that this client held.
     #[error("the share server has gone; connect again")]
     Gone,
     /// The ring is full: take completions first.
@@ -140,7 +140,8 @@ pub struct Client {
     submitted: u32,
     seen: u32,
     in_flight: u32,
-    /// Tokens to return, not yet submitted. They are one range, as long as they come in order.
+    /// Tokens that the next [`submit`](Client::submit) returns. They form one range while they come
+    /// in order.
     returns: Option<TokenRange>,
 }
 
@@ -162,8 +163,8 @@ impl Client {
         let Options { frames, entries, in_place, .. } = options;
         let hello = Hello { version: VERSION, frames, entries, in_place };
         match send(&socket, &hello.encode(), &[]) {
-            // A server without a free seat sends that and closes before it has read anything: read
-            // its message.
+            // A server without a free seat sends a message and closes the socket before it has read
+            // anything. So read the message.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             sent => sent?,
         }
@@ -363,8 +364,8 @@ impl Client {
 
     fn publish(&mut self) -> Result<(), Error> {
         self.area.written(Ring::Submissions).store(self.submitted, Ordering::Release);
-        // The server first says that it sleeps, and then looks at the ring. So one of the two sees
-        // the other.
+        // The server first notes that it sleeps, and then looks at the ring. So one of both sides
+        // notices the other.
         fence(Ordering::SeqCst);
         if self.area.server_asleep().load(Ordering::Relaxed) != 0 {
             self.area.server_asleep().store(0, Ordering::Relaxed);
@@ -408,7 +409,7 @@ impl Client {
     /// Fails with [`Error::Gone`] when the server goes away meanwhile.
     #[inline]
     pub fn wait(&mut self) -> Result<Completion, Error> {
-        // Mostly there is a completion already, and reading the clock takes longer than taking it.
+        // Usually a completion is there already. To read the clock takes longer than to take it.
         if let Some(completion) = self.poll()? {
             return Ok(completion);
         }
@@ -423,8 +424,8 @@ impl Client {
             if begun.elapsed() >= self.spin {
                 break;
             }
-            // The server may wait for this very CPU: the scheduler likes to wake it where its
-            // client runs.
+            // The server may wait for this very CPU, since the scheduler likes to wake it on its
+            // client's CPU.
             std::thread::yield_now();
         }
         loop {
@@ -459,8 +460,8 @@ impl Client {
         self.one(Op::Read, page)?.ok_or(Error::Nonsense { what: "completion" })
     }
 
-    /// Writes a page from a frame that it chooses, and waits until that is done. Call it only while
-    /// nothing else is under way.
+    /// Writes a page from a frame of the client's choice, and waits for the completion. Call this
+    /// only while nothing else is under way.
     ///
     /// # Errors
     /// Fails with [`Error::Failed`]: with `ENOBUFS` while every frame is held, with `EIO` when the

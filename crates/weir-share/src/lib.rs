@@ -1,10 +1,10 @@
 //! Pages of a Weir volume, which local programs use in place.
 //!
-//! A client connects to the server's unix socket and gets an *area*: memory that only it and the
-//! server share, sealed against shrinking. It asks for pages by writing into a ring in the area.
-//! Each page arrives in a *frame* of the area, with a [`Token`](weir_lease::Token) by which the
-//! client names the page that it holds. The client uses the page in place, and returns tokens in
-//! ranges. While both sides are busy, neither makes a system call.
+//! A client connects to the server's unix socket and gets an *area*: memory that only the two
+//! share, sealed against shrinking. The client asks for pages by writing into a ring in the area.
+//! Each page arrives in a *frame* of the area, with a [`Token`](weir_lease::Token), which names the
+//! page while the client holds it. The client uses the page in place, and returns tokens in ranges.
+//! While both sides are busy, neither makes a system call.
 //!
 //! If the server allows it, a client with [`Options::in_place`] also gets the stores' own memory,
 //! for reading. Then its tokens stand for the slots of the pages, and nothing is copied at all.

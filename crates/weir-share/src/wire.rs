@@ -35,7 +35,7 @@ pub struct Hello {
     /// Number of entries of each ring that the client wants, a power of two; the server may give
     /// fewer.
     pub entries: u32,
-    /// Whether the client wants to read pages in the stores' memory, if the server lends them so.
+    /// Whether the client wants to read pages in the stores' memory, if the server allows it.
     pub in_place: bool,
 }
 

@@ -16,7 +16,7 @@ use weir_core::{Memory, PAGE_SIZE, Watch, unwatched};
 /// ```
 ///
 /// # Errors
-/// Fails when the room cannot be had, or the machine lacks something that the store needs.
+/// Fails when there is not enough room, or the machine lacks something that the store needs.
 pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
     open_watched(url, Room::Reserved, &mut unwatched)
 }

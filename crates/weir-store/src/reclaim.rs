@@ -7,17 +7,17 @@ pub trait Reclaim {
     /// Slots of a chunk. The last chunk may be shorter.
     fn chunk_slots(&self) -> u32;
 
-    /// Gives a chunk's memory back to its owner. The caller has emptied the chunk; its slots fault
-    /// from here on. It takes milliseconds: call it from a worker.
+    /// Gives a chunk's memory back to its owner. The caller has emptied the chunk, and its slots
+    /// fault from here on. The call takes milliseconds, so a worker must make it.
     ///
     /// # Errors
     /// Fails when the memory stays; the chunk is unchanged then.
     fn release(&self, chunk: u32) -> Result<(), Fault>;
 
-    /// Takes memory for a released chunk again. It is slow: call it from a worker.
+    /// Takes memory for a released chunk again. The call is slow, so a worker must make it.
     ///
     /// # Errors
-    /// Fails when there is no memory now.
+    /// Fails when the owner has no memory free now.
     fn take(&self, chunk: u32) -> Result<(), Fault>;
 
     /// The memory of a member that its owner has left; `None` if the member does not report it. It
@@ -27,8 +27,8 @@ pub trait Reclaim {
     }
 }
 
-/// One card's memory, as all its users together leave it. The owner comes first: below `floor` free
-/// bytes, Weir owes memory; above `spare`, it may take more.
+/// The free memory of one card, after all of its users. The owner comes first: below `floor` free
+/// bytes, Weir must give memory back, and above `spare` it may take more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Headroom {
     /// Bytes that are free on the card.
@@ -58,8 +58,8 @@ impl Headroom {
         self.free >= self.floor + self.chunk
     }
 
-    /// Number of chunks to give back now; 0 while the floor is kept. Below the floor, it is enough
-    /// to recover fully.
+    /// Number of chunks to give back now. It is 0 while at least the floor is free. Below the floor
+    /// it is the number with which the card [has recovered](Self::has_recovered).
     pub fn owed_chunks(&self) -> u32 {
         if !self.is_short() {
             return 0;

@@ -16,8 +16,8 @@ pub trait Report {
     fn stages(&self) -> Vec<(&'static str, Duration)>;
 
     /// Calls `tell` once the parts that a member opens after its first operations are ready, or
-    /// will not come. Calls it at once if that is over already, and never if there are no such
-    /// parts.
+    /// have failed. Calls `tell` at once if they are ready or failed already, and never for a
+    /// member without such parts.
     fn when_joined(&self, tell: Tell);
 }
 

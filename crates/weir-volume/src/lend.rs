@@ -93,7 +93,7 @@ impl fmt::Debug for Lent {
 enum Back {
     /// The slot has more borrowers.
     More,
-    /// It was the last borrower, and the page still lies there.
+    /// The borrower was the last one, and the page still lies in the slot.
     Last,
     /// It was the last borrower, and the slot is free.
     LastAndFree,

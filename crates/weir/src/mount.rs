@@ -62,9 +62,9 @@ fn in_background() -> Result<(), Failure> {
     if heard.is_ok() && said == READY {
         return Ok(());
     }
-    // The inner process has said why on standard error, which it inherited.
+    // The inner process has printed the reason on standard error, which it inherited.
     let code = child.wait().map_err(failed)?.code();
-    // Nothing is mounted, even if the inner process ended well.
+    // Nothing is mounted, even if the inner process returned 0.
     Err(code.filter(|code| *code > 0).map_or(Failure::Said, |code| Failure::Ended(code as u8)))
 }
 

@@ -54,7 +54,7 @@ impl Echo {
 impl Drop for Echo {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // This connection wakes the thread that accepts.
+        // This connection only wakes the accepting thread.
         let _ = UnixStream::connect(&self.socket);
     }
 }

@@ -39,7 +39,8 @@ struct Asked {
     prefix: Option<&'static str>,
     /// The server's process; `None` for a server in this process.
     server: Option<Server>,
-    /// The server has failed and gets no more requests: that affects its own rows, and not the run.
+    /// Whether the server has failed and gets no more requests. Only its own rows are lost then,
+    /// not the run.
     fails: bool,
     ways: [Way; CASES.len()],
 }

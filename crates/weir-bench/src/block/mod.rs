@@ -248,10 +248,10 @@ fn measure(
     if case.id == SCATTERED {
         servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
     }
-    // A load that pauses between requests needs longer for the same number of them.
+    // A load that pauses between requests needs a longer time for as many requests.
     let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
     for run in 0..plan.runs {
-        // Each server goes first in turn.
+        // Each server has the first turn once.
         for turn in 0..servers.len() {
             let (way, server) = servers[(run + turn) % servers.len()];
             into.ways[way].push(fio::run(server, case, plan.size, time)?);
@@ -264,7 +264,8 @@ fn measure(
     Ok(())
 }
 
-/// The cost of a case on the server that keeps no pages: that of the client and the system.
+/// The cost of a case on a server that keeps no pages, which is the cost of the client and the
+/// system.
 fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row> {
     const CONTROL: &str = "a server of nothing";
     if case.is_single() {

@@ -5,7 +5,7 @@
 //! to single pages, at random and by Zipf's law. Every word is checked at the end. It needs root, a
 //! memory cgroup, and loop devices for the swap devices.
 //!
-//! The bare handler keeps moved-out pages in the same process, so it saves no memory: it shows the
+//! The bare handler keeps moved-out pages in the same process, so it saves no memory. It shows the
 //! least cost of a page fault on one page.
 
 mod bare;
@@ -30,7 +30,7 @@ pub use touch::{Bound, Touch, touch};
 pub struct Plan {
     /// Memory that the child goes through: a power of two.
     pub size: ByteSize,
-    /// The most of it that may stay in RAM.
+    /// Memory of the child that may stay in RAM.
     pub limit: ByteSize,
     /// Another store for `weir run`, as a URL without a size.
     pub store: Option<String>,
@@ -89,7 +89,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let steps = Steps::new(plan.runs * ways.len());
     for round in 0..plan.runs {
         for turn in 0..ways.len() {
-            // Each way goes first in turn.
+            // Each way has the first turn once.
             let (name, way) = &ways[(round + turn) % ways.len()];
             if lacking.contains(name) {
                 steps.end();
@@ -122,7 +122,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
 }
 
 fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
-    // The store has room for pages that are written anew while their old content is still there.
+    // The store also has room for the new versions of pages whose old version is still stored.
     let bytes = plan.size.0 + plan.limit.0;
     let mut ways = vec![(ALONE, Way::Alone), ("run", Way::Run(format!("host:{bytes}")))];
     if let Some(url) = &plan.store {
@@ -153,8 +153,8 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
     };
     command.args(["fault-touch", "--size", &plan.size.0.to_string()]);
     command.args(["--milliseconds", &plan.time.as_millis().to_string()]);
-    // Both outlive the child, and are dropped in this order: the device is in use until the child
-    // has gone.
+    // Device and cgroup outlive the child. They are dropped in this order: the device is in use
+    // until the child has ended.
     let (mut device, mut cgroup) = (None, None);
     match way {
         Way::Alone | Way::Run(_) => {}

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 
 const PAGE_WORDS: usize = PAGE_SIZE / size_of::<f64>();
-/// Least number of passes of each kind, and least time for them.
+/// Least number of passes of each kind, and least time for all of them.
 const PASSES_MIN: u32 = 2;
 const PASSES_TIME: Duration = Duration::from_millis(300);
 /// Largest number of touches of single pages whose time is taken.

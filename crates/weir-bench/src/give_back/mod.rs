@@ -27,7 +27,7 @@ pub struct Plan {
     pub weir: PathBuf,
     /// The URL of the store whose memory is given back and taken.
     pub store: String,
-    /// The URL of the store below it, which must hold the whole device.
+    /// The URL of the store below the measured one. It must have room for the whole device.
     pub below: String,
     /// The device's size; every page of it is in use.
     pub size: ByteSize,
@@ -39,7 +39,7 @@ pub struct Plan {
     pub steps: Option<ByteSize>,
 }
 
-/// The reason why there is no figure.
+/// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum GiveBackError {
     /// The daemon, or the process that allocates, failed.

@@ -25,7 +25,7 @@ pub trait Design: Send {
     }
 }
 
-/// A design that does nothing: its time is that of the harness.
+/// A design that records nothing. Its time is the time of the harness.
 pub struct Nothing;
 
 impl Design for Nothing {

@@ -30,7 +30,7 @@ use super::table::Lease;
 use super::xarray::XArrays;
 use crate::report::{Report, Row, Runs};
 
-/// Frames of a flow: the most pages that its connection may hold.
+/// Number of frames of a flow, which is the largest number of pages that its connection may hold.
 const FRAMES: u32 = 1024;
 const ENTRIES: u32 = 256;
 /// Pages of payload that a worker copies from, in an order that no cache can predict.
@@ -83,7 +83,7 @@ pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     for (control, of) in controls {
         let busy = Row::lower(&id, "worker_cpu_percent", lease.busy.median());
         report.rows.push(busy.beside(control, of.busy.median()));
-        // This row counts only pages that arrived: on a busy machine not all come in time.
+        // This row counts only pages that arrived. On a busy machine some do not arrive in time.
         let ns = Row::lower(&id, "worker_ns_per_page", lease.ns.median());
         report.rows.push(ns.beside(control, of.ns.median()));
     }

@@ -97,7 +97,7 @@ pub enum PlanError {
         what: &'static str,
         /// The figure's value.
         value: u64,
-        /// The values that it may have.
+        /// The accepted values.
         range: &'static str,
     },
 }

@@ -30,7 +30,7 @@ pub struct Options {
     pub single: usize,
     /// Number of jobs in a round of several producers, all together.
     pub multi: usize,
-    /// Number of producers in such a round.
+    /// Number of producers in a round of several.
     pub producers: usize,
     /// Number of rounds of every design.
     pub rounds: usize,
@@ -88,7 +88,7 @@ pub fn run(options: &Options) -> Result<Report, QueueError> {
     Ok(report)
 }
 
-/// The goals: the most time that Weir's queue may take, as a part of each control's time.
+/// The goals: the largest share of each control's time that Weir's queue may take.
 struct Goals {
     semaphore: f64,
     batch: f64,

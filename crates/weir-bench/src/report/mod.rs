@@ -51,7 +51,7 @@ pub struct Row {
     pub control: Option<String>,
     /// The control's value.
     pub control_value: Option<f64>,
-    /// `value / control_value`.
+    /// The figure divided by its control: `value / control_value`.
     pub ratio: Option<f64>,
     /// The goal: the promised value.
     pub goal: Option<f64>,
@@ -143,7 +143,7 @@ impl Report {
         text
     }
 
-    /// Reads what [`Report::to_json`] wrote.
+    /// Reads a report that [`Report::to_json`] has written.
     ///
     /// # Errors
     /// Fails with [`ReportError::Parse`] when the text is no report of this schema.

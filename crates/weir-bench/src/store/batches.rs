@@ -81,7 +81,7 @@ pub struct Sweep {
 pub struct Burnt {
     /// Pages moved; each page that was read was checked.
     pub pages: u64,
-    /// The seconds that it took.
+    /// Seconds that the load took.
     pub seconds: f64,
 }
 
@@ -123,7 +123,7 @@ pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
             }
             report.rows.push(Row::higher(id.clone(), "pages_per_s", rate));
             let died = Row::lower(id, "died", f64::from(u8::from(outcome.is_err())));
-            // The store sends no writes in batches, unless the URL asks for it.
+            // The store writes in batches only if the URL asks for that.
             let is_shipped = copies <= VramUrl::ENGINE_BATCH && shape.ways == Ways::Read || copies == 1;
             report.rows.push(if is_shipped { died.goal(Goal::Value(0.0)) } else { died });
         }

@@ -15,7 +15,7 @@ use weir_store::{Done, Fault, Lane, Progress, Store};
 const BATCH: u32 = 64;
 /// Number of threads that use the rest.
 const USERS: usize = 4;
-/// Number of pages that they use.
+/// Number of pages that the programs use.
 const USED: u32 = 1 << 18;
 
 /// The effort of a give-back: the pages that one draining thread reads at once delay the pages of

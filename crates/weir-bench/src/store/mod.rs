@@ -33,7 +33,7 @@ pub struct Plan {
     pub runs: usize,
     /// Number of threads of the deep rows.
     pub threads: usize,
-    /// Number of operations in flight on each of them.
+    /// Number of operations in flight of each thread.
     pub depth: usize,
     /// The efforts of give-backs; several, to find the best.
     pub efforts: Vec<Effort>,
@@ -61,7 +61,7 @@ pub enum BenchError {
     /// An operation failed.
     #[error("an operation failed: {0}")]
     Fault(Fault),
-    /// A page was read that is not what was written, which must never happen.
+    /// A page was read with another content than was written, which must never happen.
     #[error("page {number} is not its generation {generation}")]
     Mismatch {
         /// The page's number.

@@ -44,7 +44,7 @@ pub fn rows(plan: &Plan) -> Result<Vec<Row>, BenchError> {
             part.fill(&mut lane)?;
             let (mut ours, mut gets) = (Vec::new(), Vec::new());
             for turn in 0..count {
-                // Each goes first as often as the other.
+                // Each of the two goes first equally often.
                 for first in [turn % 2 == 0, turn % 2 != 0] {
                     if first {
                         ours.push(part.once(&mut lane, Kind::Read)?.as_nanos() as u64);

@@ -32,7 +32,7 @@ pub struct Plan {
     pub size: ByteSize,
     /// Memory that the child may keep in RAM.
     pub limit: ByteSize,
-    /// Another store of Weir's, as a URL without a size.
+    /// The URL of another store of Weir's, without a size.
     pub store: Option<String>,
     /// Time for which page faults are timed on each device: one after the other, and then one each
     /// 20 ms.
@@ -66,7 +66,7 @@ impl Default for Plan {
 /// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
-    /// This machine lacks something without which nothing can be compared.
+    /// This machine lacks something that the comparison needs.
     #[error("cannot measure swap here: {0}")]
     Machine(String),
     /// No device has the given name.
@@ -86,7 +86,7 @@ pub enum SwapError {
         #[source]
         source: std::io::Error,
     },
-    /// The child read other content than it had written.
+    /// The child read content that it had not written.
     #[error("{mismatches} pages on {device} were not what had been written")]
     Mismatch {
         /// The device's name.
@@ -157,7 +157,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
         {
             continue;
         }
-        // Try each device once: one that does not work is left out of every run.
+        // Try each device once. One that does not work is left out of every run.
         match Device::new(&kind, plan, bytes, &scratch) {
             Ok(_) => ways.push((kind, nothing())),
             Err(error) if kind.name() == RAM_LOOP => return Err(error),
@@ -166,7 +166,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     }
     let steps = Steps::new(plan.runs * ways.len() * plan.page_clusters.len());
     for run in 0..plan.runs {
-        // Each device goes first in turn.
+        // Each device has the first turn once.
         for turn in 0..ways.len() {
             let at = (run + turn) % ways.len();
             let (kind, ways) = &mut ways[at];

@@ -21,7 +21,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 const STRETCH: usize = 16;
 /// Largest number of page faults whose time is taken.
 const FAULTS_MAX: usize = 200_000;
-/// Largest number of children that are tried, if the kernel kills them.
+/// Largest number of attempts to run a child, if the kernel kills it.
 const TRIES: u32 = 4;
 /// Number of touches whose page was in RAM after which swap counts as empty.
 const VAIN_MAX: u32 = 100_000;
@@ -95,7 +95,7 @@ fn attempt(plan: &Plan, device: &Device, is_last: bool) -> Result<Option<Touch>,
     serde_json::from_str(text.trim()).map(Some).map_err(|error| failed("the child")(error.into()))
 }
 
-/// Runs the child's work; it enters the limit before its first page.
+/// Does the work of the child process. The child enters its memory limit before it touches a page.
 ///
 /// # Errors
 /// Fails when it cannot enter the limit, has no memory, or nothing was swapped.

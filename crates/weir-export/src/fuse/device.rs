@@ -21,7 +21,7 @@ pub struct Device(OwnedFd);
 pub enum Incoming {
     /// A request of this many bytes.
     Request(usize),
-    /// There is no request now.
+    /// No request waits now.
     Nothing,
     /// The file system was unmounted, or its connection aborted: no more requests come.
     Unmounted,
@@ -91,8 +91,8 @@ impl Reply for Device {
     fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()> {
         loop {
             match rustix::io::writev(&self.0, slices) {
-                // The file system was unmounted meanwhile, or the program that asked was killed: no
-                // answer is needed.
+                // The file system was unmounted meanwhile, or the requesting program was killed.
+                // Neither needs an answer.
                 Ok(_) | Err(Errno::NOENT | Errno::NODEV) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),

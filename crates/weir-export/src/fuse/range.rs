@@ -85,7 +85,7 @@ impl<L: PageLane> Ranges<L> {
     /// Takes the memory for one thread.
     ///
     /// # Errors
-    /// Fails when the memory cannot be had.
+    /// Fails when there is not enough memory.
     pub fn new(lane: L, pool: Arc<Pool>) -> io::Result<Self> {
         Ok(Ranges { requests: Requests::new(lane, 1), pages: Buffer::new(SPAN_MAX * PAGE_SIZE)?, pool })
     }
@@ -181,7 +181,7 @@ fn finish<L: PageLane, P: Places>(
     if requests.is_busy() {
         pool.away();
         while requests.is_busy() {
-            // Nothing fails with descriptors that are open.
+            // The wait fails only with a closed descriptor, and these are open.
             let _ = requests.wait(None);
             requests.turn(Instant::now(), io);
         }

@@ -82,7 +82,7 @@ pub(super) struct Control<'e> {
     /// The time until which no new connections are accepted.
     paused: Option<Instant>,
     log: Throttle,
-    /// Logs that no connection can be accepted; that is tried again ten times a second.
+    /// Logs that no connection can be accepted. The server tries again ten times a second.
     shortage: Throttle,
 }
 
@@ -344,7 +344,7 @@ impl<'e> Control<'e> {
         }
         match rustix::net::recv(&pending.socket, &mut input[pending.input..], RecvFlags::DONTWAIT) {
             Ok((0, _)) => {
-                // Port scanners and health checks do this, so it is not worth a warning.
+                // Port scanners and health checks disconnect so, and a warning would only alarm.
                 self.negotiations[at].pending = None;
                 self.log.line(Level::Info, format_args!("a client left while negotiating"));
                 Ok(false)

@@ -40,7 +40,7 @@ pub(super) enum Work {
     Read { offset: u64, length: u32, stream: Option<u16> },
     /// A read that one function begins, waits for and answers.
     Held { offset: u64, length: u32 },
-    /// The end of a long read; it counts the chunks that belong to it.
+    /// The end of a long read. It counts the chunks of the read.
     Stream,
     /// A request that is answered only with success or an error.
     Write,
@@ -51,7 +51,8 @@ pub(super) struct Entry {
     pub cookie: u64,
     /// The first error, and its offset in the export.
     pub error: Option<(Errno, u64)>,
-    /// 1 until the engine has answered; of a stream, its chunks, plus one until all have begun.
+    /// 1 until the engine has answered. For a stream: its unfinished chunks, plus one until all
+    /// have begun.
     left: u32,
     /// The entry's first page.
     first: u16,
@@ -118,8 +119,8 @@ impl Flight {
         self.idle_pages = Self::own_pages(std::mem::take(&mut self.idle_pages));
     }
 
-    /// Takes an entry and `span` pages for it; the caller has checked that there is room. Unless it
-    /// is a stream, the engine has it until it has [ended](Flight::end).
+    /// Takes an entry and `span` pages for it; the caller has checked that there is room. The
+    /// engine has the entry until the entry has [ended](Flight::end), unless it is a stream.
     pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
         let index = self.idle.pop().expect("the caller has seen that there is room");
         self.writes += usize::from(work == Work::Write);

@@ -62,7 +62,7 @@ pub enum ListenError {
     Exposed {
         /// The address that was asked for.
         address: String,
-        /// The address that it stands for.
+        /// The address to which the name resolves.
         resolved: std::net::IpAddr,
     },
     /// The system refuses to listen there.

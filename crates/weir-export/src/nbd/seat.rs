@@ -163,9 +163,9 @@ impl Seats {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// Has every thread leave. Idle ones leave now, others when they have answered what they have
-    /// received. After `grace` their connections are cut. Returns how many were still busy some
-    /// time after that: they wait for a store.
+    /// Makes every thread leave. Idle threads leave now, and others after they have answered what
+    /// they have received. After `grace` their connections are cut. Returns the number of threads
+    /// that were still busy some time later, because they wait for a store.
     pub fn close(&self, grace: Duration) -> usize {
         self.closing.store(true, Ordering::SeqCst);
         for seat in &self.seats {
@@ -259,8 +259,8 @@ impl Seat {
     }
 }
 
-/// Whether no other living process made the connection. If that is not known, it may be the
-/// kernel's.
+/// Whether no other living process has the connection. If that is unknown, the connection may be
+/// the kernel's.
 fn is_kernels(socket: &OwnedFd) -> bool {
     let maker = rustix::net::sockopt::socket_peercred(socket).map_or(0, |peer| peer.pid.as_raw_pid());
     maker <= 0

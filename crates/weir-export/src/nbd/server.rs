@@ -112,12 +112,12 @@ impl fmt::Debug for KernelConnections {
 }
 
 impl KernelConnections {
-    /// The number of these connections.
+    /// Number of connections with the kernel.
     pub fn count(&self) -> usize {
         self.0.kernels()
     }
 
-    /// Ends these connections.
+    /// Ends all connections with the kernel.
     pub fn hang_up(&self) {
         self.0.hang_up_kernels();
     }

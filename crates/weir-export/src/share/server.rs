@@ -1,9 +1,9 @@
 //! The server's thread: accepts clients, serves their rings, and notices when they go.
 //!
-//! Nothing that a client shares may stop the server. It never reads a client's doorbell: epoll
-//! reports each ring. To wake a client, it uses a socket pair of which the client has the other
-//! end. A thread of its own closes sockets: closing drops what the client sent and was not read.
-//! That may contain descriptors, and a client can make their closing take very long.
+//! Nothing that a client shares may stop the server. The server never reads a client's doorbell:
+//! epoll reports each ring. To wake a client, it uses a socket pair of which the client has the
+//! other end. Another thread closes sockets, because closing drops unread messages of the client.
+//! They may contain descriptors, and a client can make the closing of those very slow.
 
 use std::fmt;
 use std::io;
@@ -39,8 +39,7 @@ use weir_system::local_socket::{self, BindError, SocketFile};
 const STALL: Duration = Duration::from_millis(1);
 /// Time that a client may take for its greeting.
 const GREETING: Duration = Duration::from_secs(2);
-/// Pause before the next client is accepted, after one could not be for want of descriptors or
-/// memory.
+/// Pause before the next client is accepted, after a failure for want of descriptors or memory.
 const ADMIT_PAUSE: Duration = Duration::from_millis(100);
 /// Largest number of requests of all clients that may wait for slow stores.
 const REQUESTS: u16 = 256;
@@ -237,7 +236,7 @@ struct Porter {
     /// The channel to the thread that closes sockets to which clients may have sent descriptors.
     closer: Sender<OwnedFd>,
     log: Throttle,
-    /// Logs that no client can be accepted; that is tried again ten times a second.
+    /// Logs that no client can be accepted. The server tries again ten times a second.
     shortage: Throttle,
 }
 
@@ -302,8 +301,8 @@ impl Porter {
                 last_work = Instant::now();
                 rest.end();
             } else if rounds % YIELD == 0 {
-                // The client may wait for this very CPU: the scheduler likes to wake a client where
-                // its server runs.
+                // The client may wait for this very CPU, since the scheduler likes to wake a client
+                // on its server's CPU.
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -312,7 +311,7 @@ impl Porter {
             let idle = last_work.elapsed() >= self.spin;
             if idle && !self.requests.must_poll() {
                 self.sleep();
-                // A client that rang is served before the next sleep; a spin begins with its
+                // Serve a client that rang before the next sleep. A spin begins with that client's
                 // request.
             } else if idle {
                 rest.until_next();
@@ -375,7 +374,7 @@ impl Porter {
     fn complete(&mut self) -> bool {
         let Porter { requests, desk, seats, .. } = self;
         let area = |asked: &Asked| match &seats[asked.seat] {
-            // A client that went away meanwhile took its frames with it.
+            // The client has gone meanwhile, and its frames with it.
             Seat::Taken { session, .. } if session.number == asked.session => Some(session.area()),
             _ => None,
         };
@@ -428,8 +427,8 @@ impl Porter {
             match event.data.u64() {
                 LISTENER => self.admit(),
                 STOP => {}
-                // Each ring is one event. Reading the bell could block, since the client can change
-                // its flags too.
+                // Each ring of a bell is one event. To read the bell could block, since the client
+                // can change its flags too.
                 bell if bell & BELL != 0 => {}
                 seat => self.hear(seat as usize),
             }
@@ -514,9 +513,9 @@ impl Porter {
         }
     }
 
-    /// Has a client's socket closed, and lets the client know at once. Its events must stop too.
-    /// Closing alone does not stop them while another process has the descriptor, and they would
-    /// count for the next client in the seat.
+    /// Gives a client's socket to the thread that closes it, and lets the client know at once. The
+    /// socket's events must stop too. Closing alone does not stop them while another process has
+    /// the descriptor, and they would then count for the next client in the seat.
     fn hang_up(&self, socket: OwnedFd) {
         let _ = epoll::delete(&self.epoll, &socket);
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
@@ -549,8 +548,8 @@ impl Porter {
             }
         };
         if let Err(error) = self.let_in(seat, &socket, &session) {
-            // The client has gone already, or the system is out of descriptors: in both cases there
-            // is no client to tell.
+            // The client has gone already, or the system is out of descriptors. In neither case can
+            // a client be told.
             self.log.line(Level::Info, format_args!("a client left at the door: {error}"));
             self.hang_up(socket);
             let connection = session.leave();

@@ -18,7 +18,8 @@ use super::stats::{Stats, add};
 
 /// Number of submissions taken from one client before the next one's turn.
 const TURN: u32 = 64;
-/// Number of submissions ahead at which a page's entry is prefetched, and then its head.
+/// Number of submissions ahead of the present one at which a page's entry is prefetched; and the
+/// number at which its head is.
 const PLACE_AHEAD: u32 = 6;
 const HEAD_AHEAD: u32 = 2;
 
@@ -79,7 +80,8 @@ pub(super) struct Desk {
     pub asked: Vec<Asked>,
     /// The numbers that no request has.
     pub idle: Vec<Id>,
-    /// A page's copy between a frame, which the client may change at any time, and the volume.
+    /// A copy of one page, between a frame and the volume. The client may change its frame at any
+    /// time, so the volume gets the copy.
     pub scratch: Box<PageBytes>,
     pub pages: u64,
     /// Whether clients may only read.
@@ -189,7 +191,7 @@ impl Session {
         self.stalled
     }
 
-    /// Sets the flag that says whether the client must ring before it is looked at again.
+    /// Sets the flag that tells the client whether to ring after a submission.
     pub(super) fn set_asleep(&self, asleep: bool) {
         self.area.server_asleep().store(u32::from(asleep), Ordering::Relaxed);
     }
@@ -243,7 +245,8 @@ impl Session {
         Ok(self.taken.wrapping_sub(first))
     }
 
-    /// Does a request, or begins it. `false`: the volume has no room now, so try again later.
+    /// Does a request, or begins it. Returns false if the volume has no room now, so that the
+    /// caller must try again later.
     fn request(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk, submission: Submission) -> bool {
         let Submission { op, tag, page, token, count } = submission;
         match op {
@@ -492,15 +495,16 @@ impl Session {
         self.completed = self.completed.wrapping_add(1);
     }
 
-    /// Tells the client of its completions.
+    /// Announces the new completions to the client.
     pub(super) fn publish(&mut self, socket: &OwnedFd) {
         if self.published == self.completed {
             return;
         }
         self.published = self.completed;
         self.area.written(Ring::Completions).store(self.completed, Ordering::Release);
-        // The client first says that it sleeps, and then looks at the ring. The server first writes
-        // the ring, and then looks whether the client sleeps. So one of the two sees the other.
+        // The client first notes that it sleeps, and then looks at the ring. The server first
+        // writes the ring, and then looks whether the client sleeps. So one of both sides notices
+        // the other.
         fence(Ordering::SeqCst);
         if self.area.client_asleep().load(Ordering::Relaxed) != 0 {
             self.area.client_asleep().store(0, Ordering::Relaxed);

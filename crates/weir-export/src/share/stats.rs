@@ -33,9 +33,9 @@ macro_rules! counters {
 counters! {
     /// Clients that were accepted.
     sessions
-    /// Clients that have gone since.
+    /// Number of clients that have gone.
     sessions_ended
-    /// Clients that were disconnected because they violated the format.
+    /// Number of clients that were disconnected because they violated the format.
     violations
     /// Clients that were refused.
     turned_away
@@ -45,9 +45,9 @@ counters! {
     writes
     /// Pages that could not be read or written.
     faults
-    /// Leases handed out.
+    /// Number of leases that were given out.
     taken
-    /// Leases among these of pages in the stores' memory.
+    /// Number of leases of pages in the stores' memory.
     in_place
     /// Leases that clients have returned.
     given

@@ -177,8 +177,8 @@ impl Device {
             match begun {
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EBUSY) && again() => {}
-                // A server that died after it had begun a takeover left no queue ready. The driver
-                // refuses to begin again, and waits for the fetches.
+                // A server that died during a takeover left no queue ready. The driver refuses to
+                // begin the takeover again, and waits for the fetches of the queues.
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EINVAL) && info.state == uapi::STATE_QUIESCED =>
                 {

@@ -81,7 +81,7 @@ pub(super) struct Queue<'a> {
     engine: Engine,
     number: u16,
     depth: u16,
-    /// Number of tags that will not come back, because the device goes.
+    /// Number of tags that will not come back, because the device is being removed.
     gone: u16,
     /// Descriptors of stores that the ring is polling.
     polled: [Option<RawFd>; WAKE_FDS_MAX],
@@ -131,8 +131,8 @@ impl<'a> Queue<'a> {
         while !queue.ring.submission().is_empty() && begun.elapsed() < OFFERING {
             passed(queue.ring.submit()).map_err(|error| doing("offering its buffers", &error))?;
         }
-        // A refusal comes at once. A request may come at once too, if the device had a server
-        // before.
+        // A refusal of the driver comes at once. A request may come at once too, if the device had
+        // a server before.
         match queue.collect() {
             None => Ok(queue),
             Some((_, error)) => Err(doing("having its buffers accepted", &error)),
@@ -274,7 +274,7 @@ fn passed(entered: io::Result<usize>) -> io::Result<()> {
     }
 }
 
-/// Whether the error means that the device goes, and nothing worse.
+/// Whether the error means that the device is being removed, and nothing worse.
 fn is_abort(error: &io::Error) -> bool {
     error.raw_os_error() == Some(-RESULT_ABORT)
 }

@@ -119,7 +119,7 @@ impl fmt::Debug for Server {
     }
 }
 
-/// A queue thread's message: it is about to serve, or the reason why it will not.
+/// A queue thread's message: it is about to serve, or cannot, for this reason.
 type Ready = Result<(), (u16, ReadyError)>;
 
 enum ReadyError {
@@ -128,8 +128,8 @@ enum ReadyError {
 }
 
 impl Server {
-    /// Finds the device of a dead server of this volume, if it can still be taken over. It has the
-    /// shape that it was made with.
+    /// Finds the device of a dead server of this volume, if it can still be taken over. The device
+    /// keeps its earlier shape.
     ///
     /// # Errors
     /// Fails when there is one, and the driver does not finish clearing up after the dead server.
@@ -381,7 +381,7 @@ impl Thread {
             }
         }
         if let Some(processors) = &self.processors {
-            // Pinning is only for speed; a control group may forbid it.
+            // Pinning only makes the queue faster, and a control group may forbid it.
             let _ = rustix::thread::sched_setaffinity(None, processors);
         }
         let spin = (!self.spin.is_zero()).then(|| Spin::new(&self.gate, self.spin));
@@ -402,8 +402,8 @@ impl Thread {
         let _ = ready.send(Ok(()));
         let served = weir_core::seal::on_io_thread(|| queue.serve());
         if let Err(error) = served {
-            // Its requests would wait for ever. The process decides what a panic ends; the next
-            // daemon has them sent again.
+            // The requests of this queue would wait for ever. So panic: the process decides what to
+            // end, and the next daemon gets the requests again.
             panic!("ublk: queue {number} serves no more: {error}");
         }
     }

@@ -32,7 +32,7 @@ pub(super) struct Backing {
     /// Bytes of room for pages, after the header.
     pub room: u64,
     pub is_device: bool,
-    /// Whether I/O goes past the page cache.
+    /// Whether I/O bypasses the page cache (O_DIRECT).
     pub is_direct: bool,
 }
 
@@ -274,8 +274,8 @@ impl Backing {
         Ok(all)
     }
 
-    /// Whether `error` came from blocks larger than a page, or from a file system that accepted
-    /// O_DIRECT and refused it later. Then the file goes on without O_DIRECT.
+    /// Whether the cause of `error` is O_DIRECT: blocks larger than a page, or a file system that
+    /// refuses O_DIRECT after opening. Then the file goes on without O_DIRECT.
     fn loses_direct(&mut self, error: &std::io::Error) -> bool {
         let lost = self.is_direct && error.raw_os_error() == Some(libc::EINVAL);
         if lost {
@@ -287,7 +287,7 @@ impl Backing {
         false
     }
 
-    /// Clears the marks of earlier content, so that no program takes it for that again.
+    /// Clears the marks of earlier content, so that no program takes the file for what it was.
     fn forget(&mut self, name: &str, bytes: u64) -> Result<(), OpenError> {
         if !self.is_device {
             return rustix::fs::ftruncate(&self.file, 0)
@@ -421,7 +421,7 @@ impl Backing {
             if at < end {
                 let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(at))?.min(end);
                 let written = hole / PAGE_SIZE as u64 * PAGE_SIZE as u64;
-                // A page that is partly written is all written.
+                // If a page is written in part, write the whole page.
                 at = if written > at { written } else { at + self.write_zeros(&zeros[..1], at, end)? };
                 watch(at - offset, bytes)?;
             }
@@ -466,8 +466,8 @@ fn zeros() -> Vec<Page> {
     vec![Page::zeroed(); (4 << 20) / PAGE_SIZE]
 }
 
-/// Whether the path is for devices only: in /dev, on the same file system. A file there would take
-/// memory, and stay.
+/// Whether the path lies in /dev, on the same file system, where only devices belong. A file there
+/// would take memory and stay after Weir.
 fn is_for_devices(path: &Path) -> bool {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = parent.canonicalize().unwrap_or_else(|_| parent.to_owned());
@@ -477,7 +477,7 @@ fn is_for_devices(path: &Path) -> bool {
 }
 
 /// Whether a file is a Weir file that no process has open, for instance after a crash of the
-/// machine. It was encrypted with a key that is gone.
+/// machine. Its encryption key is gone.
 pub fn is_left_over(path: &Path) -> bool {
     let is_ours = || -> std::io::Result<bool> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;

@@ -1,6 +1,6 @@
 //! AES-256-XTS (IEEE Std 1619-2018) with a key that is never written to disk. After the store is
-//! closed, nobody can decrypt its content, not even Weir. The key lies in a memfd, so that a keeper
-//! can pass it from one daemon to the next. It is gone when the last process closes that.
+//! closed, nobody can decrypt its content, not even Weir. The key lies in a memfd, which a keeper
+//! can pass from one daemon to the next. The key is gone when the last process closes the memfd.
 //!
 //! The mode is XTS because a slot is written again and again under one number, with no room beside
 //! it for a nonce. A stream cipher would reuse its key stream, and an SSD still holds old blocks

@@ -134,8 +134,8 @@ impl FileLane {
         let registered = unsafe { ring.submitter().register_buffers(&[memory]) };
         let is_registered = match registered {
             Ok(()) => true,
-            // RLIMIT_MEMLOCK without CAP_IPC_LOCK forbids it: the lane works without it, a little
-            // slower.
+            // RLIMIT_MEMLOCK forbids the registration without CAP_IPC_LOCK. The lane works without
+            // it, a little slower.
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => false,
             Err(error) => {
                 let what = format!("cannot register {} with io_uring", ByteSize(bytes));
@@ -231,7 +231,8 @@ impl FileLane {
         unsafe { self.ring.submission().push(entry) }.expect("an entry for each staging page and member");
     }
 
-    /// Hands the entries of the submission queue to the kernel, if it takes them now.
+    /// Hands the entries of the submission queue to the kernel. The kernel may leave some for a
+    /// later call.
     fn enter(&mut self) {
         if self.ring.submission().is_empty() {
             return;
@@ -452,7 +453,7 @@ impl Lane for FileLane {
                 Err(fault) => self.fail(first, fault, done),
             }
         }
-        // This submits remainders, retries, and entries that the kernel did not take before.
+        // This also submits remainders, retries, and entries that the kernel has refused before.
         self.enter();
         self.expire(now, done);
     }

@@ -205,7 +205,7 @@ impl FileStore {
         self.shared.traffic.iter().map(Traffic::get).collect()
     }
 
-    /// Whether I/O goes past the page cache, on all members.
+    /// Whether I/O bypasses the page cache on all members.
     pub fn is_direct(&self) -> bool {
         self.shared.members.iter().all(|member| member.is_direct)
     }
@@ -385,7 +385,7 @@ impl Survive for FileStore {
         self.shared.quiet.is_quiet()
     }
 
-    /// Does nothing: the key goes with the last process that holds it.
+    /// Does nothing: the key ends with the last process that has it open.
     fn forget(&self) {}
 }
 
@@ -403,7 +403,7 @@ impl Reclaim for FileStore {
         for (at, member) in members.iter().enumerate() {
             let Err(errno) = member.punch(offset, bytes) else { continue };
             // The chunk must stay, so its room must be whole again. The members before this one
-            // have a hole there, and this one may have a part of one.
+            // have a hole in it, and this one may have part of one.
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {

@@ -12,7 +12,7 @@ use rustix::pipe::PipeFlags;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// The pipe of one store, and the pipes of earlier daemons that are not quiet yet.
+/// The pipe of this store's rings, and the pipes of earlier daemons whose I/O may still land.
 #[derive(Debug)]
 pub(super) struct Quiet {
     reading: OwnedFd,
@@ -59,7 +59,7 @@ impl Quiet {
 fn has_hung_up(pipe: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(pipe, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // If that is not known, the rings count as alive.
+    // If the pipe cannot be polled, the rings count as alive.
     rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::HUP)
 }
 

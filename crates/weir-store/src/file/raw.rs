@@ -12,17 +12,17 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Time that the disk has for an operation: as much as the kernel's own block layer gives it.
-/// Programs wait for a disk as they would without Weir.
+/// Time limit of a disk's operation: that of the kernel's own block layer. Programs wait for a disk
+/// as long as without Weir.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 impl FileStore {
-    /// Opens `path` for this process alone. Its content stays, and other programs can read it
+    /// Opens `path` for this process alone. Changes no content, so that other programs can read it
     /// afterwards.
     ///
     /// # Errors
-    /// Fails when it does not exist, is in use, or is no file or block device of whole pages below
-    /// 16 TiB.
+    /// Fails when there is no such file, it is in use, or it is no file or block device of whole
+    /// pages below 16 TiB.
     pub fn open_raw(path: &Path) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         let (member, bytes) = Backing::open_raw(&name, path)?;
@@ -37,8 +37,8 @@ impl FileStore {
         Self::of_members(name, vec![member], pages as u32, 1, std::slice::from_ref(&path.to_owned()))
     }
 
-    /// Opens the files or devices at `paths` for this process alone, as they are, with units of
-    /// `unit` on them in turns. What fills no unit on a member is not used.
+    /// Opens the files or devices at `paths` for this process alone, without headers, with units of
+    /// `unit` on them in turns. Leaves out the end of a member that fills no unit.
     ///
     /// # Errors
     /// Fails when one does not exist, is in use, is neither a file nor a block device, or is

@@ -6,8 +6,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// The first chunks, held and copied to and from directly: the control of the benchmarks. While it
-/// lives they cannot be released.
+/// The first chunks of a card, which the control of the benchmarks copies to and from directly.
+/// While it exists, these chunks cannot be released.
 pub struct Bare {
     gpu: Arc<Gpu>,
     chunks: Vec<(usize, NonNull<u8>)>,

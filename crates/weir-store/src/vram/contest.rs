@@ -33,7 +33,7 @@ pub struct Contest {
 #[derive(Clone, Debug)]
 struct Trial {
     contenders: Vec<Path>,
-    /// The index of the path that is tried now.
+    /// The index of the path under measurement.
     at: usize,
     settled: Duration,
     measured: Duration,
@@ -76,7 +76,7 @@ impl Contest {
         tried.or(self.best).or(contenders.first().copied())
     }
 
-    /// The load has ended: an unfinished measurement is dropped, the result of earlier ones stays.
+    /// Notes that the load has ended. Drops the measurement under way, and keeps earlier results.
     pub fn pause(&mut self) {
         self.trial = None;
     }

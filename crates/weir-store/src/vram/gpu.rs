@@ -44,7 +44,7 @@ pub struct Gpu {
     pub(super) chunks: Chunks,
     pub(super) ring: OnceLock<Arc<Ring>>,
     pub(super) source: Source,
-    /// A lock for taking a chunk's memory, and for announcing that CUDA is there.
+    /// The lock for taking a chunk's memory, and for the announcement that CUDA is open.
     pub(super) taking: Mutex<()>,
     /// The parts of the card that open after the first operations, if there are any.
     pub(super) late: Option<Arc<Late>>,
@@ -83,9 +83,10 @@ pub(super) struct Owner {
     pub spare: u64,
 }
 
-/// Device memory that is never taken: drivers and desktops need it (nbd-vram has the same figure).
+/// Device memory that Weir never takes, since drivers and desktops need it (nbd-vram has the same
+/// figure).
 const SPARE: u64 = 1 << 30;
-/// The memory that is never taken on a card that drives a display.
+/// The same on a card that drives a display.
 const SPARE_DISPLAY: u64 = 3 << 30;
 
 impl Owner {
@@ -145,12 +146,12 @@ impl Gpu {
         })
     }
 
-    /// The management library, once it is there.
+    /// The management library; `None` before it is loaded, or without it.
     pub(super) fn nvml(&self) -> Option<&Nvml> {
         self.owner.get()?.nvml.as_ref()
     }
 
-    /// The resident kernel's rings, once they are there.
+    /// The resident kernel's rings; `None` before they are made, or without them.
     fn ring(&self) -> Option<&Arc<Ring>> {
         self.ring.get()
     }
@@ -205,8 +206,7 @@ impl Gpu {
         self.ring().is_some_and(|ring| ring.is_resident())
     }
 
-    /// Puts the kernel on the card now, without waiting for load; calibration and benchmarks use
-    /// it.
+    /// Puts the kernel on the card now, whatever the load, for calibration and benchmarks.
     pub fn enter_ring(&self) -> bool {
         let Some(ring) = self.ring() else { return false };
         if ring.enter().is_ok() && ring.is_resident() {
@@ -283,7 +283,7 @@ impl Gpu {
         self.alarm();
     }
 
-    /// Has the watching thread look at once.
+    /// Makes the watching thread look at once.
     pub(super) fn alarm(&self) {
         if let Some(thread) = self.watching.get() {
             thread.unpark();
@@ -416,8 +416,8 @@ impl Gpu {
         let Some(memory) = self.chunks.withdraw(chunk)? else { return Ok(()) };
         let _paused = self.pause_ring();
         if let Err(error) = memory.clear() {
-            // The memory was neither cleared nor freed: it stays taken until the process ends, and
-            // holds no slot.
+            // The memory was neither cleared nor freed. So it stays taken until the process ends,
+            // and no slot uses it.
             self.chunks.install(chunk, memory);
             return Err(error);
         }
@@ -480,8 +480,9 @@ impl Gpu {
         if !self.has(Path::Mapped) {
             return;
         }
-        // Operations under way are done again through the window. Then nothing uses the context,
-        // and the driver destroys it with all that it has on the card. That may take any time.
+        // Operations under way are done again through the window. After that nothing uses the
+        // context, and the driver destroys it with all its memory on the card. The driver may take
+        // any time for that.
         let since = Instant::now();
         while !self.chunks.is_settled() && since.elapsed() < answer_limit() && !self.is_stopping() {
             std::thread::sleep(Duration::from_millis(1));

@@ -14,13 +14,13 @@ use weir_system::Machine;
 pub struct GpuMemory {
     /// Its PCI address as the kernel writes it: `0000:03:00.0`.
     pub address: String,
-    /// All of its memory.
+    /// The card's memory, all of it.
     pub total: ByteSize,
-    /// The card's free memory, if that is known.
+    /// The card's free memory; `None` if unknown.
     pub free: Option<ByteSize>,
     /// Whether a display is connected to the card.
     pub display: bool,
-    /// Whether a store would open it. The others are listed so that a refusal can name them.
+    /// Whether a store would open the card. Other cards are listed for the text of a refusal.
     pub is_usable: bool,
 }
 

@@ -58,8 +58,8 @@ pub(crate) fn answer_limit() -> Duration {
     Duration::from_millis(ANSWER_MS.load(Ordering::Relaxed))
 }
 
-/// Sets the time that a card has to answer, for the whole process. It is for tests in which a
-/// program acts as the card: that is as slow as the machine makes it.
+/// Sets the time that a card has to answer, for the whole process. In some tests a program acts as
+/// the card, and is as slow as the machine makes it.
 #[doc(hidden)]
 pub fn set_answer_limit(limit: Duration) {
     ANSWER_MS.store(limit.as_millis() as u64, Ordering::Relaxed);
@@ -90,10 +90,10 @@ impl Default for Drivers {
 /// An error of a store's drivers, or of its use of them.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 pub(crate) enum Trouble {
-    /// Vulkan refused.
+    /// A call of Vulkan failed.
     #[error(transparent)]
     Vulkan(#[from] VulkanError),
-    /// CUDA refused.
+    /// A call of CUDA failed.
     #[error(transparent)]
     Cuda(#[from] CallError),
     /// The process has no descriptor left.

@@ -149,13 +149,13 @@ impl Nvml {
     }
 }
 
-/// A card as the library tells of it.
+/// A card as the management library describes it.
 pub struct Told {
-    /// Its PCI address as the kernel writes it.
+    /// The card's PCI address as the kernel writes it.
     pub address: String,
-    /// Its memory.
+    /// The card's memory.
     pub memory: MemoryInfo,
-    /// Whether a display hangs on it.
+    /// Whether a display is connected to the card.
     pub display: bool,
 }
 

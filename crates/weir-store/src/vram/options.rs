@@ -22,13 +22,13 @@ pub enum Target {
 /// The conditions for the resident kernel to be on the card.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RingMode {
-    /// The kernel is there under load, while no other process uses the card, and not on a card that
-    /// drives a display.
+    /// The resident kernel is on the card under load, while no other process uses the card. It is
+    /// never on a card that drives a display.
     #[default]
     Auto,
-    /// The kernel is there whenever no other process uses the card.
+    /// The resident kernel is on the card whenever no other process uses the card.
     On,
-    /// The kernel is never there.
+    /// The resident kernel is never on the card.
     Off,
 }
 
@@ -63,7 +63,8 @@ pub struct VramUrl {
     pub path: Option<PathMode>,
     /// Number of the resident kernel's blocks; 0 for the default.
     pub blocks: u32,
-    /// Whether the processor's window onto the card is used; `false`: as if the card had none.
+    /// Whether to use the processor's window onto the card. With false, a card counts as one
+    /// without a window.
     pub window: bool,
     /// Largest number of copies that one call to the copy engine's driver names, in both
     /// directions; 1: each copy is a call. `None`: the URL does not say, which means
@@ -111,7 +112,7 @@ impl VramUrl {
         }
     }
 
-    /// The most copies that one call to the driver may name.
+    /// Largest number of copies that one call to the driver may name.
     pub(super) fn batch_copies(&self) -> BatchCopies {
         match self.engine_batch {
             Some(copies) => BatchCopies { reads: copies, writes: copies },

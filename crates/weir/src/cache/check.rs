@@ -39,7 +39,7 @@ struct Bad {
 /// Verifies the log on `home`, and prints the findings.
 ///
 /// # Errors
-/// Fails when there is no log, it cannot be looked at, or something is wrong with it.
+/// Fails when there is no log, the log cannot be read, or something is wrong with it.
 pub fn run(home: &HomeUrl, json: bool) -> Result<(), Failure> {
     let found = home::check(home)?;
     let report = Report::new(home, &found);

@@ -213,7 +213,7 @@ impl Daemon {
             running.stop(GRACE);
         }
         if self.home.is_scratch {
-            // Nothing on the log outlives this process, so there is nothing to bring home.
+            // No content of the log outlives this process. So there is no page to bring home.
             self.is_detached.store(true, Ordering::SeqCst);
             return Ok(());
         }
@@ -242,7 +242,7 @@ impl Daemon {
     }
 }
 
-/// Whether the last user of an unmounted file has gone. The kernel reports that a moment later.
+/// Whether the last user of an unmounted file has ended. The kernel reports the end a moment later.
 fn has_ended(server: &fuse::Server) -> bool {
     let patience = Timespec { tv_sec: 1, tv_nsec: 0 };
     let mut fds = [PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN)];

@@ -72,13 +72,13 @@ pub struct Home {
     pub disks: Arc<FileStore>,
     /// The log on the disks, if the home is one.
     pub log: Option<Log>,
-    /// Whether nothing on it outlives the process.
+    /// Whether no content of the home outlives the process.
     pub is_scratch: bool,
 }
 
 impl Home {
-    /// Makes the home as `create` says, or opens a durable one. Refuses to make one of what carries
-    /// content which no option says to serve or to erase.
+    /// Makes the home as `create` describes it, or opens a durable one. Refuses a disk with
+    /// content, unless an option says to serve or to erase the content.
     ///
     /// # Errors
     /// Fails when the home is in use, carries something, or cannot be opened.
@@ -253,7 +253,7 @@ fn open_durable(home: &HomeUrl, lanes: u32, watch: Watch<'_>) -> Result<Home, Fa
 /// Verifies a durable log.
 ///
 /// # Errors
-/// Fails when there is none, or it is in use.
+/// Fails when there is no log, or the log is in use.
 pub fn check(home: &HomeUrl) -> Result<weir_log::CheckReport, Failure> {
     if let HomeUrl::Raw(path) = home {
         return Err(no_log(path));

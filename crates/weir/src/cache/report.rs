@@ -7,7 +7,7 @@ use weir_core::{ByteSize, PAGE_SIZE};
 use weir_log::LogStatus;
 use weir_store::MemberTraffic;
 
-/// A cache at one moment, as it travels and as `--json` prints it.
+/// The state of a cache at one moment, as the control socket sends it and as `--json` prints it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Report {
     schema: u32,
@@ -83,7 +83,7 @@ struct DurableReport {
 }
 
 impl Report {
-    /// The status of a cache; `names` are those of its parts.
+    /// The status of a cache. `names` are the names of its parts.
     pub fn new(
         status: &CacheStatus,
         [home, store, file]: [String; 3],

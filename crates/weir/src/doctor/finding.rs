@@ -3,7 +3,7 @@
 use serde::Serialize;
 use std::fmt;
 
-/// The meaning of a finding for a person who wants to swap on Weir.
+/// The meaning of a finding for a user who wants to swap on Weir.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {

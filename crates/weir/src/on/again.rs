@@ -1,6 +1,6 @@
-//! Notes of a device that was turned off for a while, by a low battery or for a sleep, and is to be
-//! turned on again as it was. If the user turns the device on or off by hand meanwhile, the note is
-//! dropped.
+//! Notes of a device that was turned off for a while, by a low battery or for a sleep. `weir on
+//! --again` turns the device on again as it was. If the user turns the device on or off by hand
+//! meanwhile, the note is dropped.
 
 use super::state::Again;
 use std::fs;
@@ -37,7 +37,7 @@ pub fn turn_on(note: &Path) -> Result<(), Failure> {
         text => text.map_err(Failure::failed)?,
     };
     let again: Again = serde_json::from_slice(&text).map_err(Failure::failed)?;
-    // The command runs in a process of its own, which parses its arguments as the first time.
+    // The command runs in a separate process, which parses its arguments as at the first time.
     let directory = if again.directory.is_dir() { &*again.directory } else { Path::new("/") };
     let mut on = Command::new("/proc/self/exe");
     let status = on.arg("on").args(again.arguments).current_dir(directory).status();

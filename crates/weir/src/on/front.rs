@@ -40,8 +40,8 @@ impl Front {
     /// The first kernel with all that the front end needs.
     fn since(self) -> (u32, u32) {
         match self {
-            // Needed are a daemon that can be replaced under its device, and ioctls with numbers of
-            // their own.
+            // The front end needs a daemon that can be replaced under its device, and ioctls with
+            // numbers of their own.
             Front::Ublk => kernel_release::UBLK,
             Front::Nbd => (5, 6),
             // Needed is LOOP_CONFIGURE, which sets direct I/O at once.

@@ -19,7 +19,7 @@ pub fn watch() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether one has come.
+/// Whether a signal has come.
 pub fn came() -> bool {
     let flags = FLAGS.lock().expect("nobody panics while holding it");
     if flags.iter().any(|flag| flag.swap(false, Ordering::Relaxed)) {

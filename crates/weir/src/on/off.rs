@@ -45,7 +45,7 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The size of the device that is on, and what of it holds pages: in each case of all parts.
+/// The size of the device that is on, and the bytes of pages on it, over all parts.
 fn gained(journal: &Journal) -> (ByteSize, ByteSize) {
     let swaps = journal.state().swaps().filter_map(|path| swaps::find(path).ok().flatten());
     let (size, used) = swaps.fold((0, 0), |(size, used), swap| (size + swap.size.0, used + swap.used.0));

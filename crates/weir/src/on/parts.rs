@@ -188,7 +188,7 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
 /// a sleep.
 ///
 /// # Errors
-/// Fails when the memory cannot be had. The parts that were turned on stay on.
+/// Fails when there is not enough memory. The parts that were turned on stay on.
 pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;

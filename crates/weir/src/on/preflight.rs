@@ -550,8 +550,8 @@ mod tests {
         };
         let taken = (vec![BACKING.to_owned()], vec![PathBuf::from(BACKING)]);
         assert_eq!(offered(&[], 8).ok(), Some(taken.clone()));
-        // After a power failure the backing file is still there: Weir takes its own file again, and
-        // never another program's.
+        // After a power failure the backing file is still there. Weir takes its own file again, and
+        // never that of another program.
         let there = |left_over: Option<ByteSize>| {
             let free = |directory: &Path| (directory == Path::new("/")).then_some(ByteSize(4 << 30));
             let disk = Disk { free: &free, left_over: &|_| left_over, is_there: &|_| true };

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use weir_cli::failure::Failure;
 use weir_system::Machine;
 
-/// A setting that is to have another value.
+/// A kernel setting, and the value that it is to have.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Wish {
     /// The setting's file, below `/proc/sys` or `/sys`.

@@ -323,7 +323,7 @@ impl Journal {
             }
         }
         match fs::remove_dir(&self.directory) {
-            // systemd removes a unit's run-time directory itself; other files there are not Weir's.
+            // systemd itself removes a unit's run-time directory. Other files in it are not Weir's.
             Ok(()) => Ok(()),
             Err(error)
                 if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) =>

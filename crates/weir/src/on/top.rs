@@ -65,7 +65,8 @@ fn watch(
                 minutes.add(&seen);
                 last = now;
             }
-            // Another daemon is about to take over, or Weir is off by now; the next look tells.
+            // Another daemon is about to take over, or Weir is off by now. The next look shows
+            // which.
             Err(_) => {
                 seen.away = true;
                 minutes.add_nothing();

@@ -1,7 +1,7 @@
 //! The programs that `weir run` bounds on this machine: found, listed, and given orders.
 //!
-//! Nothing is written down about them. A run's daemon listens at a socket that `/proc/net/unix`
-//! shows, for as long as it lives.
+//! No file lists these programs. A run's daemon listens at a socket, which `/proc/net/unix` shows
+//! for as long as the daemon lives.
 
 use super::{CONTROL, DIRECTORY};
 use crate::cli::{EvictOptions, LimitOptions};
@@ -17,9 +17,9 @@ use weir_core::ByteSize;
 use weir_daemon::control::{self, Program, Request};
 use weir_pager::BLOCK;
 
-/// Longest wait for a program to do as it was told.
+/// Longest wait for a program to follow an order.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Time between two looks meanwhile.
+/// Time between two looks at a program during that wait.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Every bounded program that this user may see.
@@ -88,7 +88,7 @@ fn silent(program: &Program, later: &str) -> Failure {
     ))
 }
 
-/// Looks at a program until it is as it should be, or patience ends. Returns the last look.
+/// Looks at a program until `is_done` is true, or patience ends. Returns the last look.
 fn wait(socket: &Path, pid: u32, is_done: impl Fn(&Program) -> bool) -> Result<Program, Failure> {
     let begun = Instant::now();
     loop {
@@ -130,7 +130,7 @@ fn find(pid: u32) -> Result<(PathBuf, Program), Failure> {
     })
 }
 
-/// Asks every run at once: one that does not answer costs the patience for one.
+/// Asks every run at once, so that runs that do not answer cost the patience for one.
 fn found() -> Vec<(PathBuf, Program)> {
     let sockets = fs::read_to_string("/proc/net/unix").map(|text| sockets(&text)).unwrap_or_default();
     let ask = |socket: PathBuf| {

@@ -30,13 +30,13 @@ use weir_store::StoreUrl;
 
 /// The object that is preloaded into the program.
 const OBJECT: &str = "libweir_preload.so";
-/// The names by which others find a run: of its directory, before the process's number, and of the
-/// daemon's control socket in it.
+/// The names by which other processes find a run: the beginning of its directory's name, before the
+/// process's number; and the name of the daemon's control socket in it.
 const DIRECTORY: &str = "weir-run-";
 const CONTROL: &str = "control";
 /// Processes that can be bounded at a time; each has a thread in the daemon.
 const PROCESSES: u16 = 64;
-/// Background processes are reported if they go on for longer than this.
+/// Time that background processes may go on before a line reports them.
 const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Bytes of host memory for each byte that may be resident.
 const TIMES: u64 = 4;
@@ -68,9 +68,9 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
     std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
 }
 
-/// Waits for the program, then for the processes that it left in the background, whose pages lie
-/// here too. A signal that ends this process is passed on to them; a terminal signals all of them
-/// itself.
+/// Waits for the program, then for the processes that it left in the background, whose pages the
+/// daemon has too. Passes a signal that ends this process on to them. A terminal signals all of
+/// them itself.
 fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
     let keeper = daemon.pid();
     let handle = signals.handle();
@@ -188,7 +188,8 @@ impl Daemon {
         for store in stores {
             command.args(["--store", &store.to_string()]);
         }
-        // A terminal's signals are for the program, which may go on after them.
+        // A terminal's signals are meant for the program, which may go on after them. So the daemon
+        // gets none.
         command.stdin(Stdio::null()).process_group(0);
         let parent = rustix::process::getpid();
         // SAFETY: the child makes only two system calls before it becomes the daemon.

@@ -27,10 +27,10 @@ pub(super) enum Life {
     Alive,
     /// The server does not answer now, and may answer later.
     Silent,
-    /// The server is gone, and the kernel says so.
+    /// The server is gone, and the kernel reports it.
     Dead,
-    /// The server is gone, and the kernel keeps its connection: every request waits until that is
-    /// ended.
+    /// The server is gone, and the kernel keeps its connection. Every request waits until the
+    /// connection is ended.
     Kept,
 }
 
@@ -89,7 +89,7 @@ fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
     match info {
         // A descriptor that is not mounted yet names no connection.
         Ok(info) => connection(&info) == Some(device),
-        // Some systems hide the first process, since it has more rights than root; it serves no
+        // Some systems hide process 1, since it has more rights than root. Process 1 serves no
         // disks.
         Err(error) => !is_gone(&error) && process != Path::new("/proc/1"),
     }

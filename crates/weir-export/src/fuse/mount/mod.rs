@@ -42,7 +42,7 @@ pub enum MountError {
         "what is mounted on {0} does not answer, and its server may live; wait for it or end it, then run umount -f {0}"
     )]
     Silent(PathBuf),
-    /// A daemon that is gone left its mount there.
+    /// A daemon that has ended left its mount at this path.
     #[error("{0} is a mount point whose server is gone; run fusermount3 -u {0} (or umount {0})")]
     Stale(PathBuf),
     /// Both ways of mounting failed.
@@ -196,7 +196,7 @@ impl Drop for Mount {
 #[derive(Debug)]
 pub struct Left {
     point: PathBuf,
-    /// Whether nothing was there, so that a file there now was made by a server.
+    /// Whether the path was empty. Then a file there now was made by a server.
     vacant: bool,
 }
 
@@ -215,8 +215,8 @@ impl Left {
         Left { point: point.to_owned(), vacant: true }
     }
 
-    /// Removes a dead mount, and the file under it if a server made that. Call it once every server
-    /// is gone.
+    /// Removes a dead mount, and the file under it if a server made the file. Call this once every
+    /// server is gone.
     pub fn clear(self) {
         match life(&self.point) {
             Life::Alive => {}
@@ -253,7 +253,7 @@ fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
         return Err(stale());
     }
     if found == Life::Kept {
-        // This ends the connection, even if it returns "busy" because a program waits.
+        // This call ends the connection, even if it returns "busy" because a program waits.
         let _ = rustix::mount::unmount(&mount.point, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
     }
     mount.unmount().map_err(|_| stale())
@@ -269,7 +269,7 @@ struct Mounted {
 }
 
 impl Mounted {
-    /// Whether it is a file system of this program.
+    /// Whether the file system is one of this program.
     fn is_ours(&self) -> bool {
         self.kind == format!("fuse.{SUBTYPE}")
     }

@@ -183,8 +183,8 @@ impl RamDisk {
                 };
                 Ok(self.shared.read().seek(node, offset, data)?.to_ne_bytes().to_vec())
             }
-            // FLUSH and FSYNC have nothing to wait for, and there are no extended attributes: after
-            // one ENOSYS the kernel knows that.
+            // FLUSH and FSYNC have nothing to wait for, and there are no extended attributes. After
+            // one ENOSYS the kernel sends no further ones.
             _ => Err(Errno::NOSYS),
         }
     }
@@ -231,8 +231,8 @@ impl RamDisk {
         let tree = RwLockWriteGuard::downgrade(tree);
         ranges.write(what, data, |page| tree.place(node, page))?;
         drop(tree);
-        // The file is not truncated meanwhile: the kernel lets one change of a file's size happen
-        // at a time.
+        // The file cannot be truncated meanwhile: the kernel allows one change of a file's size at
+        // a time.
         self.shared.write().written(node, end, now())
     }
 
@@ -339,7 +339,8 @@ fn entry(tree: &mut Tree, node: u64) -> Answer<Vec<u8>> {
     Ok(entry.encode().to_vec())
 }
 
-/// Discards freed pages, so that they are zeros for their next file. The tree is still locked.
+/// Discards freed pages, so that they read as zeros in their next file. The caller holds the tree's
+/// lock.
 fn discard(freed: &[PageNo], ranges: &mut Ranges<Lane>) {
     if freed.is_empty() {
         return;

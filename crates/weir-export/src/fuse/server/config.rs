@@ -22,12 +22,12 @@ pub struct Config {
     pub swap: bool,
     /// Serve swap without the flusher flag.
     pub unsafe_no_flusher: bool,
-    /// Requests come by rings if the kernel offers it and every page lies in memory. Such a server
-    /// cannot be taken over: it has no [`handoffs`](super::Server::handoffs), and if it is killed,
-    /// its requests under way fail.
+    /// Whether requests come by rings, if the kernel offers them and every page lies in memory.
+    /// Such a server cannot be taken over: it has no [`handoffs`](super::Server::handoffs), and if
+    /// it is killed, its requests under way fail.
     pub ring: bool,
-    /// Other users than the one who mounts may use the file system, as far as modes and owners
-    /// allow. For users other than root `/etc/fuse.conf` must say `user_allow_other`.
+    /// Whether users other than the one who mounts may use the file system, as far as modes and
+    /// owners allow. For users other than root `/etc/fuse.conf` must have `user_allow_other`.
     pub allow_other: bool,
 }
 

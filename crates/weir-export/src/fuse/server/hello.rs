@@ -18,7 +18,7 @@ const HELLO_BYTES: usize = 64 << 10;
 /// are such.
 const BACKGROUND_MAX: u16 = 512;
 
-/// The server's wishes, besides those that it always has.
+/// The options of the handshake, beside those that the server always asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Wish {
     /// Bytes of the largest read or write.

@@ -31,7 +31,7 @@ use weir_device::PageDevice;
 use weir_store::OpenError;
 use weir_volume::Volume;
 
-/// Stack of a thread; with `mlockall` all of it is resident.
+/// Stack of a thread. It is small because `mlockall` makes all of it resident.
 const STACK_BYTES: usize = 256 << 10;
 /// A descriptor that a keeper holds beyond this process's end, for [`Server::take_over`].
 #[derive(Debug)]
@@ -172,8 +172,7 @@ impl Server {
             })?;
         }
         let mount = Mount::adopt(point).map_err(resources)?;
-        // The owner of the mount point is hidden by the mount, and a look at it would wait for this
-        // process.
+        // The mount hides the owner of the mount point. A look at it would wait for this process.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let opened = Opened { mount, connection, queues, can_resend, made, rings: Vec::new() };
         Server::disk(volume, volume.bytes(), config, opened, owner, log)
@@ -326,8 +325,8 @@ impl Server {
                 }
                 match worker.run() {
                     Ending::Unmounted => worker.pool.gone(),
-                    // The requests of a dead thread would wait for ever. The process decides what a
-                    // panic ends.
+                    // The requests of a dead thread would wait for ever. So panic: the process
+                    // decides what to end.
                     Ending::Broken(errno) if !worker.pool.is_stopping() => {
                         panic!("fuse: thread {number} cannot serve: {errno}");
                     }
@@ -445,7 +444,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // This server took over and then could not start: it leaves everything as it was for the
+        // This server took over, and then could not start. It leaves the mount as it was, for the
         // next one.
         if self.mount.as_ref().is_some_and(Mount::stays) {
             self.mount.take();

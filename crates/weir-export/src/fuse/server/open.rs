@@ -1,5 +1,5 @@
-//! A connection that is being opened: it is mounted and has done its handshake. It is unmounted if
-//! a later step fails.
+//! A connection that is being opened. It is mounted first, and then makes its handshake. It is
+//! unmounted if a later step fails.
 
 use super::super::device::Device;
 use super::super::mount::{Mount, Options};
@@ -27,7 +27,7 @@ pub(super) struct Opened {
     pub rings: Vec<Uring>,
 }
 
-/// A start that may fail; dropping it removes what it made.
+/// A start that may still fail. Dropping it removes everything that it made.
 pub(super) struct Begun {
     pub made: Option<PathBuf>,
 }
@@ -60,8 +60,8 @@ pub(super) fn mounted(
         allow_other: config.allow_other,
         read_max: IO_MAX,
     };
-    // Make the rings before the kernel is told of them, since it holds all requests back until they
-    // are there.
+    // Make the rings before the kernel is told of them. From then on the kernel holds all requests
+    // back until the rings are ready.
     let Prepared { mut rings, io_max } = if config.ring && may_ring {
         ring::prepare(config.threads).unwrap_or_else(|why| {
             log(Level::Info, format_args!("fuse: requests come by /dev/fuse: {why}"));
@@ -91,7 +91,7 @@ pub(super) fn make(point: &Path) -> Result<bool, ServeError> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(point) {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-        // A later step looks at the mount there.
+        // A later step examines the mount at this path.
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::NOTCONN.raw_os_error()) => Ok(false),
         Err(source) => Err(ServeError::Point { path: point.to_owned(), source }),
     }

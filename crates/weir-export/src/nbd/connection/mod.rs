@@ -36,8 +36,8 @@ use weir_device::{Coming, PageLane};
 use weir_request::{Op, Requests, Span};
 use weir_store::Fault;
 
-/// The most bytes of one `recv`: a queue depth of 16 with 16 KiB each; larger payloads stream
-/// through it.
+/// Largest number of bytes of one `recv`: a queue depth of 16 with 16 KiB each. Larger payloads
+/// stream through the buffer.
 const INPUT_BYTES: usize = 256 << 10;
 /// Bytes of payload in one `sendmsg`, and of the longest piece of a read that is verified and sent
 /// at once from where it lies. The piece stays in the second-level cache between the two. Bytes
@@ -112,7 +112,7 @@ pub(super) struct Worker<L> {
     work: Desk<L>,
 }
 
-/// All of a worker but its input, which is borrowed while this works.
+/// The parts of a worker without its input. The input stays borrowed while these work.
 struct Desk<L> {
     requests: Requests<L>,
     flight: Flight,
@@ -378,8 +378,9 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Handles a client that sends no more bytes. If this server caused that, complete requests are
-    /// answered. A write with a missing part fails, since nothing else would end it.
+    /// Handles a client that sends no more bytes. If this server has shut the connection, it
+    /// answers complete requests. A write with a missing part fails, since nothing else would end
+    /// it.
     fn end_torn(&mut self) -> Result<(), Ending> {
         if !self.presence.is_closing() {
             return Ok(());
@@ -401,9 +402,9 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Resets the desk for a new connection: no operation of this one may complete later. Writes
-    /// under way take no effect any more, unless the client disconnected in order. It may have sent
-    /// them again on another connection, and newer ones after them.
+    /// Resets the desk for a new connection, so that no operation of this one completes later.
+    /// Writes under way take no effect any more, unless the client has disconnected in order. The
+    /// client may have sent them again on another connection, and newer writes after them.
     fn clear(&mut self) {
         let Desk { requests, flight, reads, acks, write, .. } = &mut *self.desk;
         if !self.presence.is_leaving() {

@@ -59,7 +59,7 @@ impl<'a> Presence<'a> {
 }
 
 impl<L: PageLane> Connection<'_, L> {
-    /// Checks that the client was there a moment ago: within a tick of the kernel, 1 to 10 ms.
+    /// Checks that the client has been there within one tick of the kernel, 1 to 10 ms.
     ///
     /// # Errors
     /// Fails when the client has gone without a request to disconnect.
@@ -99,7 +99,7 @@ impl<L: PageLane> Connection<'_, L> {
     /// Whether a client that sends no more ended with a request to disconnect. If the socket holds
     /// more bytes than fit here, the client has not waited for its answers, and counts as gone.
     fn ends_with_goodbye(&mut self) -> bool {
-        // Nothing lies in this buffer while a send waits, and outside of a round.
+        // The buffer is empty while a send waits, and outside of a round.
         let waiting = &mut self.desk.heads[..];
         let Ok((count, _)) =
             rustix::net::recv(self.socket, &mut *waiting, RecvFlags::PEEK | RecvFlags::DONTWAIT)

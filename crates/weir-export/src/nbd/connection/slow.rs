@@ -9,8 +9,7 @@ use weir_core::PAGE_SIZE;
 use weir_device::PageLane;
 use weir_request::{Op, Request, Span};
 
-/// A piece of a read of at least this many bytes is started by itself; shorter ones wait for the
-/// batch.
+/// Least length of a read's piece that is started by itself. Shorter pieces wait for the batch.
 const PIPED: u32 = 64 << 10;
 
 impl<L: PageLane> Connection<'_, L> {
@@ -179,8 +178,8 @@ impl<L: PageLane> Connection<'_, L> {
         }
     }
 
-    /// Takes completions of slow stores without an answer to them, and waits until there are more
-    /// or the client has room.
+    /// Takes completions of slow stores without answering them. Waits until there are more, or the
+    /// client has room.
     fn collect_until_room(&mut self) -> Result<(), Ending> {
         self.desk.requests.submit();
         self.collect()?;

@@ -11,7 +11,7 @@ use rustix::mm::Advice;
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// Has threads look again that wait for a page of these.
+/// Makes threads that wait for one of these pages try their access again.
 fn look_again(world: &mut World, program: &mut Program, start: usize, end: usize) {
     for (number, thread) in program.threads.iter_mut().enumerate() {
         if thread.waits_for.is_some_and(|page| (start..end).contains(&page)) {
@@ -21,7 +21,7 @@ fn look_again(world: &mut World, program: &mut Program, start: usize, end: usize
     }
 }
 
-/// The world with the program in it: what the pager has as its kernel.
+/// The simulated kernel of the pager: the world with the program in it.
 pub struct Machine {
     pub world: World,
     pub program: Program,
@@ -45,7 +45,7 @@ impl Machine {
         self.program.step(&mut self.world)
     }
 
-    /// Fills missing pages one after the other.
+    /// Fills missing pages in order.
     fn fill(
         &mut self,
         at: usize,
@@ -101,7 +101,7 @@ impl Kernel for Machine {
         look_again(&mut self.world, &mut self.program, page_of(at), page_of(at + bytes));
     }
 
-    /// As `mm/userfaultfd.c` of Linux 6.18 does it, with pages of 4 KiB.
+    /// Moves pages as `mm/userfaultfd.c` of Linux 6.18 does, with pages of 4 KiB.
     fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         self.pass();
         let Machine { world, program } = self;
@@ -139,7 +139,8 @@ impl Kernel for Machine {
             world.go(source);
             world.come(target, content);
             if entry.is_migrating || world.random.one_in(world.migrates) {
-                // It has waited, moves the page, does not count it, and finds it there already.
+                // The kernel waits for the migrating page, moves it without counting it, tries it
+                // again, and finds it at its new place.
                 why = Some(Errno::EXIST);
                 break;
             }

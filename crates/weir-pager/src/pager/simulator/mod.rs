@@ -1,12 +1,13 @@
 //! The pager against a model of the kernel, of a program and of a store, from a seed.
 //!
-//! Nothing is real but [`Work`]: its tables, its policy, and every decision. The program's threads
-//! run whenever the pager asks the kernel for something, so they run between any two of its steps.
-//! A page must hold what was written there last. It may be SIGBUS once a read of the store has
-//! failed, and is never zeros or older content. No thread waits for ever.
+//! Only [`Work`] is real: its tables, its policy, and every decision. The program's threads run
+//! whenever the pager asks the kernel for something, so they run between any two of its steps. A
+//! page must have the content that was written there last. After a failed read of the store it may
+//! be SIGBUS, but it is never zeros or older content. No thread waits for ever.
 //!
-//! `WEIR_SIMULATOR_SEEDS=1000` plays so many, and `WEIR_SIMULATOR_SEED=7` only that one.
-//! `WEIR_SIMULATOR_PAGE=70000` says all that happens to a page. `WEIR_SCALE=full` plays 100,000.
+//! `WEIR_SIMULATOR_SEEDS=1000` plays that number of seeds, and `WEIR_SIMULATOR_SEED=7` only that
+//! one. `WEIR_SIMULATOR_PAGE=70000` prints each event of one page. `WEIR_SCALE=full` plays 100,000
+//! seeds.
 
 mod machine;
 mod program;

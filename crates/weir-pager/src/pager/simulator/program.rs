@@ -1,5 +1,5 @@
-//! The program's side: threads that use memory, and change their mappings, and know what each page
-//! must hold.
+//! The simulated program: threads that use memory, change their mappings, and know the content that
+//! each page must have.
 
 use super::random::Random;
 use super::store::Said;
@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex};
 /// The first page that a program may map.
 const FIRST: usize = OWN + BELLS;
 
-/// A program's.
+/// The traits of one simulated program.
 #[derive(Clone, Copy, Debug)]
 pub struct Traits {
     pub threads: usize,
     pub accesses: usize,
-    /// In blocks.
+    /// The limit of resident memory, in blocks.
     pub limit: usize,
     /// One in this number of a thread's actions changes mappings; zero means never.
     pub changes: u64,
@@ -30,7 +30,7 @@ pub struct Traits {
     pub evicts: bool,
     pub is_adopted: bool,
     pub unmaps_at_the_end: bool,
-    /// Nothing keeps the pager from its limit.
+    /// Whether the pager must keep its limit in this history: nothing in it hinders the pager.
     pub keeps_limit: bool,
 }
 
@@ -38,9 +38,9 @@ pub struct Traits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Must {
     Be(u64),
-    /// The page was given up by MADV_FREE: the kernel may make it zero at any time.
+    /// The program gave the page up by MADV_FREE: the kernel may make it zero at any time.
     BeOrZero(u64),
-    /// The page was SIGBUS, so no thread uses it any more.
+    /// An access to the page got SIGBUS, so no thread uses it any more.
     Nothing,
 }
 
@@ -49,9 +49,9 @@ enum Must {
 struct Object {
     at: usize,
     pages: Vec<Must>,
-    /// Threads that use it now.
+    /// Number of threads that use the object now.
     users: usize,
-    /// Pages that are given up now, or the whole where it changes its place.
+    /// The pages that a thread is giving up; the whole object while it moves.
     busy: Range<usize>,
     is_readonly: bool,
 }
@@ -63,9 +63,9 @@ enum Action {
         page: usize,
         write: bool,
     },
-    /// A page that is no object's.
+    /// Touch a page that belongs to no object.
     Touch(usize),
-    /// `MADV_DONTNEED` or `MADV_FREE`, from page to page, one mapping after the other.
+    /// Call `MADV_DONTNEED` or `MADV_FREE` for a range of pages, mapping by mapping.
     Remove {
         from: usize,
         to: usize,
@@ -89,7 +89,7 @@ enum Action {
     Moved(usize),
     Hold(bool),
     Fork,
-    /// The forked child ends, or the simulated device has done its work.
+    /// The forked child ends, or the simulated device has finished with its pages.
     LetGo,
     Adopt(usize),
     Adopted,
@@ -97,7 +97,7 @@ enum Action {
     Ended,
 }
 
-/// How a thread chooses its pages.
+/// The way in which a thread chooses its pages.
 #[derive(Clone, Copy, Debug)]
 enum Habit {
     Stream { at: usize, stride: isize },
@@ -123,7 +123,7 @@ pub struct Program {
     shared: Arc<Shared>,
     said: Arc<Mutex<Said>>,
     traits: Traits,
-    /// The pager is there before the program begins.
+    /// Whether the pager is there before the program begins.
     pub has_begun: bool,
     /// Accesses that are left.
     budget: usize,
@@ -164,7 +164,7 @@ impl Program {
         }
     }
 
-    /// One thread does one thing. `false` when none can.
+    /// Makes one thread do one action. Returns false if no thread can act.
     pub fn step(&mut self, world: &mut World) -> bool {
         let count = self.threads.len();
         let first = world.random.below(count as u64) as usize;
@@ -202,7 +202,7 @@ impl Program {
             return true;
         }
         if mapped == 0 {
-            // Another thread is mapping, or nothing finds room any more.
+            // Another thread is mapping memory, or there is no room for another mapping.
             self.budget = self.budget.saturating_sub(1);
             return true;
         }
@@ -222,7 +222,8 @@ impl Program {
         true
     }
 
-    /// All of it is looked at once more by the first thread, which then stops the pager.
+    /// Plans the end of the history: the first thread reads every page once more, and then stops
+    /// the pager.
     fn plan_end(&mut self, world: &mut World, thread: usize) -> bool {
         let others = &self.threads[1..];
         let is_over = others
@@ -303,7 +304,7 @@ impl Program {
         }
     }
 
-    /// The page that a thread uses next, unless somebody is changing it.
+    /// The page that a thread uses next; `None`: another thread is changing that page.
     fn next_page(&mut self, world: &mut World, thread: usize) -> Option<usize> {
         let object = self.threads[thread].object;
         let pages = self.object(object).pages.len();
@@ -336,7 +337,7 @@ impl Program {
             if world.random.one_in(2) {
                 at = at / BLOCK_PAGES * BLOCK_PAGES;
             }
-            // Right behind another one, as the kernel likes to map.
+            // Directly behind another mapping, as the kernel likes to map.
             if world.random.one_in(3)
                 && let Some((_, area)) = world.areas.range(..at).next_back()
             {
@@ -408,7 +409,7 @@ impl Program {
                 let (start, end) = (object.at, object.at + object.pages.len());
                 object.is_readonly = !object.is_readonly && object.users == 0;
                 let is_readonly = object.is_readonly;
-                // A part of it alone becomes another mapping.
+                // Only a part of the mapping becomes another one.
                 let start = if is_readonly { (start + end) / 2 } else { start };
                 world.change(start, end, |area| area.is_readonly = is_readonly);
             }
@@ -491,7 +492,7 @@ impl Program {
         }
     }
 
-    /// Unmaps a part: what is behind it becomes another object.
+    /// Unmaps a part of an object. The pages behind that part become another object.
     fn cut(&mut self, world: &mut World, thread: usize, number: usize) {
         let object = self.object(number);
         let pages = object.pages.len();
@@ -514,7 +515,7 @@ impl Program {
         if object.users > 0 || object.is_readonly {
             return;
         }
-        // The new mapping is as large as the old one, or larger, or a part of it.
+        // The new mapping has the size of the old one, or is larger, or is a part of it.
         let (from, to) = match world.random.one_in(4) && pages > 3 * BLOCK_PAGES {
             true => {
                 let from = world.random.below(pages as u64 / 2) as usize;
@@ -526,7 +527,7 @@ impl Program {
         let at = object.at;
         let Some(place) = self.gap(world, to - from + grows) else { return };
         let areas = world.take_areas(at + from, at + to);
-        // `mremap` moves one mapping.
+        // `mremap` moves memory of one mapping only.
         if areas.len() != 1 || areas[0].1.is_locked {
             for (start, area) in areas {
                 world.insert(start, area);
@@ -574,13 +575,14 @@ impl Program {
             world.changing += 2;
             let bytes = (to - from) * weir_core::PAGE_SIZE;
             let old = address(at + from);
-            // The old place is unmapped after that.
+            // The event of the old place's unmapping comes after that of the move. The list is in
+            // reverse.
             todo.extend([Action::Done, Action::Send(Event::Unmap(old, old + bytes)), Action::Done]);
             todo.push(Action::Send(Event::Remap(old, address(place), bytes)));
         }
     }
 
-    /// Whether it did something that is not waiting.
+    /// Makes a thread do an action. Returns whether it did more than wait.
     fn act(&mut self, world: &mut World, thread: usize, action: Action) -> bool {
         let todo = &mut self.threads[thread].todo;
         match action {
@@ -650,7 +652,7 @@ impl Program {
                 world.say(0..PAGES, "fork");
                 self.fork(world);
             }
-            // Some time later.
+            // Only some time later.
             Action::LetGo if !world.random.one_in(300) => {
                 todo.push(action);
                 return false;
@@ -677,7 +679,8 @@ impl Program {
         true
     }
 
-    /// Whether the page is there, or it was SIGBUS. Else the thread waits for it.
+    /// Touches a page. Returns whether the access succeeded or got SIGBUS. Otherwise the thread
+    /// waits for the page.
     fn touch(&mut self, world: &mut World, thread: usize, page: usize, write: bool, again: Action) -> bool {
         let entry = &mut world.entries[page];
         if entry.is_poisoned {
@@ -698,7 +701,7 @@ impl Program {
             world.faults.push_back((page, thread));
             return false;
         }
-        // A huge page, where there is room for one.
+        // The kernel makes a huge page if there is room for one.
         let block = page / BLOCK_PAGES * BLOCK_PAGES;
         let is_huge = start <= block
             && block + BLOCK_PAGES <= area.end
@@ -724,7 +727,8 @@ impl Program {
         if write {
             let word = self.next_word;
             self.next_word += 1;
-            // Zeros now and then, which the store does not get, and words that were there before.
+            // Some words are zero, so that the store gets no page for them. Some were written
+            // before.
             let word = if word.is_multiple_of(8) { word / 8 % 3 } else { word };
             world.say(at..at + 1, format_args!("is written: {word:#x}"));
             world.set_word(at, word);
@@ -779,7 +783,7 @@ impl Program {
         }
     }
 
-    /// Managed memory is no more than its limit, unless something keeps it from that.
+    /// Checks that resident memory is within the limit, if the pager must keep it in this history.
     pub fn check_limit(&self, world: &World) {
         if !self.traits.keeps_limit {
             return;
@@ -792,13 +796,14 @@ impl Program {
             .filter(|(_, area)| area.is_registered)
             .map(|(&start, area)| count(start..area.end))
             .sum();
-        // The nursery, the page for single ones, and the ends of each object.
+        // Memory beside the limit: the nursery, the page for single pages, and the ends of each
+        // object.
         let beside = 2 * BLOCK_PAGES * self.objects.len() + BLOCK_PAGES + 1;
         let limit = self.shared.limit.load(Ordering::Relaxed) * BLOCK_PAGES;
         assert!(own + managed <= limit + beside, "{own} + {managed} pages with a limit of {limit}");
     }
 
-    /// All of it is back, and right, when the pager has stopped.
+    /// Checks that all memory is in place with the right content, after the pager has stopped.
     pub fn check_end(&mut self, world: &World) {
         for number in 0..self.objects.len() {
             let Some(object) = &self.objects[number] else { continue };

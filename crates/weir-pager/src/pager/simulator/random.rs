@@ -20,7 +20,7 @@ impl Random {
         self.next() % bound.max(1)
     }
 
-    /// Zero is never.
+    /// Returns true once in `many` calls on average. With `many` 0 it never does.
     pub fn one_in(&mut self, many: u64) -> bool {
         many > 0 && self.below(many) == 0
     }

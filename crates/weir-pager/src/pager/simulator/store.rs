@@ -1,4 +1,4 @@
-//! A store that is late, full, or fails.
+//! A simulated store, which can be slow or full, and can fail.
 
 use super::random::Random;
 use crate::{BLOCK_PAGES, Store};
@@ -7,7 +7,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use weir_core::PageBytes;
 
-/// The store's faults. A number n means one operation in n; zero means never.
+/// The store's faults. A value of n means one operation in n, and 0 means none.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     pub rooms: u64,
@@ -34,7 +34,7 @@ pub struct Simulated {
     random: Random,
     faults: Faults,
     pages: Vec<u64>,
-    /// Writes that were taken: they end in any order.
+    /// Writes that the store has accepted. They end in any order.
     under_way: Vec<(u64, u64, bool)>,
     failed: bool,
     rooms: BTreeSet<u64>,
@@ -42,7 +42,7 @@ pub struct Simulated {
     pub said: Arc<Mutex<Said>>,
 }
 
-/// The word by which simulated pages differ; the rest of them is zeros.
+/// The first word of a page, by which simulated pages differ. The rest of a page is zeros.
 pub fn word(page: &PageBytes) -> u64 {
     u64::from_ne_bytes(page[..8].try_into().expect("eight bytes"))
 }
@@ -51,7 +51,7 @@ pub fn set_word(page: &mut PageBytes, word: u64) {
     page[..8].copy_from_slice(&word.to_ne_bytes());
 }
 
-/// Content that nobody wrote.
+/// Random content that the program never wrote.
 fn rubbish(random: &mut Random) -> u64 {
     1 << 63 | random.next()
 }
@@ -79,7 +79,7 @@ impl Simulated {
         }
         self.failed = true;
         self.said.lock().unwrap().refused += 1;
-        // It has changed the page or not.
+        // The failed write may have changed the page.
         if self.random.one_in(2) {
             let rubbish = rubbish(&mut self.random);
             self.pages[page as usize] = rubbish;

@@ -17,21 +17,21 @@ pub const BASE: usize = 1 << 40;
 /// Pages of the address space.
 pub const PAGES: usize = OWN + 200 * BLOCK_PAGES;
 
-/// Pages of the pager's own memory, whose bytes there are.
+/// Pages of the pager's own memory. Their bytes are stored, not only a word of each.
 pub const OWN: usize = 20 * BLOCK_PAGES;
 
-/// A page table entry. Memory of the pager has its content elsewhere.
+/// A page table entry. The content of the pager's own pages is stored elsewhere.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Entry {
     pub is_there: bool,
     pub is_poisoned: bool,
-    /// A child has it too.
+    /// Whether a child shares the page.
     pub is_shared: bool,
-    /// A device reads or writes it.
+    /// Whether a device reads or writes the page.
     pub is_pinned: bool,
-    /// The kernel is moving its frame.
+    /// Whether the kernel is migrating the page.
     pub is_migrating: bool,
-    /// The kernel may free it.
+    /// Whether the kernel may free the page (MADV_FREE).
     pub is_lazy: bool,
     word: u64,
 }
@@ -60,9 +60,9 @@ pub struct World {
     pub faults: VecDeque<(usize, usize)>,
     /// Events that the pager has not read, each with the thread that waits until it has.
     pub events: VecDeque<(Event, usize)>,
-    /// Neighbours with the same attributes become one.
+    /// Whether the kernel merges neighbouring mappings with equal attributes.
     pub merges: bool,
-    /// One in this number of pages is migrating when it is moved.
+    /// One page in this number is migrating when the pager moves it.
     pub migrates: u64,
     /// The page whose every event is printed.
     page: Option<usize>,
@@ -123,7 +123,7 @@ impl World {
         self.entries[page] = Entry::default();
     }
 
-    /// The mapping that has the page: its first page and the rest.
+    /// The mapping that contains the page: the mapping's first page, and its attributes.
     pub fn area(&self, page: usize) -> Option<(usize, Area)> {
         let (&start, &area) = self.areas.range(..=page).next_back()?;
         (page < area.end).then_some((start, area))
@@ -192,7 +192,7 @@ impl World {
         self.merge(end);
     }
 
-    /// Whether pages of `start..end` may come there by a request.
+    /// Checks whether a request of the pager may put pages into `start..end`.
     pub fn may_fill(&self, start: usize, end: usize) -> Result<(), Errno> {
         if self.changing > 0 {
             return Err(Errno::AGAIN);

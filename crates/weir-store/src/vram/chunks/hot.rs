@@ -33,8 +33,8 @@ pub struct Gate {
     pub resident: AtomicBool,
     /// Whether the watching thread sleeps for long: then a lane that moves a page wakes it.
     pub asleep: AtomicBool,
-    /// Whether the parts that open after the first operations are there: lanes that wait for theirs
-    /// have them.
+    /// Whether the parts that open after the first operations are ready, so that lanes that wait
+    /// for their parts can take them.
     pub joined: AtomicBool,
     /// Number of pins that were ever open: pins from this index on were not.
     pub(super) pins_used: AtomicU32,
@@ -218,7 +218,7 @@ impl Site {
         Some((device, offset as u64))
     }
 
-    /// Undoes what [`begin`](Self::begin) counted: the operation takes another path.
+    /// Takes back the count of [`begin`](Self::begin), since the operation takes another path.
     #[inline]
     pub fn cancel(&self, way: Way) {
         let queued = &self.pin().queued[way as usize];

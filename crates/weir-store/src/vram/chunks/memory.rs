@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 pub struct Source {
     /// The Vulkan device that gives mapped memory, if there is one.
     pub gpu: Option<Arc<Device>>,
-    /// The card's engines by CUDA, if there are any; they may come later.
+    /// The card's engines by CUDA. They may be set later, or never.
     cuda: OnceLock<Arc<Context>>,
     /// Each path that was missing when the card was found, and why.
     pub refused: Vec<(&'static str, String)>,
@@ -49,7 +49,7 @@ impl Source {
         self.cuda.get()
     }
 
-    /// Notes a path that is missing, and why.
+    /// Notes that a path is missing, with the reason.
     pub fn refuses(mut self, way: &'static str, why: Option<String>) -> Self {
         self.refused.extend(why.map(|why| (way, why)));
         self
@@ -105,7 +105,7 @@ impl Source {
 }
 
 impl ChunkMemory {
-    /// Has CUDA import the memory, if it has not yet.
+    /// Makes CUDA import the memory, unless it has.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -119,7 +119,7 @@ impl ChunkMemory {
         Ok(())
     }
 
-    /// CUDA will not come: drops its view, and the descriptor that was held for it.
+    /// Drops CUDA's view, and the descriptor that was held for it, because CUDA cannot be opened.
     pub fn forget_cuda(&mut self) {
         (self.device, self.unopened) = (None, None);
     }

@@ -146,7 +146,7 @@ impl Chunks {
         *held = Some(memory);
     }
 
-    /// Has CUDA import a chunk's memory, if it has not yet. Lanes may use the mapping meanwhile.
+    /// Makes CUDA import a chunk's memory, unless it has. Lanes may use the mapping meanwhile.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -158,7 +158,8 @@ impl Chunks {
         Ok(())
     }
 
-    /// Drops CUDA's view of every chunk: CUDA will not come, so no lane has used it.
+    /// Drops the descriptors that were held for CUDA, because CUDA cannot be opened. No lane has
+    /// used it.
     pub fn without_cuda(&self) {
         for chunk in 0..self.count() {
             if let Some(memory) = self.held_memory(chunk).as_mut() {

@@ -36,7 +36,8 @@ pub struct BatchLane {
     started: u64,
     queued: u64,
     batches: [Batch; BATCHES],
-    /// Number of batches ever begun, and ended; `begun % BATCHES` is the next one's index.
+    /// Number of batches that were ever begun, and number of those that have ended. `begun %
+    /// BATCHES` is the index of the next one.
     begun: u64,
     ended: u64,
     /// The copies from the card, and those to it.
@@ -92,7 +93,7 @@ impl BatchLane {
     /// Makes a lane with `depth` staging pages.
     ///
     /// # Errors
-    /// Fails when the driver has no memory or no stream for it.
+    /// Fails when the driver has no memory or no stream left.
     pub fn new(context: &Arc<Context>, depth: usize) -> Result<Self, CallError> {
         let staging = context.pinned(depth * PAGE_SIZE)?;
         let stream = context.stream()?;
@@ -205,7 +206,7 @@ impl BatchLane {
             if next == (write, device, staging) && !operation.opens_chunk && !copies.sizes.is_empty() {
                 *copies.sizes.last_mut().expect("not empty") += bytes;
             } else {
-                // Plain copies are a call each, so one event may follow any number of them.
+                // Each plain copy is a call of its own, so one event may follow any number of them.
                 let most = self.context.batch_copies(write);
                 if most > 1 && copies.sizes.len() == most {
                     return number;
@@ -295,7 +296,7 @@ impl BatchLane {
             let at = (self.ended % BATCHES as u64) as usize;
             let Some(outcome) = self.outcome(now, at) else { break };
             if outcome.is_err() && self.context.is_lost() {
-                // The lane's owner handles the rest: it may have another path.
+                // The lane's owner handles the other pages, since it may have another path.
                 return;
             }
             let end = self.batches[at].end;

@@ -39,7 +39,7 @@ impl CudaError {
     /// Whether the context, or the card, has failed for good. CUDA calls such errors sticky: after
     /// one, every call returns the same error until the process ends.
     pub fn is_sticky(self) -> bool {
-        // These are from cuda.h: DEINITIALIZED, ECC_UNCORRECTABLE, HARDWARE_STACK_ERROR ..
+        // The numbers are from cuda.h: DEINITIALIZED, ECC_UNCORRECTABLE, HARDWARE_STACK_ERROR ..
         // LAUNCH_FAILED (which includes ILLEGAL_ADDRESS and ILLEGAL_INSTRUCTION), LAUNCH_TIMEOUT,
         // SYSTEM_NOT_READY, UNKNOWN.
         matches!(self.0, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 714..=719 | 802 | 999)

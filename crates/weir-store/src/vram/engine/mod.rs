@@ -109,8 +109,8 @@ impl Context {
         let mut handle = ptr::null_mut();
         // SAFETY: the outputs outlive the calls; the flags are set before the context exists.
         let opened = unsafe {
-            // CUDA must never spin in the driver, nor make I/O threads wait for one another; Weir
-            // polls.
+            // CUDA must not spin in the driver, nor make I/O threads wait for one another: Weir
+            // polls instead.
             let _ = (driver.context_flags)(device, 0);
             check("cuDeviceGetName", (driver.device_name)(name.as_mut_ptr(), name.len() as c_int, device))
                 .and_then(|()| {
@@ -175,8 +175,8 @@ impl Context {
         }
     }
 
-    /// Calls `end` with the driver, to destroy a resource of this context, unless the context was
-    /// destroyed with it.
+    /// Calls `end` with the driver, to destroy a resource of this context. Does nothing if the
+    /// driver has destroyed the context with all its resources.
     fn end(&self, end: impl FnOnce(&Driver)) {
         let retired = self.retired.read().unwrap_or_else(PoisonError::into_inner);
         if !*retired && self.enter().is_ok() {
@@ -272,7 +272,7 @@ impl Context {
         }
     }
 
-    /// Takes device memory by CUDA alone, for machines without Vulkan: the processor cannot reach
+    /// Takes device memory by CUDA alone, for machines without Vulkan. The processor cannot reach
     /// such memory.
     ///
     /// # Errors
@@ -304,8 +304,8 @@ impl Context {
     pub fn adopt(self: &Arc<Self>, fd: &OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let mut handle = 0u64;
-        // For this kind of handle the descriptor itself takes the pointer's place; the import does
-        // not own it.
+        // For this kind of handle CUDA expects the descriptor itself in place of a pointer. The
+        // import does not own the descriptor.
         let raw = fd.as_raw_fd() as usize as *mut c_void;
         // SAFETY: the output outlives the call, the descriptor is open.
         unsafe {

@@ -179,8 +179,8 @@ impl Ring {
         }
     }
 
-    /// Whether there is a lane that the resident kernel does not serve, because it was opened
-    /// later.
+    /// Whether there is a lane that the resident kernel does not serve, because the lane was opened
+    /// after the kernel's start.
     pub fn has_uncovered_lanes(&self) -> bool {
         self.is_resident()
             && self.cells.iter().any(|cell| {
@@ -210,8 +210,8 @@ impl Ring {
             block.lanes[lanes as usize] = LaneBlock {
                 ring: controller.device.address + ring_offset(index) as u64,
                 done: done as u64,
-                // Lanes add nothing while the kernel is absent, so this is the number at which it
-                // stopped.
+                // Lanes add nothing while the kernel is absent. So the kernel stopped at this
+                // number.
                 head: cell.added.load(Ordering::Relaxed),
                 depth,
                 unused: [0; 2],
@@ -267,7 +267,7 @@ impl Ring {
             return Ok(true);
         }
         if self.context.is_lost() {
-            // The kernel went with its context, and the lanes' memory may have gone too.
+            // The kernel ended with its context, and the lanes' memory may be gone too.
             self.set(ABSENT);
             return Ok(true);
         }
@@ -396,7 +396,7 @@ fn ring_offset(lane: usize) -> usize {
 /// A ring's answer when a lane wants to queue an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Admission {
-    /// The lane may queue it.
+    /// The lane may queue the operation.
     Yes,
     /// The ring is full until some operations have been handed over.
     Full,
@@ -441,7 +441,7 @@ impl RingLane {
         &self.ring.cells[self.index]
     }
 
-    /// Whether an operation can be queued now. After a yes, the caller must queue one.
+    /// Whether an operation can be queued now. After [`Admission::Yes`] the caller must queue one.
     pub fn admits(&mut self) -> Admission {
         if self.dead {
             return Admission::Away;

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-/// The figures that the watcher has seen since its last look.
+/// The figures since the policy's last step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
     /// Time since the last look.
@@ -38,13 +38,13 @@ pub enum Step {
 /// Thresholds, and for how long each has been met.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    /// Pages a second from which on the kernel is worth its time slice and power.
+    /// Pages a second from which on the gain of the kernel is worth its time slice and power.
     pub enter_at: u64,
     /// Pages a second below which the kernel counts as idle.
     pub leave_at: u64,
     /// Time without enough pages after which the kernel leaves.
     pub idle: Duration,
-    /// Time that the kernel stays away after it left for another process.
+    /// Time for which the kernel stays away after it has left for another process.
     pub shy: Duration,
     /// Whether the kernel enters at once and never leaves for idleness: `ring=on`, for benchmarks.
     pub always: bool,

@@ -58,8 +58,8 @@ struct Node {
     atime: Time,
     mtime: Time,
     ctime: Time,
-    /// The number of times that the kernel was told of the node and has not forgotten it. While it
-    /// is above zero the node stays, with or without a name.
+    /// Number of times that the kernel was told of the node, less those that it has forgotten.
+    /// While it is above zero the node stays, with or without a name.
     lookups: u64,
     body: Body,
 }
@@ -83,8 +83,8 @@ struct File {
 struct Directory {
     parent: u64,
     names: BTreeMap<Box<[u8]>, Entry>,
-    /// The names in the order of their age. So a listing can go on where it stopped, whatever is
-    /// added or removed meanwhile.
+    /// The names in the order of their age. So a listing can go on at the same point after names
+    /// have been added or removed.
     order: BTreeMap<u64, Box<[u8]>>,
     /// The next name's number; 1 and 2 are `.` and `..`.
     next: u64,
@@ -279,7 +279,7 @@ impl Tree {
         Ok(node)
     }
 
-    /// Gives a node that is no directory another name.
+    /// Gives a node another name. The node must not be a directory.
     pub fn link(&mut self, node: u64, parent: u64, name: &[u8], now: Time) -> Result<()> {
         self.vacant(parent, name)?;
         if self.is_directory(node) {
@@ -312,7 +312,7 @@ impl Tree {
         self.remove(parent, name, now)
     }
 
-    /// Renames a node. The node that has the new name goes, or the two exchange their names.
+    /// Renames a node. A node that has the new name is removed, or the two exchange their names.
     pub fn rename(
         &mut self,
         (parent, name): (u64, &[u8]),
@@ -341,7 +341,7 @@ impl Tree {
         match replaced {
             None if flags & EXCHANGE != 0 => return Err(Errno::NOENT),
             Some(_) if flags & NO_REPLACE != 0 => return Err(Errno::EXIST),
-            // Both names are of one node: nothing happens (rename(2)).
+            // Both names belong to one node, so nothing happens (rename(2)).
             Some(other) if other == moved => return Ok(Freed::new()),
             Some(other) if flags & EXCHANGE != 0 => {
                 self.take_name(parent, name, now)?;
@@ -418,8 +418,8 @@ impl Tree {
         self.file(node).map(|file| file.size)
     }
 
-    /// Gives every page of a range of a file a page of the volume; if there is not room for all,
-    /// none.
+    /// Gives every page of a range of a file a page of the volume. If there is not room for all
+    /// pages, gives none.
     pub fn reserve(&mut self, node: u64, pages: std::ops::Range<u64>) -> Result<()> {
         let (file, room) = self.file_mut(node)?;
         let most = file.held + u64::from(room.free());
@@ -494,7 +494,7 @@ impl Tree {
         let mut page = offset / PAGE_SIZE as u64;
         let end = file.size.div_ceil(PAGE_SIZE as u64);
         while page < end && file.place(page).is_some() != data {
-            // Skip in one step what no leaf covers.
+            // Skip the whole gap to the next leaf in one step.
             page = match file.leaves.range(page / LEAF..).next() {
                 None if data => end,
                 Some((leaf, _)) if data && leaf * LEAF > page => leaf * LEAF,
@@ -524,7 +524,7 @@ impl Tree {
             return Err(Errno::NAMETOOLONG);
         }
         let directory = self.directory(parent)?;
-        // A directory that was removed while a program is in it takes nothing new.
+        // A directory that was removed while a program uses it takes no new names.
         if self.node(parent)?.links == 0 {
             return Err(Errno::NOENT);
         }
