@@ -49,6 +49,10 @@ pub enum OpenErrorKind {
     Io,
 }
 
+/// Said where the system gives a store no descriptor, thread, key or memory. The cause follows.
+pub const DENIED: &str =
+    "the system denies a descriptor, a thread or memory; raise the limits of this process (ulimit -a)";
+
 impl OpenError {
     /// An error of `store` that comes from no system call.
     pub fn new(kind: OpenErrorKind, store: impl Into<String>, what: impl Into<String>) -> Self {

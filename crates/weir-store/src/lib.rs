@@ -30,7 +30,7 @@ mod survive;
 mod url;
 pub mod vram;
 
-pub use error::{OpenError, OpenErrorKind};
+pub use error::{DENIED, OpenError, OpenErrorKind};
 pub use file::{FileStore, FileUrl, MemberTraffic, StripeUrl, is_left_over};
 pub use host::Host;
 pub use open::{open, open_watched, reopen};

@@ -52,9 +52,8 @@ pub fn reopen(
             let missing = || {
                 OpenError::new(OpenErrorKind::NoDevice, url.to_string(), "the keeper does not hold its pages")
             };
-            let memory = Memory::adopt(take(host::HANDOFF).ok_or_else(missing)?).map_err(|error| {
-                OpenError::io(url.to_string(), "cannot map the pages that were kept", error)
-            })?;
+            let memory = Memory::adopt(take(host::HANDOFF).ok_or_else(missing)?)
+                .map_err(|error| OpenError::io(url.to_string(), "cannot use what was kept", error))?;
             Ok(Arc::new(Host::adopt(memory)))
         }
         StoreUrl::File(file) => Ok(Arc::new(FileStore::reopen(file, room, take)?)),
@@ -88,9 +87,18 @@ mod tests {
         let _ = second.lane(1).unwrap().read(0, Slot(3), &mut page);
         assert_eq!(page, [7; PAGE_SIZE]);
         assert!(
-            reopen(&url, Room::Reserved, &mut take).unwrap_err().to_string().contains("does not hold"),
+            reopen(&url, Room::Reserved, &mut take)
+                .unwrap_err()
+                .to_string()
+                .contains("keeper does not hold its pages"),
             "it was taken"
         );
+        // A descriptor of another kind is no memory and no plan.
+        for url in ["host:64KiB", "vram:0"] {
+            let null = |_: &str| Some(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
+            let error = reopen(&url.parse().unwrap(), Room::Reserved, &mut { null }).unwrap_err();
+            assert!(error.to_string().contains("cannot use what was kept"), "{error}");
+        }
     }
 
     #[test]

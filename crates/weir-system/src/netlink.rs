@@ -261,6 +261,14 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_that_is_cut_short_is_no_answer() {
+        for bytes in [&[0; HEADER - 1][..], &[255; HEADER][..]] {
+            let error = messages(bytes, 1).err().expect("it is cut short");
+            assert_eq!(error.to_string(), "the kernel's netlink answer is cut short");
+        }
+    }
+
+    #[test]
     fn a_group_is_found_by_its_name_among_others() {
         let group = |name: &[u8], number| {
             let group = Attributes::default().bytes(CTRL_ATTR_MCAST_GRP_NAME, name);

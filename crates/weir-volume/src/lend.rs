@@ -193,8 +193,7 @@ impl Pool {
         let failed = |why: String| OpenError::new(OpenErrorKind::InUse, "volume", why);
         let window = |tier: &Tier| tier.store.share().map(Share::window).transpose();
         let windows: io::Result<Vec<_>> = self.tiers.iter().map(window).collect();
-        let windows =
-            windows.map_err(|error| OpenError::io("volume", "a store's memory cannot be shown", error))?;
+        let windows = windows.map_err(|error| OpenError::io("volume", weir_store::DENIED, error))?;
         if self.lending.swap(true, std::sync::atomic::Ordering::Acquire) {
             return Err(failed("its pages are being lent already".to_owned()));
         }

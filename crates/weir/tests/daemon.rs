@@ -221,7 +221,7 @@ fn nonsense_at_the_control_socket_gets_an_error_and_hurts_nobody() {
         ("\n", "no line of JSON"),
         ("status\n", "no line of JSON"),
         ("{\"request\":\"status\"}\n", "names no schema"),
-        ("{\"schema\":7,\"request\":\"status\"}\n", "schema 7"),
+        ("{\"schema\":7,\"request\":\"status\"}\n", "schema 7 is not spoken here; use "),
         ("{\"schema\":1,\"request\":\"format\"}\n", "unknown request"),
         (long.as_str(), "no line of JSON"),
     ] {

@@ -60,9 +60,7 @@ impl Kernel {
             .u64(BLOCK_SIZE_BYTES, weir_core::PAGE_SIZE as u64)
             .u64(SERVER_FLAGS, terms.flags.into());
         let answer = self.0.call(CONNECT, &with_sockets(attributes, terms, sockets))?;
-        u32_in(&answer, INDEX).or(index).ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidData, "the kernel does not say which device it connected")
-        })
+        u32_in(&answer, INDEX).or(index).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
     /// Gives the kernel new sockets for the dead connections of a device. The kernel drops a socket

@@ -82,14 +82,13 @@ impl Link {
     /// Call this once, before there are threads.
     pub fn open() -> io::Result<Option<(Self, Held)>> {
         let Some(number) = std::env::var_os(ENVIRONMENT) else { return Ok(None) };
-        let broken = |what: &str| io::Error::other(format!("{ENVIRONMENT}: {what}"));
-        let number: RawFd =
-            number.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| broken("not a number"))?;
+        let broken = || io::Error::other(format!("{ENVIRONMENT} names no keeper's socket; unset it"));
+        let number: RawFd = number.to_str().and_then(|text| text.parse().ok()).ok_or_else(broken)?;
         // SAFETY: the descriptor is only asked for its type, which fails if it is not open.
         let socket = unsafe { BorrowedFd::borrow_raw(number) };
-        let kind = rustix::net::sockopt::socket_type(socket).map_err(|_| broken("not a socket"))?;
+        let kind = rustix::net::sockopt::socket_type(socket).map_err(|_| broken())?;
         if kind != rustix::net::SocketType::SEQPACKET {
-            return Err(broken("not a keeper's socket"));
+            return Err(broken());
         }
         rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::CLOEXEC)?;
         // SAFETY: the keeper made it for this process alone, and this function is called once.

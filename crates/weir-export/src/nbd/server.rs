@@ -214,7 +214,7 @@ impl Server {
             match started.recv().expect("every thread answers") {
                 Ok(true) => {}
                 Ok(false) => {
-                    let text = "the export is to carry swap, and the I/O flusher flag is not set: set it first in main";
+                    let text = "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main";
                     return Err(ServeError::Config(text.to_owned()));
                 }
                 Err(missing) => return Err(ServeError::Flusher(missing)),

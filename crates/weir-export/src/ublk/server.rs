@@ -264,7 +264,7 @@ impl Server {
                 ReadyError::Io(source) => UblkError::Queue { queue, queues, source },
                 ReadyError::Flusher(Some(missing)) => UblkError::Flusher(missing),
                 ReadyError::Flusher(None) => UblkError::Config(
-                    "the device is to carry swap, and the I/O flusher flag is not set: set it first in main"
+                    "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main"
                         .to_owned(),
                 ),
             })?;

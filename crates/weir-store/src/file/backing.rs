@@ -118,7 +118,7 @@ impl Backing {
     /// Takes over the open file or device of a daemon that has ended. Its lock comes with the
     /// descriptor.
     pub(super) fn adopt(name: &str, fd: OwnedFd, size: Option<ByteSize>) -> Result<Self, OpenError> {
-        let failed = |errno| OpenError::io(name, "cannot use a file that was kept", errno);
+        let failed = |errno| OpenError::io(name, "cannot look at it", errno);
         let mode = rustix::fs::fstat(&fd).map_err(failed)?.st_mode;
         let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
         let mut backing = Backing {

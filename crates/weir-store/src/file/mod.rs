@@ -21,7 +21,9 @@ pub use stripe_url::StripeUrl;
 pub use traffic::MemberTraffic;
 pub use url::FileUrl;
 
-use crate::{Deal, Fault, Keep, Lane, OpenError, OpenErrorKind, Reclaim, Room, State, Store, Survive};
+use crate::{
+    DENIED, Deal, Fault, Keep, Lane, OpenError, OpenErrorKind, Reclaim, Room, State, Store, Survive,
+};
 use backing::{Backing, HEADER};
 use cipher::Cipher;
 use lane::FileLane;
@@ -218,8 +220,7 @@ impl FileStore {
 
 impl Shared {
     fn open(name: &str, layout: &Layout<'_>, room: Room, watch: Watch<'_>) -> Result<Self, OpenError> {
-        let make =
-            || Cipher::ephemeral().map_err(|error| OpenError::io(name, "cannot make a key for it", error));
+        let make = || Cipher::ephemeral().map_err(|error| OpenError::io(name, DENIED, error));
         let cipher = layout.encrypt.then(make).transpose()?;
         let count = layout.paths.len() as u64;
         let open = |(at, path): (usize, &PathBuf)| {
@@ -227,7 +228,7 @@ impl Shared {
             Backing::open(name, path, layout.size_each, layout.overwrite, room, &mut watch)
         };
         let members = layout.paths.iter().enumerate().map(open).collect::<Result<_, _>>()?;
-        let quiet = Quiet::new().map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
+        let quiet = Quiet::new().map_err(|error| OpenError::io(name, DENIED, error))?;
         Self::over(name, layout, cipher, members, quiet, room)
     }
 
@@ -240,12 +241,12 @@ impl Shared {
             false => None,
             true => Some(
                 Cipher::adopt(kept(KEY.to_owned())?)
-                    .map_err(|error| OpenError::io(name, "cannot use the key that was kept", error))?,
+                    .map_err(|error| OpenError::io(name, "cannot use what was kept", error))?,
             ),
         };
         let adopt = |at| Backing::adopt(name, kept(member_name(at))?, layout.size_each);
         let members = (0..layout.paths.len()).map(adopt).collect::<Result<_, _>>()?;
-        let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
+        let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, DENIED, error))?;
         let shared = Self::over(name, layout, cipher, members, quiet, room)?;
         for (chunk, released) in shared.released.iter().enumerate() {
             // Take chunks that the last daemon had released, if there is room. For a held chunk

@@ -5,7 +5,7 @@ use super::backing::Backing;
 use super::quiet::Quiet;
 use super::traffic::Traffic;
 use super::{Deal, FileStore, Shared};
-use crate::{OpenError, OpenErrorKind, Room};
+use crate::{DENIED, OpenError, OpenErrorKind, Room};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -67,7 +67,7 @@ impl FileStore {
         unit: u32,
         paths: &[PathBuf],
     ) -> Result<Self, OpenError> {
-        let quiet = Quiet::new().map_err(|error| OpenError::io(&name, "cannot make a pipe", error))?;
+        let quiet = Quiet::new().map_err(|error| OpenError::io(&name, DENIED, error))?;
         let shared = Shared {
             deal: Deal::in_turns(members.len() as u32, unit),
             members: members.into(),

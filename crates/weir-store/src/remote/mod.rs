@@ -25,7 +25,7 @@ mod url;
 
 pub use url::RemoteUrl;
 
-use crate::{Condition, Lane, OpenError, OpenErrorKind, Report, State, Store, Tell, TellChange};
+use crate::{Condition, DENIED, Lane, OpenError, OpenErrorKind, Report, State, Store, Tell, TellChange};
 use alarm::Alarm;
 use check::{check, is_in_cluster, no_answer};
 use lane::RemoteLane;
@@ -100,7 +100,7 @@ impl RemoteStore {
         };
         let make = |number: usize| {
             let made = Node::new(number, url, password.as_deref());
-            made.map(Arc::new).map_err(|error| OpenError::io(&name, "cannot make a node", error))
+            made.map(Arc::new).map_err(|error| OpenError::io(&name, DENIED, error))
         };
         let map = find_cluster(&name, url, make)?;
         let is_cluster = map.is_some();
@@ -117,7 +117,7 @@ impl RemoteStore {
         let slots = (url.size.0 / PAGE_SIZE as u64) as u32;
         let mut number = [0; 8];
         let drawn = rustix::rand::getrandom(&mut number, GetRandomFlags::empty());
-        drawn.map_err(|errno| OpenError::io(&name, "cannot draw a random number", errno))?;
+        drawn.map_err(|errno| OpenError::io(&name, DENIED, errno))?;
         let number = u64::from_ne_bytes(number);
         let copies = usize::from(url.copies);
         let Some(ledger) = Ledger::new(slots, copies) else {
@@ -127,7 +127,7 @@ impl RemoteStore {
         let core = Arc::new(Core {
             name: name.clone(),
             url: url.clone(),
-            seal: Seal::ephemeral().map_err(|error| OpenError::io(&name, "cannot make a key", error))?,
+            seal: Seal::ephemeral().map_err(|error| OpenError::io(&name, DENIED, error))?,
             number,
             placement: match map {
                 Some(map) => Placement::of_cluster(number, slots, &map.owners, count),
@@ -156,8 +156,7 @@ impl RemoteStore {
                 let worker = Worker { node, core: Arc::clone(&store.core), jobs };
                 let thread = std::thread::Builder::new().name(format!("node-{number}"));
                 let started = thread.spawn(move || worker.run());
-                let started = started
-                    .map_err(|error| OpenError::io(&store.name, "cannot start a thread for a node", error))?;
+                let started = started.map_err(|error| OpenError::io(&store.name, DENIED, error))?;
                 store.threads.push(started);
                 paths.push(sender);
             }
@@ -165,7 +164,7 @@ impl RemoteStore {
         let rebuilder = Rebuilder::new(Arc::clone(&store.core), senders.clone());
         let thread = std::thread::Builder::new().name("rebuild".to_owned());
         let started = rebuilder.and_then(|rebuilder| thread.spawn(move || rebuilder.run()));
-        let cannot = |error| OpenError::io(&store.name, "cannot start a thread for copies", error);
+        let cannot = |error| OpenError::io(&store.name, DENIED, error);
         store.rebuilder = Mutex::new(Some(started.map_err(cannot)?));
         store.senders = Mutex::new(senders);
         Ok(store)
@@ -229,7 +228,7 @@ impl Store for RemoteStore {
         }
         let senders = self.senders.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let opened = RemoteLane::open(Arc::clone(&self.core), senders, depth.max(1));
-        Ok(Box::new(opened.map_err(|error| OpenError::io(&self.name, "cannot open a lane", error))?))
+        Ok(Box::new(opened.map_err(|error| OpenError::io(&self.name, DENIED, error))?))
     }
 
     /// A cluster counts as one member, because it moves slots between its nodes.
@@ -346,5 +345,5 @@ fn find_cluster(
             }
         };
     }
-    Err(last.unwrap_or_else(|| OpenError::new(OpenErrorKind::NoDevice, store, "it names no node".to_owned())))
+    Err(last.expect("a URL names a node"))
 }

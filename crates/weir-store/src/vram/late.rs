@@ -202,7 +202,7 @@ impl Late {
     ) -> Result<(), String> {
         let import = || {
             (0..gpu.chunks().count()).try_for_each(|chunk| match gpu.is_stopping() {
-                true => Err("it is being closed".to_owned()),
+                true => Err(String::new()),
                 false => gpu.chunks().import(chunk, cuda).map_err(|why| format!("chunk {chunk}: {why}")),
             })
         };
@@ -226,7 +226,7 @@ impl Late {
                     Ok(parts) => made.push((cell, parts)),
                     Err(why) => {
                         made.into_iter().for_each(|(_, parts)| parts.close(ring.as_ref()));
-                        return Err(format!("a lane's memory: {why}"));
+                        return Err(why);
                     }
                 }
             }

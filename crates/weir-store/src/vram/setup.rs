@@ -14,7 +14,7 @@ use super::ring::{self, Policy, Ring, Tuning};
 use super::table::Path;
 use super::watch::watch;
 use super::{Drivers, Trouble, calibrate};
-use crate::{OpenError, OpenErrorKind};
+use crate::{DENIED, OpenError, OpenErrorKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::os::fd::OwnedFd;
 use std::path::Path as FilePath;
@@ -91,7 +91,7 @@ impl Gpu {
         let late = later || found.owner.is_none();
         let driver = since.elapsed();
         let chunks = Chunks::new(kept.chunks, (kept.chunk_bytes / PAGE_SIZE as u64) as u32)
-            .map_err(|error| OpenError::io(&url, "cannot take memory for its map", error))?;
+            .map_err(|error| OpenError::io(&url, DENIED, error))?;
         for chunk in 0..kept.chunks {
             // A chunk that the keeper does not hold had been given back.
             let Some(fd) = take(chunk) else { continue };
@@ -113,8 +113,7 @@ impl Gpu {
             let _ = gpu.table.set(kept.table.only(|path| gpu.has(path)));
         }
         gpu.begin(options)?;
-        Late::begin(&gpu, opening)
-            .map_err(|error| OpenError::io(&url, "cannot start the thread that opens CUDA", error))?;
+        Late::begin(&gpu, opening).map_err(|error| OpenError::io(&url, DENIED, error))?;
         Ok(gpu)
     }
 
@@ -139,7 +138,7 @@ impl Gpu {
         let watcher = std::thread::Builder::new()
             .name("weir-vram".to_owned())
             .spawn(move || watch(&watched, policy))
-            .map_err(|error| OpenError::io(&self.url, "cannot start the watching thread", error))?;
+            .map_err(|error| OpenError::io(&self.url, DENIED, error))?;
         let _ = self.watching.set(watcher.thread().clone());
         *self.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher);
         Ok(())
@@ -201,7 +200,7 @@ impl Found {
         let used = || self.nvml().and_then(Nvml::memory).map(|memory| memory.used);
         let used_before = used();
         let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32)
-            .map_err(|error| OpenError::io(url, "cannot take memory for its map", error))?;
+            .map_err(|error| OpenError::io(url, DENIED, error))?;
         let ring = self
             .ring(options, chunks.hot())
             .map_err(|error| fail(OpenErrorKind::Io, format!("ring: {error}")))?;
@@ -271,12 +270,7 @@ impl Found {
 
     /// Checks whether the chunks that the keeper holds can be imported here.
     fn fits(&self, kept: &KeptGpu, drivers: &Drivers) -> Result<(), String> {
-        if self.uuid != kept.uuid {
-            return Err("the pages lie on another GPU than the one found here".to_owned());
-        }
-        if kept.mapped && self.source.gpu.is_none() {
-            return Err("the pages were allocated by Vulkan, which is not to be had now".to_owned());
-        }
+        kept.fits(self.uuid, self.source.gpu.is_some())?;
         let card = self.source.gpu.as_ref().and_then(|gpu| gpu.card.driver.clone());
         let libraries = card.or_else(|| self.nvml().map(|nvml| nvml.driver().to_owned()));
         let loaded = std::fs::read_to_string(&drivers.loaded).ok();

@@ -59,7 +59,7 @@ impl VramStore {
         let plan = take(kept::PLAN)
             .ok_or_else(|| fail(OpenErrorKind::NoDevice, "the keeper does not hold its plan"))?;
         let plan = Memory::adopt(plan)
-            .map_err(|error| OpenError::io(url.to_string(), "cannot map the plan that was kept", error))?;
+            .map_err(|error| OpenError::io(url.to_string(), "cannot use what was kept", error))?;
         let plan = KeptStore::from_memory(&plan).ok_or_else(|| {
             fail(OpenErrorKind::Layout, "the plan that was kept is none that this version reads")
         })?;

@@ -114,5 +114,5 @@ fn fine(length: usize) -> Option<usize> {
 }
 
 fn too_little() -> io::Error {
-    io::Error::other("zstd's context does not fit into the memory that zstd itself asked for")
+    io::ErrorKind::OutOfMemory.into()
 }

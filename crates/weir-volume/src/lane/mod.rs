@@ -181,7 +181,7 @@ impl Lane {
             Ok(packing) => packing,
             Err(error) => {
                 pool.release_seat(seat);
-                return Err(OpenError::io("volume", "no memory to compress pages in", error));
+                return Err(OpenError::io("volume", weir_store::DENIED, error));
             }
         };
         let op = || Op::IDLE;

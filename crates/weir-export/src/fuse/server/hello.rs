@@ -43,7 +43,7 @@ pub(super) fn greet(connection: &Device, wish: Wish) -> Result<u64, ServeError> 
         };
         let message = request::parse(&input[..length]).map_err(|error| failed(io::Error::other(error)))?;
         let Request::Init { offer, flags } = message.request else {
-            return Err(failed(io::Error::other("it began with another request")));
+            return Err(failed(io::ErrorKind::InvalidData.into()));
         };
         let (answer, more) = reply_to(&offer, flags, wish)?;
         connection.answer(message.header.unique, &answer.encode()).map_err(|errno| failed(errno.into()))?;

@@ -218,9 +218,10 @@ fn judge(
     if kind != wanted {
         return Err(format!("{name} {}", not_a_card(kind)));
     }
+    let lacks = |what: &str| format!("{name} lacks what a store needs: {what}");
     let has = |name: &CStr| extensions.iter().any(|it| it.extension_name_as_c_str() == Ok(name));
     if !has(ash::khr::external_memory_fd::NAME) {
-        return Err(format!("{name} cannot export memory (VK_KHR_external_memory_fd)"));
+        return Err(lacks("VK_KHR_external_memory_fd"));
     }
     let queue = families
         .iter()
@@ -229,13 +230,13 @@ fn judge(
                 .queue_flags
                 .intersects(vk::QueueFlags::TRANSFER | vk::QueueFlags::COMPUTE | vk::QueueFlags::GRAPHICS)
         })
-        .ok_or_else(|| format!("{name} has no queue that copies"))?;
-    let visible = visible_memory(&memory, software).ok().filter(|_| !blind);
+        .ok_or_else(|| lacks("a queue that copies"))?;
+    let visible = visible_memory(&memory, software).filter(|_| !blind);
     let (memory_type, heap, bytes) = match visible {
         Some(found) => found,
-        None => hidden_memory(&memory, software).ok_or_else(|| format!("{name} has no memory of its own"))?,
+        None => hidden_memory(&memory, software).ok_or_else(|| lacks("memory of its own"))?,
     };
-    let staging_type = staging_memory(&memory).ok_or_else(|| format!("{name} reads no host memory"))?;
+    let staging_type = staging_memory(&memory).ok_or_else(|| lacks("memory that it shares with the host"))?;
     Ok(Card {
         name,
         driver: nvidia_version(properties.properties.vendor_id, properties.properties.driver_version),
@@ -270,10 +271,7 @@ fn not_a_card(kind: vk::PhysicalDeviceType) -> &'static str {
 
 /// Chooses the memory type: on the device, visible and coherent, in the largest such heap. An
 /// uncached type is preferred: a cached mapping of a discrete card's memory is RAM.
-fn visible_memory(
-    memory: &vk::PhysicalDeviceMemoryProperties,
-    software: bool,
-) -> Result<(u32, usize, u64), String> {
+fn visible_memory(memory: &vk::PhysicalDeviceMemoryProperties, software: bool) -> Option<(u32, usize, u64)> {
     use vk::MemoryPropertyFlags as Flags;
     let wanted = Flags::DEVICE_LOCAL | Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
     let heaps = memory.memory_heaps_as_slice();
@@ -288,20 +286,14 @@ fn visible_memory(
         // Of equal types the first is used: drivers list the plainest type first.
         .rev()
         .max_by_key(|(_, kind)| heaps[kind.heap_index as usize].size);
-    let Some((index, kind)) = best else {
-        return Err("shows none of its memory to the processor".to_owned());
-    };
+    let (index, kind) = best?;
     let heap = kind.heap_index as usize;
     let bytes = heaps[heap].size;
     let largest = heaps.iter().filter(|heap| on_device(heap)).map(|heap| heap.size).max().unwrap_or(bytes);
     if bytes < SMALL_BAR && largest > bytes {
-        return Err(format!(
-            "shows {} of {} to the processor; switch Resizable BAR on in the firmware",
-            ByteSize(bytes),
-            ByteSize(largest)
-        ));
+        return None;
     }
-    Ok((index as u32, heap, bytes))
+    Some((index as u32, heap, bytes))
 }
 
 /// Chooses memory that only the card sees, in its largest heap.
@@ -371,7 +363,7 @@ mod tests {
         let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
         let types = [(Flags::DEVICE_LOCAL, 0), (host, 1), (host | Flags::HOST_CACHED, 1), (BAR, 0)];
         let memory = memory(&types, &[(143_771 << 20, true), (128 << 30, false)]);
-        assert_eq!(visible_memory(&memory, false), Ok((3, 0, 143_771 << 20)));
+        assert_eq!(visible_memory(&memory, false), Some((3, 0, 143_771 << 20)));
     }
 
     #[test]
@@ -379,8 +371,7 @@ mod tests {
         let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
         let types = [(Flags::DEVICE_LOCAL, 0), (host, 1), (host | Flags::HOST_CACHED, 1), (BAR, 2)];
         let memory = memory(&types, &[(8 << 30, true), (16 << 30, false), (256 << 20, true)]);
-        let why = visible_memory(&memory, false).unwrap_err();
-        assert!(why.contains("256MiB of 8GiB") && why.contains("Resizable BAR"), "{why}");
+        assert_eq!(visible_memory(&memory, false), None);
         assert_eq!(hidden_memory(&memory, false), Some((0, 0, 8 << 30)));
         assert_eq!(staging_memory(&memory), Some(2));
     }
@@ -388,10 +379,10 @@ mod tests {
     #[test]
     fn cached_or_host_memory_that_calls_itself_visible_is_no_vram() {
         let cached = memory(&[(BAR | Flags::HOST_CACHED, 0)], &[(8 << 30, true)]);
-        assert!(visible_memory(&cached, false).is_err());
-        assert!(visible_memory(&cached, true).is_ok(), "a software renderer may be chosen by name");
+        assert_eq!(visible_memory(&cached, false), None);
+        assert!(visible_memory(&cached, true).is_some(), "a software renderer may be chosen by name");
         let host = memory(&[(BAR, 0)], &[(8 << 30, false)]);
-        assert!(visible_memory(&host, false).is_err());
+        assert_eq!(visible_memory(&host, false), None);
     }
 
     #[test]
