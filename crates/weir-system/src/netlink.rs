@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn an_answer_that_is_cut_short_is_no_answer() {
         for bytes in [&[0; HEADER - 1][..], &[255; HEADER][..]] {
-            let error = messages(bytes, 1).err().expect("it is cut short");
+            let Err(error) = messages(bytes, 1) else { panic!("it is cut short") };
             assert_eq!(error.to_string(), "the kernel's netlink answer is cut short");
         }
     }
