@@ -72,7 +72,7 @@ struct Scene {
 /// The times of the daemons' stages, from their own log lines: milliseconds by name.
 type Stages = BTreeMap<String, Runs>;
 
-/// The times of one restart.
+/// The times of one restart of the daemon.
 struct Pause {
     /// Time from the kill until the daemon was gone.
     gone: Duration,
@@ -85,8 +85,8 @@ struct Pause {
 struct Part {
     first: u32,
     acknowledged: Vec<u32>,
-    /// The last generation that was sent for each page. If the daemon died meanwhile, it is later
-    /// than the acknowledged one, until the page is read again.
+    /// The last generation that was sent for each page. After a daemon's death it may be later than
+    /// the acknowledged generation, until the page is read again.
     sent: Vec<u32>,
     /// The next generation; none is used twice.
     next: u32,
@@ -203,7 +203,7 @@ impl Scene {
             .spawn()?;
         let stages = Arc::<Mutex<Stages>>::default();
         let mut scene = Scene { directory, keeper, stages: Arc::clone(&stages) };
-        // The loop ends when the keeper closes its standard error.
+        // The loop ends when the keeper closes its standard error, which is at the keeper's end.
         let lines = BufReader::new(scene.keeper.stderr.take().expect("it is a pipe")).lines();
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok).filter(|line| !line.contains("nbd: connection")) {

@@ -6,8 +6,7 @@
 //! cost of a request that comes unexpectedly. In the rows on one CPU, servers and client share it,
 //! and each transport spins or sleeps as suits it best: equal CPU in the plainest sense.
 //!
-//! The goal for the rate by CPU lets each transport use the depth that suits it best, spinning or
-//! asleep.
+//! For the rate a CPU, each transport uses the depth that suits it best, spinning or asleep.
 //!
 //! The client reads the first bytes of each page; in the rows that use pages, it reads all of them.
 

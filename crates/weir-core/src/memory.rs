@@ -82,9 +82,9 @@ impl Memory {
         Ok(memory)
     }
 
-    /// From here on memory is taken without checking that the machine has it free, because this
-    /// process replaces one that had as much and is dead. When memory is short, `MemAvailable` is
-    /// 0, since it excludes the kernel's reserve. A thread that brings swap back may use that
+    /// From here on memory is taken without a check that the machine has it free. This process
+    /// takes over from a dead process that had as much. When memory is short, `MemAvailable` is 0,
+    /// since it leaves out the kernel's reserve. A thread that brings swap back may use that
     /// reserve ([`reach_reserves`](crate::swap_safety::reach_reserves)).
     pub fn succeed() {
         SUCCEEDS.store(true, Ordering::Relaxed);

@@ -9,9 +9,9 @@
 //!    in flight.
 //! 3. [`poll`](PageLane::poll) hands over finished operations. Only `poll` is told the time.
 //!
-//! A device may stand on another. Its lane then holds a lane of the other device, and passes on
-//! operations that it does not change. So a lane never sleeps and reads no clock. It names the
-//! descriptors that wake its owner ([`wake_fds`](PageLane::wake_fds)). It also says whether an
+//! A device may stand on another device. Its lane then has a lane of the other device, and passes
+//! on operations that it does not change. A lane never sleeps and reads no clock. It names the
+//! descriptors that wake its owner ([`wake_fds`](PageLane::wake_fds)). It also tells whether an
 //! operation is under way that no descriptor announces ([`must_poll`](PageLane::must_poll)).
 
 mod word;

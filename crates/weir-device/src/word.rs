@@ -6,14 +6,14 @@ use weir_core::PageBytes;
 /// A caller's number for one of its operations, which comes back with the completion.
 pub type Ticket = u32;
 
-/// Each operation is answered within this time, whatever the device does, if its lane is polled
-/// once in [`POLL_EVERY`]. It is well below the time after which a kernel gives its connection up.
+/// Longest time until an operation is answered, whatever the device does, if the lane is polled
+/// once in [`POLL_EVERY`]. A kernel gives its connection up after a much longer time.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 /// Longest sleep between two polls while operations are under way.
 pub const POLL_EVERY: Duration = Duration::from_millis(200);
 
-/// The state of an operation once it was queued.
+/// The result of a call that begins an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Progress {

@@ -30,7 +30,7 @@ pub(crate) struct Record {
     pub open: u64,
     /// The only chunk, or the directory of chunks by position.
     pub root: u32,
-    /// The number of the current lap: how often the slots were gone through.
+    /// The number of the current lap: how often the connection has gone round its slots.
     pub lap: u32,
     /// The first slot that this lap has not used.
     pub cursor: u16,

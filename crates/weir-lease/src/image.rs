@@ -25,7 +25,7 @@ pub struct Geometry {
     /// slots 64 at a time, so leave room for a partly used chunk in each. The number is rounded up
     /// to 64, and is at most 2^30.
     pub references: u32,
-    /// The largest quota that a connection may be opened with, at most [`QUOTA_MAX`].
+    /// The largest quota of a connection, at most [`QUOTA_MAX`].
     pub quota: u32,
 }
 
@@ -38,7 +38,7 @@ pub enum ImageError {
     TooShort {
         /// Number of words in the memory.
         needed: usize,
-        /// Words that there are.
+        /// Number of words in the memory.
         found: usize,
     },
     /// The memory does not begin as an image of this version.

@@ -67,7 +67,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             }
         }
         let Some((owner, position)) = self.image.chunk(chunk).owner() else {
-            // A chunk is detached only when it is empty.
+            // Only an empty chunk may have no owner.
             return if free == !0 {
                 self.free_chunks.push(chunk);
                 Ok(())

@@ -31,8 +31,8 @@ pub struct Table<C, M = Vec<AtomicU64>> {
     pub(crate) free_directories: Vec<u32>,
     pub(crate) closed: Vec<u32>,
     pub(crate) refusals: Refusals,
-    /// Pages that a run returned, until they are counted in a loop of their own: cache misses
-    /// overlap there.
+    /// Pages that a run has returned, until a separate loop counts them. In that loop cache misses
+    /// overlap.
     back: [SlotWord; RUN],
 }
 
@@ -48,7 +48,7 @@ pub struct Given {
 /// Largest number of references that are returned in one go: those of a chunk.
 const RUN: usize = CHUNK_SLOTS as usize;
 
-/// Returns to one chunk that are not recorded yet.
+/// References of one chunk that were returned and are not recorded yet.
 struct Run {
     position: u32,
     chunk: u32,
@@ -334,7 +334,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Records the returns of a run, and says how many they were.
+    /// Records the returns of a run. Returns their number.
     #[inline]
     fn settle(&mut self, connection: u32, run: &Run, on_return: &mut impl FnMut(Place, bool)) -> u32 {
         if run.len == 0 {
@@ -546,7 +546,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         let record = &mut self.records[connection as usize];
         record.present |= 1 << position;
         record.open |= 1 << position;
-        // This lap may have passed the position already, with a chunk that the connection had
+        // The lap may have passed this position already, with a chunk that the connection had
         // before.
         if position < record.ahead().0 {
             self.next_lap(connection);

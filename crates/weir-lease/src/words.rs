@@ -1,6 +1,6 @@
-//! The 64-bit words of a table's image. Each describes itself, and each change of state is one
-//! store of one word. So a process that finds the image after a crash sees the state before the
-//! change or after it.
+//! The 64-bit words of a table's image. Each word can be read by itself, and each change of state
+//! is one store of one word. So a process that finds the image after a crash sees the state before
+//! a change or after it.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 

@@ -88,8 +88,8 @@ impl Superblock {
         out[..MAGIC.len()].copy_from_slice(MAGIC);
         out[MAGIC.len()..][..NOTICE.len()].copy_from_slice(NOTICE);
         let identity = [0, 32, 64, 96].map(|at| (self.identity >> at) as u32);
-        // The two zeros are feature flags: of those that an older program must refuse, and of
-        // those that it may ignore.
+        // The two zeros are for feature flags. An older program must refuse a log with an unknown
+        // flag in the first, and may ignore one in the second.
         let fields = [VERSION, 0, 0].into_iter().chain(identity).chain([
             self.member,
             self.members,

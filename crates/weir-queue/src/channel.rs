@@ -279,7 +279,7 @@ impl<T: Send> Sender<T> {
 }
 
 impl<T: Send> Clone for Sender<T> {
-    /// Makes another sender, with as much room.
+    /// Makes another sender with the same capacity.
     fn clone(&self) -> Self {
         Sender::join(Arc::clone(&self.shared), self.lane.slots.len())
     }

@@ -233,7 +233,7 @@ impl RawItem {
     /// Counts an item that is claimed and has no place yet, unless it has one by now.
     #[cold]
     fn await_place(&self, claimed: usize, unplaced: &Unplaced) {
-        // Count first: the thread that finds the mark counts down.
+        // Count before the mark is set: a thread that finds the mark counts down at once.
         unplaced.fetch_add(1, Relaxed);
         if self.state.compare_exchange(claimed, claimed | AWAITED, AcqRel, Acquire).is_err() {
             // The item has its place, or another thread has marked and counted it.

@@ -112,7 +112,7 @@ impl Window {
         Ok(Window { start: NonNull::new(start.cast()).expect("mmap never returns null"), bytes })
     }
 
-    /// The page at `slot`, if there is one. Read it only while its token is held.
+    /// The page at `slot`, if the window has that slot. Read the page only while its token is held.
     #[inline]
     pub fn slot(&self, slot: u32) -> Option<*const PageBytes> {
         let at = slot as usize * PAGE_SIZE;
@@ -225,7 +225,7 @@ impl Area {
         [load(0), load(1), load(2), load(3)]
     }
 
-    /// Stores entry `number`; [`Area::written`] tells the other side of it.
+    /// Stores entry `number`. [`Area::written`] then announces it to the other side.
     #[inline]
     pub fn store(&self, ring: Ring, number: u32, entry: [u64; ENTRY_WORDS]) {
         let words = self.words(ring, number);

@@ -35,9 +35,9 @@ pub enum OpenErrorKind {
     InUse,
     /// A volume has too few slots left for the writes that one more lane could have under way.
     Slack {
-        /// Slots that were asked for.
+        /// Number of slots that the caller asked for.
         wanted: u32,
-        /// Slots that were left.
+        /// Number of slots that were free.
         left: u32,
     },
     /// The system denies this process access.

@@ -105,8 +105,8 @@ impl Pool {
     }
 }
 
-/// Chooses by the number of packs of each fill. Packs just full enough to stay may waste half of
-/// the limit.
+/// Chooses the packs to empty, from the number of packs of each fill. The packs that stay may waste
+/// half of the limit.
 fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     let total: u64 = packs.iter().sum();
     let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);

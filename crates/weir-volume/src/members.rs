@@ -45,7 +45,7 @@ impl Tier {
         self.states().max().unwrap_or(State::Lost)
     }
 
-    /// Whether a member is in that state.
+    /// Whether some member is in `state`.
     #[inline]
     pub fn has_member(&self, state: State) -> bool {
         self.states().any(|it| it == state)

@@ -29,7 +29,7 @@ const SIZE: ByteSize = ByteSize(1 << 30);
 const GRACE: Duration = Duration::from_secs(2);
 /// Pages that one thread moves at a time in a slow store.
 const DEPTH: usize = 64;
-/// The line that the inner process prints once the disk is there.
+/// The line that the inner process prints once the disk is mounted.
 const READY: &[u8] = b"ready\n";
 
 /// Mounts a RAM disk. Returns once the disk is there; in the foreground, once it is gone.
@@ -71,8 +71,7 @@ fn in_background() -> Result<(), Failure> {
 fn serve(options: &MountOptions) -> Result<(), Failure> {
     let log = log::to_stderr(Level::Warning);
     signals::ignore_strays();
-    // Ignore SIGHUP: the files on the disk would be gone when the terminal closes, even with no
-    // file open.
+    // Ignore SIGHUP. Otherwise the files on the disk would be lost when the terminal closes.
     signals::ignore(SIGHUP);
     core_dump::forbid().map_err(failure::of)?;
     bug::end_process(&log, false);

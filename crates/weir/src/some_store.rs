@@ -8,8 +8,8 @@ use weir_core::log::{Level, Log};
 use weir_store::vram::Target;
 use weir_store::{StoreUrl, VramUrl};
 
-/// Opens the store by `open`. If the store's text has no size, it gets `size`, or `default` without
-/// that option.
+/// Opens the store by `open`. A store without a size in its text gets `size`, or `default` if that
+/// option is missing.
 pub fn open<T>(
     asked: Option<&StoreChoice>,
     size: Option<ByteSize>,

@@ -93,7 +93,7 @@ const CASES: [Case; 5] = [
 
 const CONTENDERS: [&str; 3] = ["bare", "raw", "log"];
 
-/// The figures of one contender.
+/// The figures of one of the compared devices.
 #[derive(Clone, Copy, Default, Debug)]
 struct Figures {
     per_second: f64,
@@ -102,7 +102,7 @@ struct Figures {
     amplification: f64,
 }
 
-/// Runs every case with every contender.
+/// Runs every case with every compared device.
 ///
 /// # Errors
 /// Fails when memory is missing, or a request fails.
@@ -265,7 +265,7 @@ impl Target for Cached {
     }
 }
 
-/// The requests of one contender.
+/// The requests to one of the compared devices.
 struct Requests {
     case: Case,
     contender: &'static str,

@@ -87,7 +87,7 @@ const CASES: [Case; 6] = [
     Case { name: "seq_write", write: true, batch: 4, pages: 256 },
 ];
 
-/// The figures of one run, in one way.
+/// The figures of one run of a case, on Weir or the control.
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
     pages_per_second: f64,
@@ -95,7 +95,7 @@ struct Figures {
     p99_us: f64,
 }
 
-/// The figures of several runs, in one way.
+/// The figures of several runs of a case, on Weir or the control.
 #[derive(Default)]
 struct Way {
     pages_per_second: Runs,
@@ -128,7 +128,7 @@ pub fn run(options: &Options) -> Result<Report, DiskError> {
     for case in CASES {
         let mut ways: [Way; 3] = Default::default();
         for run in 0..options.runs {
-            // Each way goes first in turn.
+            // Each way has the first turn once.
             for turn in 0..3 {
                 let way = (run + turn) % 3;
                 ways[way].push(match way {

@@ -51,8 +51,8 @@ fn answer(uffd: &Uffd, base: usize, store: usize, bytes: usize, limit: usize) ->
     }
 }
 
-/// Accepts a move that succeeded. Linux 6.18 may try a page again after it has moved the page, and
-/// then finds the page at its new address.
+/// Accepts a move of pages that succeeded although the kernel reports an error. Linux 6.18 may try
+/// a page again after it has moved the page, and then finds the page at its new address.
 fn moved(result: Result<(), Stopped>) -> io::Result<()> {
     match result {
         Ok(()) | Err(Stopped { why: rustix::io::Errno::EXIST, .. }) => Ok(()),

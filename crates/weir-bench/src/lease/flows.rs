@@ -108,7 +108,7 @@ fn fill(source: &mut Memory) {
     }
 }
 
-/// The operations of any design that a worker needs.
+/// The operations of a design, as a worker uses them.
 trait Rounds: Send {
     fn take(&mut self, connection: u32, pages: &[Place], tokens: &mut [Token]);
     fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>);
@@ -276,7 +276,7 @@ fn serve(design: &mut dyn Rounds, connections: &mut [Connection], source: &Memor
             .iter()
             .map(|connection| PollFd::new(&connection.server_bell, PollFlags::IN))
             .collect();
-        // The worker wakes up now and then, to see whether the run is over.
+        // The worker wakes up once in a while, to check whether the run is over.
         let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
         let _ = poll(&mut fds, Some(&moment));
         for connection in &*connections {

@@ -52,7 +52,7 @@ impl Workload {
     }
 }
 
-/// A design's time, less that of the harness, and its memory.
+/// The time of a design without that of the harness, and the design's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Figure {
     /// Nanoseconds of one thread for one reference taken and returned.
@@ -63,7 +63,7 @@ pub struct Figure {
 /// One row: every design, measured in the same rounds.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
-    /// The cost of one pair with the design that does nothing.
+    /// Nanoseconds of one reference taken and returned by the design that does nothing.
     pub harness: f64,
     pub owned: Figure,
     pub shared: Figure,

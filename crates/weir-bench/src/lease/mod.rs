@@ -153,8 +153,8 @@ fn check(plan: &Plan) -> Result<(), PlanError> {
     figure("a number of rounds", plan.rounds as u64, "1 to 1000", 1, 1000)
 }
 
-/// One row of the table that is used as argument in the kernel's device memory series: every design
-/// at one number of connections and threads.
+/// Adds one row like those in the discussion of the kernel's device memory series: every design at
+/// one number of connections and threads.
 fn rows(report: &mut Report, work: &Workload, rounds: usize) {
     let sockets = u64::from(work.pages) * 4 * u64::from(work.connections);
     let with_arrays = sockets <= DESIGN_BYTES_MAX;

@@ -14,7 +14,7 @@ use super::semaphore::{self, SemaphoreQueue};
 use super::weir::{self, Embedded, Spinning, Values};
 use crate::report::{Report, Row, percentile};
 
-/// The rhythm in which items come.
+/// The times at which items come.
 struct Rhythm {
     id: &'static str,
     items: usize,
@@ -28,7 +28,7 @@ const RHYTHMS: [Rhythm; 2] = [
     Rhythm { id: "burst64", items: 64, gap: Duration::from_millis(1), bursts: 500 },
 ];
 
-/// Every design's latencies in one rhythm, Weir's first.
+/// The latencies of every design with items at the same times, Weir's first.
 pub(super) struct Latencies {
     id: &'static str,
     designs: Vec<(&'static str, [f64; 2])>,

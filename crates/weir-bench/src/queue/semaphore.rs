@@ -12,7 +12,7 @@ use super::list::{Item, List};
 
 pub(super) const NAME: &str = "semaphore";
 
-/// The counting semaphore of glibc: raising it is one exchange, and a system call if a thread
+/// The counting semaphore of glibc. To raise it takes one exchange, and a system call if a thread
 /// waits.
 struct Semaphore(NonNull<libc::sem_t>);
 

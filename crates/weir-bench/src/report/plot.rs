@@ -1,4 +1,4 @@
-//! A report as one picture: how each figure that has a goal compares with its control.
+//! A report as one picture: each figure that has a goal, compared with its control.
 
 use super::{Better, GoalOf, Report, ReportError, Row, table};
 use plotters::prelude::*;

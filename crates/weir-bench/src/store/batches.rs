@@ -18,7 +18,7 @@ use weir_core::{PAGE_SIZE, Page, Slot};
 use weir_store::vram::{PathMode, RingMode, VramUrl};
 use weir_store::{Done, Lane, Progress, Store, StoreUrl};
 
-/// Pages of each thread.
+/// Number of pages of each thread.
 const PART: u32 = 16_384;
 /// Largest number of pages that a call moves, so that staging memory stays small.
 const CALL_PAGES: u32 = 4096;
@@ -32,7 +32,7 @@ pub enum Ways {
     Write,
     /// All copies come from the card.
     Read,
-    /// Each copy goes either way.
+    /// Each copy is a read or a write.
     Mixed,
 }
 
@@ -98,8 +98,8 @@ fn shapes(copies: u32) -> [Shape; 5] {
     ]
 }
 
-/// Runs all loads. Each has a row with pages a second, and a row that is 1 if the process died. The
-/// loads that the store itself makes must not die.
+/// Runs all loads. Each load has a row with its pages a second, and a row that is 1 if its process
+/// died. A load with as many copies as the store itself names in a call must not die.
 ///
 /// # Errors
 /// Fails when no process can be started.

@@ -1,5 +1,5 @@
-//! Loads: one operation at a time, one now and then, and as many as there is room for. Each page is
-//! checked.
+//! Loads: one operation at a time; one operation after each pause; and as many operations as the
+//! lane has room for. Each page is checked.
 
 use super::BenchError;
 use super::content::{Random, is_stamped, stamp};

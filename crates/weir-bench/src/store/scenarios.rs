@@ -442,8 +442,8 @@ impl Bench<'_> {
             }
         };
         sample("power_open", false);
-        // The watcher takes the kernel off the card after some idle milliseconds; this puts it back
-        // each time.
+        // The watcher takes the kernel off the card after some idle milliseconds. Put the kernel
+        // back on each time.
         let _lane = gpu.lane(16)?;
         sample("power_ring_idle", true);
         Ok(())

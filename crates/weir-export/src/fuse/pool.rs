@@ -21,9 +21,9 @@ pub const THREADS_MAX: usize = 64;
 #[derive(Debug)]
 pub(super) struct Pool {
     threads: Box<[OnceLock<Thread>]>,
-    /// The threads that wait to be called, a bit each.
+    /// A bit for each thread that waits for a call.
     parked: AtomicU64,
-    /// Number of threads that look for requests, or will once they have answered theirs.
+    /// Number of threads that read requests, now or after their present answer.
     at_device: AtomicUsize,
     stop: AtomicBool,
     /// Readable once the pool is to stop.

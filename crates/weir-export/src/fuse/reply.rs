@@ -18,7 +18,7 @@ pub trait Reply {
     /// Sends an answer: its header, then its body.
     ///
     /// # Errors
-    /// Fails when the connection is broken. If no program waits for the answer any more, that is no
+    /// Fails when the connection is broken. An answer that no program waits for any more is no
     /// error.
     fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()>;
 

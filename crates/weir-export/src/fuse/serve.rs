@@ -18,7 +18,7 @@ use weir_core::PAGE_SIZE;
 use weir_core::log::{Level, Log};
 use weir_device::PageLane;
 
-/// Requests in a row that a thread finds before it calls another thread.
+/// Number of requests in a row after which a thread calls another thread.
 const HELP_AFTER: u32 = 8;
 
 /// Offset in the input at which a request is read, so that a write's data begin at a page.
@@ -194,8 +194,8 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                         Ok(ending) => return Some(ending),
                         Err(errno) => Err(errno),
                     },
-                    // The loop looks at the bell after it has answered the requests that came with
-                    // it.
+                    // The loop looks at the bell after it has answered the requests of the same
+                    // turn.
                     ring::Event::Bell => Ok(()),
                     ring::Event::Gone(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED) => {
                         return Some(Ending::Unmounted);
@@ -207,7 +207,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                 }
             }
         }
-        // The answers leave now. If one cannot, no program waits for it any more.
+        // Send the answers now. If an answer cannot be sent, no program waits for it any more.
         let _ = ring.turn(false);
         Some(Ending::Stopped)
     }

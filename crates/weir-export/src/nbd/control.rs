@@ -1,9 +1,9 @@
 //! The thread that accepts connections and negotiates with all of them at once, without ever
 //! waiting for one.
 //!
-//! Unknown clients can make it hold only a bounded amount: [`PENDING_MAX`] connections of fixed
-//! size, for [`PATIENCE`] each. When one more comes, the oldest goes. A real client negotiates
-//! within milliseconds, so a flood of idle connections only evicts its own.
+//! Unknown clients can make the thread hold only a bounded amount: [`PENDING_MAX`] connections of
+//! fixed size, for [`PATIENCE`] each. When one more connection comes, the oldest is dropped. A real
+//! client negotiates within milliseconds, so a flood of idle connections only drops its own.
 
 use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use super::listen::{Listen, Listener};
@@ -23,7 +23,8 @@ use weir_core::log::{Level, Log, Throttle};
 pub const PENDING_MAX: usize = 64;
 /// Longest time that a negotiation may take.
 pub const PATIENCE: Duration = Duration::from_secs(10);
-/// Connections that are accepted in a row before the negotiating ones are looked at again.
+/// Number of connections that are accepted in a row. After that the thread looks at the negotiating
+/// ones again.
 const ACCEPT_BURST: usize = 16;
 /// Pause before new connections are accepted again, when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -65,7 +66,7 @@ struct Pending<'e> {
     then: Option<Step>,
 }
 
-/// The room for a connection that negotiates: its state, and the memory it may use.
+/// The memory of one negotiation: its state, and its buffers.
 struct Negotiation<'e> {
     pending: Option<Pending<'e>>,
     input: Box<[u8]>,

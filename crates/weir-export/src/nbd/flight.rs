@@ -16,7 +16,7 @@ use weir_store::Fault;
 
 /// Bytes of the longest piece of a read that slow stores fetch at once.
 pub(super) const CHUNK_MAX: u32 = 256 << 10;
-/// Pages that such a piece touches when it is not aligned.
+/// Largest number of pages that a chunk touches, when it is not aligned.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
 /// Pages that reads under way may fill: a request of 1 MiB at any offset, and one chunk more, so
 /// that the next is read while one is sent. The first chunk's pages are the connection's own; the
@@ -49,21 +49,21 @@ pub(super) enum Work {
 pub(super) struct Entry {
     pub work: Work,
     pub cookie: u64,
-    /// The first error, and its offset in the export.
+    /// The first error of the request, and its offset in the export.
     pub error: Option<(Errno, u64)>,
     /// 1 until the engine has answered. For a stream: its unfinished chunks, plus one until all
     /// have begun.
     left: u32,
     /// The entry's first page.
     first: u16,
-    /// The last page that was asked for, and its index, so that the next one is near.
+    /// The last page that was looked up, and its index. The next look-up begins there.
     last: (u16, u32),
 }
 
 pub(super) struct Flight {
     entries: Box<[Entry]>,
     idle: Vec<u16>,
-    /// For each page the next one of its entry.
+    /// For each page, the next page of the same entry.
     next_pages: Box<[u16]>,
     memory: Buffer,
     pool: Arc<Pool>,

@@ -1,5 +1,5 @@
-//! Memory that connections share: a long request needs more than its connection has, and few
-//! requests are long at a time.
+//! Memory that connections share. A long request needs more memory than its connection has, and
+//! only a few requests are long at a time.
 //!
 //! All of it is taken at the start. A connection borrows a unit by one atomic operation and gives
 //! it back soon. If no unit is left, it uses its own memory, in smaller pieces.

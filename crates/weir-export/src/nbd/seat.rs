@@ -49,7 +49,7 @@ enum State {
     Empty,
     Idle,
     Serving,
-    /// The thread must leave once it is idle.
+    /// The thread must end once it serves no connection.
     Closing,
 }
 
@@ -238,7 +238,7 @@ impl Drop for Sitting<'_> {
 }
 
 impl Seat {
-    /// Locks the mailbox, even after a panic: every change is one assignment, so none is left half
+    /// Locks the mailbox, even after a panic. Each change is one assignment, so no change is half
     /// done.
     fn lock(&self) -> MutexGuard<'_, Mailbox> {
         self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
@@ -271,7 +271,7 @@ fn is_kernels(socket: &OwnedFd) -> bool {
 impl Mailbox {
     fn shut(&self, how: Shutdown) {
         if let Some(socket) = &self.socket {
-            // This fails only if the client has gone already.
+            // The call fails only if the client has gone already.
             let _ = rustix::net::shutdown(socket, how);
         }
     }

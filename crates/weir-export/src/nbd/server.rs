@@ -282,8 +282,8 @@ fn arrival(
     let ready = ready.clone();
     move || {
         if swap {
-            // Each reply takes a kernel buffer. If the system denies access to its reserve, the
-            // server waits its turn for memory.
+            // Each reply takes a kernel buffer. Without access to the kernel's reserve, the server
+            // must wait for memory like any program.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
         let flusher = if must_flush { swap_safety::has_io_flusher() } else { Ok(true) };

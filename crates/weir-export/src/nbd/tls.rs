@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 
 /// Largest number of bytes that a relay holds of each direction.
 const BUFFER_BYTES: usize = 64 << 10;
-/// Time that a client may take for its TLS handshake, and at the end to take the last bytes meant
-/// for it.
+/// Time limit of a client's TLS handshake, and of its last reads after the server has closed the
+/// connection.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Largest number of relays that run at once, each with a thread. More connections are refused.
 const RELAYS_MAX: usize = 128;
@@ -57,7 +57,7 @@ pub enum IdentityError {
     /// Certificate and key do not match, or are unusable.
     #[error("the certificate and key in {directory} cannot be used: {source}")]
     Unusable {
-        /// Their directory.
+        /// The directory of the files.
         directory: String,
         /// The error of rustls.
         source: rustls::Error,
@@ -179,8 +179,8 @@ impl Relay {
             }
             while self.session.wants_write() && again(self.session.write_tls(&mut self.socket))?.is_some() {}
             client_open &= self.pass_on(&mut buffer)?;
-            // Read more only after earlier plaintext has left: the session holds at most one buffer
-            // of it.
+            // Read more only after earlier plaintext has been passed on. So the session holds at
+            // most one buffer of it.
             if server_open && !self.session.is_handshaking() && !self.session.wants_write() {
                 match again(self.plain.read(&mut buffer))? {
                     Some(0) => {
@@ -259,8 +259,8 @@ impl Relay {
             (self.socket.as_fd(), flags(client_open && !waiting, wants_write)),
             (self.plain.as_fd(), flags(takes_plain, waiting)),
         ];
-        // While a deadline runs, it is checked once a second; an established connection causes no
-        // wake-ups.
+        // A running deadline is checked once a second. An established connection has none, and
+        // causes no wake-ups.
         let limited = self.session.is_handshaking() || !server_open;
         let second = Timespec { tv_sec: 1, tv_nsec: 0 };
         wait_for(asked, limited.then_some(&second))

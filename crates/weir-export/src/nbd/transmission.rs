@@ -231,7 +231,7 @@ impl Rules {
     }
 }
 
-/// Encodes a simple reply; a successful read's data follow it.
+/// Encodes a simple reply. The data of a successful read must follow it.
 pub fn simple_reply(cookie: u64, error: Option<Errno>) -> [u8; SIMPLE_REPLY_BYTES] {
     let mut bytes = [0; SIMPLE_REPLY_BYTES];
     bytes[..4].copy_from_slice(&wire::SIMPLE_REPLY_MAGIC.to_be_bytes());
@@ -305,7 +305,7 @@ pub fn extent(length: u32, flags: u32) -> [u8; 8] {
 /// The head of a reply, as a client reads it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReplyHead {
-    /// A simple reply, which is complete; a successful read's data follow it.
+    /// A simple reply, which is the whole answer. The data of a successful read follow it.
     Simple {
         /// The request's cookie.
         cookie: u64,

@@ -35,7 +35,7 @@ use super::stats::{Stats, add};
 use weir_core::log::{Level, Log, Throttle};
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// Time until the next look at a client that left no room, or at a volume that had no room.
+/// Time until the next look at a client whose ring was full, or at a volume that had no room.
 const STALL: Duration = Duration::from_millis(1);
 /// Time that a client may take for its greeting.
 const GREETING: Duration = Duration::from_secs(2);
@@ -47,13 +47,14 @@ const REQUESTS: u16 = 256;
 const ROUNDS: u32 = 64;
 /// Number of rounds without work between two offers of the CPU to other threads.
 const YIELD: u32 = 4;
-/// Time that the server waits for its thread at the end. If a store holds the thread up, it is left
-/// behind.
+/// Time that the server waits for its thread at the end. A thread that a store holds up for longer
+/// is left behind.
 const END: Duration = Duration::from_secs(5);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
-/// Marks the event of a client's doorbell; an event of its socket has the plain number.
+/// Marks the event of a client's doorbell. The event of a client's socket has the seat's plain
+/// number.
 const BELL: u64 = 1 << 32;
 
 /// The settings of a share server.

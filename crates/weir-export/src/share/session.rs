@@ -78,7 +78,7 @@ pub(super) struct Desk {
     pub table: Table<Loans>,
     /// The clients' requests, by the engine's number.
     pub asked: Vec<Asked>,
-    /// The numbers that no request has.
+    /// The request numbers that are free.
     pub idle: Vec<Id>,
     /// A copy of one page, between a frame and the volume. The client may change its frame at any
     /// time, so the volume gets the copy.
@@ -287,7 +287,7 @@ impl Session {
         let area = &self.area;
         let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
         requests.begin(id, Request { op, span, fua: false }, &mut frames);
-        // All earlier answers have been taken, so these are this session's.
+        // All earlier answers have been taken. So every answer here is for this session.
         while let Some(answer) = requests.finished() {
             self.finish(desk, &answer);
         }
@@ -427,7 +427,7 @@ impl Session {
             add(&desk.stats.in_place, u64::from(matches!(spots[at], Spot::Window { .. })));
             self.complete(tags[at], 0, tokens[at].0, spots[at]);
         }
-        // The client holds as many pages as it may.
+        // The client has reached its quota of pages.
         for at in taken..len {
             match spots[at] {
                 Spot::Frame(frame) => self.free.push(frame),

@@ -110,8 +110,8 @@ impl Device {
         made(device);
         let fine = set_up(driver, device, shape).and_then(|()| {
             let recovery = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
-            // The driver clears the bits that it does not grant. A device that is to survive must
-            // not die with the first server.
+            // The driver clears the bits of features that it does not grant. A device that must
+            // survive its server needs all of them.
             if wished & recovery & !info.flags == 0 {
                 return Ok(());
             }

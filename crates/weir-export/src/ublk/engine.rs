@@ -16,7 +16,7 @@ use weir_volume::Lane;
 /// Bytes of the longest request that a device is made for.
 pub(super) const REQUEST_BYTES_MAX: u32 = 1 << 20;
 
-/// All parts of a queue but its ring.
+/// The parts of a queue without its ring.
 pub(super) struct Engine {
     requests: Requests<Lane>,
     rules: Rules,

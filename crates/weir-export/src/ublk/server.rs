@@ -27,8 +27,8 @@ use weir_volume::Volume;
 const STACK_BYTES: usize = 256 << 10;
 /// Time that the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Time that an interrupted processor has to put a request back, if the kernel does not say when it
-/// has done so.
+/// Time after which a request counts as put back by an interrupted processor, if the kernel does
+/// not report it.
 const RETURN: Duration = Duration::from_millis(250);
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(2);
@@ -242,8 +242,8 @@ impl Server {
                 depth: info.depth,
                 engine,
                 character: Arc::clone(&character),
-                // A thread that spins is not pinned: on its clients' own processor it would be in
-                // their way.
+                // A thread that spins is not pinned: on its clients' own processor it would block
+                // them.
                 processors: config.spin.is_zero().then(|| self.affinity(number)).flatten(),
                 gate: Arc::clone(&gate),
                 spin: config.spin,

@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use super::{PageCounts, Regions};
 use crate::token::Place;
 
-/// The bit of a page's byte that says: more of its count is in `rest`.
+/// The bit of a page's byte that is set if `rest` has a part of the page's count.
 const MORE: u8 = 1 << 7;
 /// The highest count of a byte alone.
 const FULL: u8 = MORE - 1;
@@ -46,7 +46,8 @@ impl OwnedCounts {
 
     #[cold]
     fn spill(&mut self, index: usize) {
-        // 2^32 times 64 references do not fit any table: its slots alone would take 2 TiB.
+        // This cannot overflow: no table has room for 2^32 times 64 references, since the slots
+        // alone would take 2 TiB.
         self.rest[index] += 1;
         self.bytes[index] = MORE | (FULL - MOVED);
     }

@@ -29,7 +29,7 @@ const DEPTH_MOST: usize = 1 << 15;
 /// The user data of a member's part of a flush; other entries have a staging page's number.
 const FLUSH: u64 = u64::MAX;
 
-/// Restarts of an I/O that the kernel interrupts, before it counts as failed.
+/// Largest number of restarts of an I/O that the kernel interrupts. After that it counts as failed.
 const RETRIES: u8 = 16;
 
 /// Time that the disk has for an operation, with retries. The next poll may be [`POLL_EVERY`]
@@ -608,7 +608,7 @@ mod tests {
 
     type Ended = (Ticket, Result<(), Fault>);
 
-    /// Polls until `enough`; returns what was handed over, and which slots have settled.
+    /// Polls until `enough` is true. Returns the completions, and the slots that have settled.
     fn poll_until(
         lane: &mut FileLane,
         enough: impl Fn(&[Ended], &[Slot]) -> bool,

@@ -408,8 +408,8 @@ impl Reclaim for FileStore {
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {
-                // Another program has taken its room, so the whole chunk counts as given back until
-                // it is taken again.
+                // Another program has taken the chunk's room. So the whole chunk counts as given
+                // back until it is taken again.
                 for member in holed {
                     let _ = member.punch(offset, bytes);
                 }

@@ -86,7 +86,7 @@ pub(super) struct Owner {
 /// Device memory that Weir never takes, since drivers and desktops need it (nbd-vram has the same
 /// figure).
 const SPARE: u64 = 1 << 30;
-/// The same on a card that drives a display.
+/// Device memory that Weir never takes of a card that drives a display.
 const SPARE_DISPLAY: u64 = 3 << 30;
 
 impl Owner {
@@ -525,7 +525,8 @@ impl Gpu {
     /// Clears a chunk's memory, and gives it back.
     ///
     /// # Errors
-    /// Fails when a lane still uses the chunk, or the card did not clear it; then it is still held.
+    /// Fails when a lane still uses the chunk, or the card did not clear it. The chunk is still
+    /// held then.
     pub fn release(&self, chunk: u32) -> Result<(), Fault> {
         if chunk as usize >= self.chunks.count() {
             return Err(Fault::Io(libc::EINVAL));

@@ -180,7 +180,7 @@ pub fn load(module: &str, journal: &mut Journal) -> Result<(), Failure> {
     }
 }
 
-/// Unloads a module; a module that is in use by now stays.
+/// Unloads a module. A module that is in use stays loaded.
 pub fn unload(module: &str) {
     modprobe(&["--remove", "--quiet", module]);
 }
@@ -232,7 +232,7 @@ pub fn attach(
     }
 }
 
-/// Detaches a device that nothing uses; one that is gone already is no error.
+/// Detaches a device that no program uses. A device that is gone already is no error.
 pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -> Result<(), Failure> {
     match front {
         // A ublk device goes with its daemon. The daemon stays while the device is in use, and has

@@ -16,7 +16,8 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if let Some(device) = &options.swapoff {
         return drain::swapoff_here(device);
     }
-    // With `--remember` the device comes back later, so the user has decided nothing.
+    // With `--remember` a timer or a sleep turns Weir off, and not the user. Only a user's decision
+    // drops the notes.
     if rustix::process::geteuid().is_root() && options.remember.is_none() {
         again::forget(&options.runtime)?;
     }

@@ -353,8 +353,8 @@ fn vram_size(
 }
 
 /// Chooses the store's path, with the reason, if no option does. On a laptop it is the window
-/// alone: the RAM and card memory of a CUDA context are worth more than its speed. A card without a
-/// window is served as ever.
+/// alone: a CUDA context takes RAM and card memory that are worth more than its speed. A card
+/// without a window gets the default paths.
 fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>) {
     match (store, machine.portable()) {
         (StoreChoice::Vram(url), Some(case))

@@ -202,7 +202,7 @@ fn systemd_runs() -> bool {
         && Command::new("systemd-run").arg("--version").stdout(Stdio::null()).status().is_ok()
 }
 
-/// A daemon's last line, without the program's name.
+/// The last line of a daemon's log, without the program's name.
 fn last_line(directory: &Path) -> Option<String> {
     last_of(&fs::read_to_string(log_file(directory)).ok()?)
 }
@@ -228,7 +228,7 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
     }
     fuse::Left::by_others(&fuse_file(directory)).clear();
     if let Some(unit) = unit {
-        // A unit that has failed is listed until it is reset.
+        // systemd lists a failed unit until it is reset.
         let _ = systemctl(&["reset-failed", unit]);
     }
     // Killed processes did not remove these files themselves.

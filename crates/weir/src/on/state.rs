@@ -228,7 +228,7 @@ impl Journal {
         let lock = loop {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
             let lock = match fs::File::open(directory) {
-                // The process that held the directory has just removed it.
+                // The process that had locked the directory has just removed it.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 lock => lock.map_err(failed)?,
             };

@@ -94,7 +94,7 @@ fn wait(socket: &Path, pid: u32, is_done: impl Fn(&Program) -> bool) -> Result<P
     loop {
         let programs = match control::programs(socket) {
             Ok((_, programs)) => programs,
-            // A run ends with the last of its processes.
+            // The process has ended, and its run with it.
             Err(_) if !Path::new(&format!("/proc/{pid}")).exists() => Vec::new(),
             Err(error) => return Err(failure::of(error)),
         };
@@ -135,7 +135,8 @@ fn found() -> Vec<(PathBuf, Program)> {
     let sockets = fs::read_to_string("/proc/net/unix").map(|text| sockets(&text)).unwrap_or_default();
     let ask = |socket: PathBuf| {
         let (user, programs) = control::programs(&socket).ok()?;
-        // A daemon speaks for processes of its own user. Another user's may name any.
+        // Believe a daemon only about processes of its own user. The daemon of another user could
+        // name any process.
         let is_its_own = |program: &Program| {
             user == 0
                 || fs::metadata(format!("/proc/{}", program.pid)).is_ok_and(|process| process.uid() == user)

@@ -79,8 +79,8 @@ impl Shadow {
         }
     }
 
-    /// Notes that pages may have any content: their change was refused, and a device may have done
-    /// half of it.
+    /// Notes that pages may have any content. Their change was refused, and the device may have
+    /// done a part of it.
     pub fn forget(&mut self, block: u32, pages: std::ops::Range<u32>) {
         for at in pages {
             self.generations[(block * BLOCK + at) as usize] |= UNKNOWN;

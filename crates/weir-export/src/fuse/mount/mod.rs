@@ -113,8 +113,8 @@ impl Mount {
     /// # Errors
     /// Fails when the path does not exist.
     pub fn adopt(point: &Path) -> io::Result<Mount> {
-        // Do not canonicalise the path: a look at the mount itself would wait for its server, which
-        // is this process.
+        // Do not canonicalise the path. A look at the mount would wait for its server, which is
+        // this process.
         let point = std::path::absolute(point)?;
         Ok(Mount { point, by_fusermount: rustix::process::geteuid().as_raw() != 0, armed: false })
     }
@@ -221,7 +221,7 @@ impl Left {
         match life(&self.point) {
             Life::Alive => {}
             Life::Silent => return,
-            // If the mount cannot be removed, the next start reports it.
+            // If the mount cannot be removed, the next server reports that at its start.
             found => drop(clear_dead(&self.point, found)),
         }
         let empty = |meta: std::fs::Metadata| meta.is_file() && meta.len() == 0;

@@ -101,7 +101,7 @@ impl Service<Lane> for RamDisk {
                 Ok(()) => reply.answer(unique, &self.listing),
                 Err(errno) => reply.refuse(unique, errno),
             },
-            // The kernel waits for no answer to these requests.
+            // These requests have no answer.
             Request::Forget { lookups } => {
                 let mut tree = self.shared.write();
                 discard(&tree.forget(node, lookups), ranges);
@@ -322,7 +322,8 @@ impl RamDisk {
     }
 }
 
-/// Answers an open. The kernel may keep its cached pages, since all changes go through it.
+/// Answers an open. The kernel may keep cached pages of the file, since all changes go through the
+/// kernel.
 fn opened() -> [u8; OpenOut::BYTES] {
     OpenOut { fh: 0, open_flags: open_flag::KEEP_CACHE, padding: 0 }.encode()
 }

@@ -1,4 +1,4 @@
-//! The pages of the volume that files may take, and those that they have.
+//! The pages of the volume that files may use: which are free, and which are in use.
 
 use weir_core::PageNo;
 

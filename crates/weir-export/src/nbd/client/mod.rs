@@ -25,7 +25,7 @@ use std::time::Duration;
 /// Longest wait for the server before the client gives up.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Longest text of a server about one option or error; a longer one counts as a violation.
+/// Longest message of a server. A longer one counts as a violation.
 const MESSAGE_MAX: u32 = 64 << 10;
 
 /// A byte stream that carries NBD.

@@ -12,7 +12,7 @@ pub enum Operation<'a> {
         offset: u64,
         /// The range's length in bytes.
         length: u32,
-        /// Whether to ask for the answer in one chunk.
+        /// Whether the server must answer in one chunk.
         unfragmented: bool,
     },
     /// Write a range.
@@ -39,7 +39,7 @@ pub enum Operation<'a> {
         offset: u64,
         /// The range's length in bytes.
         length: u32,
-        /// Whether to fail unless it is faster than writing.
+        /// Whether the server must fail unless zeroing is faster than writing.
         fast: bool,
         /// Whether to keep the range allocated.
         no_hole: bool,

@@ -35,9 +35,9 @@ impl<L: PageLane> Connection<'_, L> {
     }
 }
 
-/// The extent from `start` on whose pages all have the same `flags`: its end, and those flags. A
-/// page may change between two looks, so its first page is looked at only once: an extent is never
-/// empty.
+/// The extent that begins at `start`: the offset of its end, and the flags of all its pages. A
+/// page's flags may change between two looks. So the first page is looked at only once, and the
+/// extent is never empty.
 fn next_extent(start: u64, end: u64, flags: impl Fn(u64) -> u32) -> (u64, u32) {
     let (mut page, kind) = (start / PAGE_SIZE as u64, flags(start / PAGE_SIZE as u64));
     loop {

@@ -16,7 +16,7 @@ pub(crate) enum Ending {
     Violation(Violation),
     /// The system reports an error.
     Broken(rustix::io::Errno),
-    /// The client does not read its replies.
+    /// The client does not read its replies, so a send has timed out.
     Stalled,
     /// A page could no longer be verified after the header of its reply had been sent.
     Lost,

@@ -1,11 +1,11 @@
 //! One connection in transmission, served by one thread: it takes all that the client has sent,
 //! does it, and answers it.
 //!
-//! A batch is what one `recv` brought. Its writes are done while it is parsed. Its reads come
-//! afterwards: pages in host memory are sent from where they lie, verified, in the same `sendmsg`
-//! as the acknowledgements (the protocol allows replies in any order). Reads from a slow store are
-//! started, and answered when the pages arrive. Nothing here allocates: bytes that do not fit wait
-//! in the socket.
+//! A batch is the bytes of one `recv`. Its writes are done while the bytes are parsed. Its reads
+//! come afterwards. Pages in host memory are sent from where they lie, verified, in the same
+//! `sendmsg` as the acknowledgements (the protocol allows replies in any order). Reads from a slow
+//! store are started, and answered when their pages arrive. No step allocates: bytes that do not
+//! fit wait in the socket.
 
 mod block_status;
 mod ending;
@@ -45,7 +45,8 @@ const INPUT_BYTES: usize = 256 << 10;
 const PIECE_MAX: u32 = 512 << 10;
 /// The same limit without a borrowed buffer: the size of the connection's own buffer.
 const OWN_PIECE_MAX: u32 = 64 << 10;
-/// Bytes for the headers of one round, and for acknowledgements that wait for it.
+/// Bytes of the buffer for the headers of one round, and for acknowledgements that wait for the
+/// next.
 const HEADS_BYTES: usize = 32 << 10;
 /// Bytes of the longest header, with some slack.
 const HEAD_MAX: usize = 64;
@@ -60,8 +61,8 @@ struct Read {
     request: Request,
     /// Number of bytes answered so far.
     done: u32,
-    /// The read cannot use the common `sendmsg`. It must be fetched from a slow store, or it takes
-    /// several sends between which no other reply may come.
+    /// The read cannot use the `sendmsg` of the batch. Its pages must be fetched from a slow store,
+    /// or it takes several sends, between which no other reply may come.
     apart: bool,
 }
 
@@ -265,7 +266,7 @@ impl<L: PageLane> Connection<'_, L> {
     /// Waits for bytes of the client. 0 means that no more will come.
     fn receive(&mut self, into: &mut [u8], spin: &mut Spin<'_>) -> Result<usize, Ending> {
         while self.is_busy() {
-            // Look at the store first: clients wait for its completions.
+            // Look at the store first, since clients wait for completions.
             if !self.take_completions()?
                 && let Some(received) = self.listen(into)?
             {
@@ -336,7 +337,8 @@ impl<L: PageLane> Connection<'_, L> {
             }
             (command::FLUSH, Ok(())) => self.change(&request, Op::Flush, Span { offset: 0, length: 0 }),
             (command::BLOCK_STATUS, Ok(())) => self.block_status(&request),
-            // CACHE needs no work: the page already lies in the fastest place that it can.
+            // CACHE needs no work: the volume itself keeps each page in the fastest store with
+            // room.
             _ => self.acknowledge(&simple_reply(request.cookie, None)),
         }
     }

@@ -108,7 +108,8 @@ impl<L: PageLane> Connection<'_, L> {
         if self.take_completions()? || self.desk.requests.lane().in_flight() < before {
             return Ok(());
         }
-        // If nothing is in flight, a write may wait for a slot.
+        // With nothing in flight no completion will come, but a write may wait for a slot. Do not
+        // sleep then.
         if before == 0 && !self.desk.requests.must_poll() {
             return Ok(());
         }

@@ -22,7 +22,7 @@ use message::{error, reply, split_info, split_queries};
 pub const OPTION_DATA_MAX: usize = 12 << 10;
 /// Room that the caller needs for unconsumed input: one option with its header.
 pub const INPUT_MAX: usize = OPTION_BYTES + OPTION_DATA_MAX;
-/// Option data longer than this end the session: no honest client sends them.
+/// Option data longer than this end the session. No honest client sends as much.
 const OPTION_SKIP_MAX: u32 = 1 << 20;
 /// Largest number of options in one session; libnbd and QEMU send about ten.
 const OPTIONS_MAX: u32 = 256;
@@ -38,7 +38,7 @@ pub enum Tls {
     Off,
     /// TLS is required, and has not begun yet.
     Required,
-    /// TLS is active: the bytes given and taken are those inside it.
+    /// TLS is active. The handshake gets and gives the plaintext inside it.
     Active,
 }
 
@@ -96,7 +96,7 @@ pub struct Handshake<'e> {
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
-    /// The name by which `base:allocation` was selected, if it was.
+    /// The name by which the client selected `base:allocation`; `None`: it did not.
     allocation: Option<Called>,
     options: u32,
 }

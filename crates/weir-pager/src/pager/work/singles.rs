@@ -6,7 +6,7 @@
 
 use super::*;
 
-/// Number of pages that go at a time.
+/// Number of single pages that are moved out together.
 const BATCH: usize = 64;
 /// Largest number of pages that the pager fails to move for one batch.
 const REFUSED_MAX: usize = 3 * BATCH;

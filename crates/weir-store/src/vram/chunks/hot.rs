@@ -40,7 +40,7 @@ pub struct Gate {
     pub(super) pins_used: AtomicU32,
 }
 
-/// The addresses of a chunk; null and 0 if it has none.
+/// The addresses of a chunk's memory; null and 0 for a chunk without memory.
 #[derive(Debug)]
 pub(super) struct Addresses {
     pub host: AtomicPtr<u8>,
@@ -132,7 +132,8 @@ impl Hot {
     }
 }
 
-/// One lane's view of [`Hot`]: direct addresses, so that no further load lies between.
+/// One lane's view of [`Hot`], by direct addresses, so that an operation makes no further load to
+/// find them.
 #[derive(Debug)]
 pub struct Site {
     gate: NonNull<Gate>,

@@ -236,7 +236,7 @@ impl BatchLane {
             self.context.check("cuEventRecord", result)
         });
         if recorded.is_err() {
-            // Part of the batch may be under way: wait for it before its staging pages are used
+            // A part of the batch may be under way. Wait for it before its staging pages are used
             // again.
             let _ = self.stream.synchronize();
         }
@@ -362,7 +362,7 @@ impl BatchLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time, so this lane never uses them
+        // The copy may still land in the staging pages at any time. So this lane never uses them
         // again.
         self.dead = true;
         self.context.declare_lost(Death::NoAnswer("a batch of copies"));

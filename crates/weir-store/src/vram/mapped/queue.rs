@@ -267,7 +267,7 @@ impl QueueLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time, so this lane never uses them
+        // The copy may still land in the staging pages at any time. So this lane never uses them
         // again.
         self.dead = true;
         Some(Err(Fault::Timeout))

@@ -98,13 +98,13 @@ pub struct Ring {
 #[repr(align(128))]
 #[derive(Default)]
 struct Cell {
-    /// Whether the lane is writing descriptors, trusting the state that it saw.
+    /// Whether the lane is writing descriptors, because it found the kernel on the card.
     adding: AtomicU32,
     /// The number after the last descriptor that the lane wrote.
     added: AtomicU32,
     /// Whether the resident kernel serves this ring.
     covered: AtomicBool,
-    /// Number of waits so long that another context must have had the card.
+    /// Number of waits that were so long that another context must have used the card.
     stalls: AtomicU32,
     /// The numbers served, a word a slot; null while no lane has the cell.
     done: AtomicPtr<AtomicU32>,

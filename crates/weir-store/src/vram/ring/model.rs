@@ -1,11 +1,11 @@
 //! A model of the ring: an exhaustive search of every interleaving of one lane, the controller and
 //! the kernel.
 //!
-//! The model keeps what matters and shrinks the rest. The ring has two slots. Sequence numbers are
-//! modulo 8 and begin just before their wrap. The lane's stores wait in a buffer and reach memory
-//! at any time (x86's total store order). Its loads overtake them, which is what the controller's
-//! `membarrier` is for. Ghost variables are numbers that never wrap; they say which operation a
-//! number stands for.
+//! The model is as small as it can be. The ring has two slots. Sequence numbers are modulo 8 and
+//! begin just before their wrap. The lane's stores wait in a buffer and reach memory at any time
+//! (x86's total store order). Its loads overtake them, which is the reason for the controller's
+//! `membarrier`. Ghost variables are numbers that never wrap; they name the operation of a sequence
+//! number.
 //!
 //! The search checks two claims. When the kernel is absent, every added operation has been served
 //! (no lost wake-up). And the kernel serves every operation once, in order (the wrap is harmless).
