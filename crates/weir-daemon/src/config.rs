@@ -199,7 +199,7 @@ impl Config {
 
     /// Whether store `at` must give its memory back on request. Disks have no other owner who needs
     /// the room. The last of several stores takes the pages of the others.
-    pub(crate) fn lends(&self, at: usize) -> bool {
+    pub(crate) fn gives_back(&self, at: usize) -> bool {
         let is_last = at + 1 == self.stores.len() && self.backing.is_empty();
         match self.stores.get(at) {
             None | Some(StoreUrl::File(_) | StoreUrl::Stripe(_)) => false,
@@ -210,7 +210,7 @@ impl Config {
     /// The name of a store of GPU memory that may lose its pages in a sleep, and that gives no
     /// memory back.
     pub(crate) fn stays(&self) -> Option<String> {
-        let stays = |&at: &usize| matches!(self.stores[at], StoreUrl::Vram(_)) && !self.lends(at);
+        let stays = |&at: &usize| matches!(self.stores[at], StoreUrl::Vram(_)) && !self.gives_back(at);
         (0..self.stores.len()).find(stays).map(|at| self.stores[at].to_string())
     }
 }

@@ -143,8 +143,8 @@ impl Daemon {
         if let Some(share) = &options.share {
             front_ends.push(Box::new(Share::start(&volume, options, share, log)?));
         }
-        let lends: Vec<bool> = (0..volume.stores().count()).map(|at| options.lends(at)).collect();
-        let worker = Worker::start(&volume, &lends, environment)?;
+        let gives_back: Vec<bool> = (0..volume.stores().count()).map(|at| options.gives_back(at)).collect();
+        let worker = Worker::start(&volume, &gives_back, environment)?;
         let programs =
             options.programs.as_deref().map(|path| Programs::start(path, environment)).transpose()?;
         seal::seal(seal::policy_from_environment());

@@ -129,7 +129,8 @@ impl Builder {
         let work = move || {
             let outcome = place.map_or(Ok(()), |processors| processors.keep());
             let ready = outcome.is_ok();
-            // No thread may wait for the outcome any more. That happens only after a success.
+            // This fails if the starting thread no longer waits for the outcome. It waits unless
+            // the outcome can only be a success.
             let _ = placed.send(outcome);
             if ready {
                 shared.work(patience);

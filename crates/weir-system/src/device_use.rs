@@ -86,8 +86,8 @@ pub fn user_or_opener(device: &str) -> Option<String> {
     user(device).ok().flatten().or_else(|| opener_at(Path::new("/"), device))
 }
 
-/// The first process that has a device open, with the command that ends that. It searches the
-/// processes below `root` that this one may look into.
+/// The first process that has a device open, with the command that ends the process. Searches the
+/// processes below `root` that this process may look into.
 pub fn opener_at(root: &Path, device: &str) -> Option<String> {
     let identity = |found: fs::Metadata| (found.file_type(), found.rdev());
     let wanted = fs::metadata(device).map(identity).ok()?;

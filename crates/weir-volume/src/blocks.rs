@@ -8,10 +8,10 @@ use std::sync::Arc;
 /// Items of a block. A model has one, so that its second item needs a new block.
 const BLOCK: usize = if cfg!(loom) { 1 } else { 64 };
 
-/// The row.
+/// A row of items that grows by blocks.
 pub(crate) struct Blocks<T> {
     first: Arc<Block<T>>,
-    /// Number of items that were asked for: a look ends there.
+    /// Number of items that were ever asked for. Looks through the row end there.
     asked: AtomicUsize,
 }
 

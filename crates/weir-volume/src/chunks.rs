@@ -20,15 +20,15 @@ pub enum ChunkState {
 /// A store's chunks by state.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct ChunkCounts {
-    /// Slots of a whole chunk.
+    /// Number of slots of a whole chunk.
     pub slots: u32,
-    /// Chunks that hold pages.
+    /// Number of chunks that hold pages.
     pub held: u32,
-    /// Chunks that have their memory and no page in it.
+    /// Number of chunks that have their memory and no page in it.
     pub reserve: u32,
-    /// Chunks whose pages are moving out.
+    /// Number of chunks whose pages are moving out.
     pub emptying: u32,
-    /// Chunks whose memory was given back.
+    /// Number of chunks whose memory was given back.
     pub given_back: u32,
 }
 
@@ -41,7 +41,7 @@ pub struct ChunkStatus {
     pub state: ChunkState,
     /// The chunk's slots; the last chunk of a store may have fewer than the others.
     pub slots: u32,
-    /// Slots that hold a page.
+    /// Number of slots that hold a page.
     pub used: u32,
     /// The reason why the chunk is not held, if it is not.
     pub note: Note,
@@ -51,9 +51,9 @@ pub struct ChunkStatus {
 /// [`Pool::note`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Note {
-    /// The governor, not a client, had the chunk given back.
+    /// Whether the governor gave the chunk back, and not a client.
     pub unasked: bool,
-    /// The machine sleeps, or is about to: the chunk stays away until that is over.
+    /// Whether the chunk is away because the machine sleeps, or is about to.
     pub asleep: bool,
 }
 
@@ -194,8 +194,8 @@ impl Pool {
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
-    /// Slots that the stores have beyond the need of the pool's size: this many can be given
-    /// back. Slots of lost members do not count.
+    /// Number of slots that the stores have beyond the need of the pool's size. That many can be
+    /// given back. Slots of lost members do not count.
     pub fn spare_slots(&self) -> u32 {
         self.open_slots().saturating_sub(self.config.slots())
     }

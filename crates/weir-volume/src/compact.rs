@@ -30,7 +30,7 @@ impl Sparse {
         Sparse { fill_most: sixteenths.min(WHOLE) }
     }
 
-    /// Whether a slot holds such a pack.
+    /// Whether a slot holds a pack that is to be emptied.
     pub(crate) fn has(self, occupant: Option<Occupant>) -> bool {
         fill(occupant).is_some_and(|fill| fill <= self.fill_most)
     }
@@ -71,8 +71,8 @@ impl Pool {
         }
     }
 
-    /// Whether enough pages have left packs since the last look to make another worth it. If so,
-    /// this counts as the look. The caller keeps `*looked`, which is `None` at first.
+    /// Whether enough pages have left packs since the last look to make another look worthwhile. If
+    /// so, this call counts as the look. The caller stores `looked`, which is `None` at first.
     pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
         let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(count(lane).get()))

@@ -20,7 +20,8 @@ use weir_core::{PageNo, Slot};
 use weir_device::View;
 use weir_store::{OpenError, OpenErrorKind, Share};
 
-/// The bit of a slot's byte that says: the map no longer names the slot, and its return frees it.
+/// The bit of a slot's byte that is set once the map no longer names the slot. The slot's return
+/// then frees it.
 const UNLINKED: u8 = 1 << 7;
 /// Largest number of borrowers that one slot can have at once.
 const TIMES_MAX: u8 = UNLINKED - 1;
@@ -70,7 +71,7 @@ impl Lent {
 
     /// Takes a slot back from one borrower; only the one lender calls this.
     fn give(&self, slot: Slot) -> Back {
-        // The borrower's reads come before the next owner's writes.
+        // This orders the borrower's reads before the writes of the slot's next owner.
         match self.byte(slot).fetch_sub(1, Ordering::SeqCst) - 1 {
             0 => Back::Last,
             UNLINKED => {
@@ -95,7 +96,7 @@ enum Back {
     More,
     /// The borrower was the last one, and the page still lies in the slot.
     Last,
-    /// It was the last borrower, and the slot is free.
+    /// The borrower was the last one, and the slot is free now.
     LastAndFree,
 }
 
@@ -108,7 +109,7 @@ enum Back {
 #[derive(Debug)]
 pub struct Lender {
     pool: Arc<Pool>,
-    /// For each store: whether its slots can be lent.
+    /// For each store, whether its slots can be lent.
     lends: Vec<bool>,
     out: u32,
     most: u32,

@@ -56,8 +56,8 @@ impl Tier {
         self.states().all(|state| state == State::Lost)
     }
 
-    /// Whether an extent lies on a member in that state. If the store has one member, the caller
-    /// has checked that with [`has_member`](Tier::has_member).
+    /// Whether an extent lies on a member in `state`. If the store has one member, the caller has
+    /// checked the state with [`has_member`](Tier::has_member).
     #[inline]
     pub fn lies_on(&self, extent: u32, state: State) -> bool {
         self.members.of_extent.is_empty() || self.state_of(extent) == state

@@ -41,7 +41,7 @@ pub enum Task {
         store: usize,
         /// The chunk.
         chunk: u32,
-        /// Which part, and of how many.
+        /// The part's number, and the number of parts.
         part: (u32, u32),
     },
     /// Moves pages of a store up into faster stores, as long as these have room: a batch's worth.
@@ -60,7 +60,7 @@ pub enum Task {
         store: usize,
         /// Looks at slots from here on: 0 at first, then [`Mover::next`].
         next: u32,
-        /// Which packs.
+        /// The packs to empty.
         sparse: Sparse,
     },
 }
@@ -80,7 +80,7 @@ pub enum Step {
     Ended(Result<Moved, GiveBackError>),
 }
 
-/// The event that a [`Mover`] waits for.
+/// The event without which a [`Mover`]'s next step would do nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Awaited {
     /// Answers of stores, which take microseconds to milliseconds.
@@ -130,7 +130,7 @@ struct Job {
     held: Option<(PageNo, Slot)>,
     /// The time of the first step.
     began: Option<Instant>,
-    /// When it began to wait for what it waits for.
+    /// The time when the present wait began.
     since: Option<Instant>,
     stops: bool,
 }
@@ -140,19 +140,19 @@ struct Job {
 enum Phase {
     /// Waits until every lane has ended its batch. The epoch is the one in which the wait began.
     Lanes(Option<u64>),
-    /// As `Lanes`, but nothing is left in the chunk.
+    /// Waits like `Lanes`, after no page is left in the chunk.
     LastLanes(Option<u64>),
-    /// Pages in slots are moved, from this slot on.
+    /// Moves the pages of slots, from this slot on.
     Slots(u32),
-    /// Pages that lie in these slots are moved, from this page number on.
+    /// Moves the pages that lie in these slots, from this page number on.
     Pages(u32),
     /// Packs in slots from this one on are opened. The second number counts those opened so far.
     Open(u32, u32),
-    /// The pages of opened packs are moved.
+    /// Moves the pages of opened packs.
     Gather,
-    /// Everything in flight ends.
+    /// Waits until no operation is in flight.
     Settle(Next),
-    /// The chunk counts as given back, and its memory is released.
+    /// Marks the chunk as given back, and releases its memory.
     Release,
 }
 
@@ -369,8 +369,8 @@ impl Mover {
         }
         job.since = None;
         if is_last {
-            // Said before it is done: a daemon that is killed in between leaves a chunk that nobody
-            // uses, not one without memory that takes pages.
+            // Mark the chunk before its memory is released. A daemon that is killed in between
+            // leaves a chunk that nobody uses, and not one without memory that takes pages.
             job.step_chunk(&pool, ChunkState::Emptying, ChunkState::GivenBack);
             job.phase = Phase::Release;
         } else {
@@ -513,7 +513,7 @@ impl Mover {
         }
     }
 
-    /// The lane is full: it takes more once something has come back.
+    /// Polls a lane that is full, and waits for an answer of a store if it stays full.
     fn await_room(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
         self.poll(job, now);
         job.waits(Awaited::Stores, now)
@@ -634,13 +634,13 @@ impl Job {
         matches!(self.task, Task::MoveUp { .. })
     }
 
-    /// It waits, but not for longer than that takes.
+    /// Waits for an event, and gives up after the longest time that the event can take.
     fn waits(&mut self, awaited: Awaited, now: Instant) -> Result<Step, GiveBackError> {
         let until = *self.since.get_or_insert(now) + LANES_WAIT;
         if now > until { Err(GiveBackError::Busy) } else { Ok(Step::Waits(awaited, until)) }
     }
 
-    /// A pass over a chunk has ended.
+    /// Decides what follows a pass over a chunk.
     fn end_pass(&mut self, moved: u32, now: Instant) -> Result<Step, GiveBackError> {
         if !self.left {
             // Others may have freed slots since lanes were awaited, under a lane that had found a

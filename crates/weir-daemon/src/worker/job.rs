@@ -13,7 +13,7 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 
 /// The kind of a job.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Wish {
+pub enum JobKind {
     GiveBack,
     Take,
     /// Give all memory back until the machine has slept.
@@ -27,7 +27,7 @@ pub enum Wish {
 pub struct Job {
     item: Item<Job>,
     workers: Arc<Workers>,
-    pub wish: Wish,
+    pub kind: JobKind,
     /// Bytes to give back or to take; `None`: all.
     pub bytes: Option<u64>,
     /// The card whose memory the job moves, in a request of the governor. Such a job may move less
@@ -85,20 +85,20 @@ impl Drop for Ending<'_> {
 
 impl Job {
     /// A job for a client's request.
-    pub fn new(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>) -> Arc<Self> {
-        Self::about(workers, wish, bytes, None)
+    pub fn new(workers: &Arc<Workers>, kind: JobKind, bytes: Option<u64>) -> Arc<Self> {
+        Self::about(workers, kind, bytes, None)
     }
 
     /// A job for the governor.
-    pub fn governed(workers: &Arc<Workers>, wish: Wish, bytes: u64, card: Card) -> Arc<Self> {
-        Self::about(workers, wish, Some(bytes), Some(card))
+    pub fn governed(workers: &Arc<Workers>, kind: JobKind, bytes: u64, card: Card) -> Arc<Self> {
+        Self::about(workers, kind, Some(bytes), Some(card))
     }
 
-    fn about(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>, only: Option<Card>) -> Arc<Self> {
+    fn about(workers: &Arc<Workers>, kind: JobKind, bytes: Option<u64>, only: Option<Card>) -> Arc<Self> {
         Arc::new(Job {
             item: Item::new(),
             workers: Arc::clone(workers),
-            wish,
+            kind,
             bytes,
             only,
             reach: Reach::default(),
@@ -200,8 +200,8 @@ mod tests {
         let (ended, end) = std::sync::mpsc::channel();
         let jobs = Arc::clone(&workers);
         std::thread::spawn(move || {
-            for wish in [Wish::GiveBack, Wish::Take, Wish::Take] {
-                let _ = ended.send(Job::new(&jobs, wish, None).run_on(&jobs, &mut |_| {}));
+            for kind in [JobKind::GiveBack, JobKind::Take, JobKind::Take] {
+                let _ = ended.send(Job::new(&jobs, kind, None).run_on(&jobs, &mut |_| {}));
             }
         });
         let next = || end.recv_timeout(Duration::from_secs(60)).expect("an answer");

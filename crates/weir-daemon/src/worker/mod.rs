@@ -15,7 +15,7 @@ use crate::control::{Background, Moved, Progress};
 use crate::environment::Environment;
 use crate::error::Error;
 use governor::Governor;
-use job::{Job, Wish};
+use job::{Job, JobKind};
 use std::sync::{Arc, Mutex, PoisonError};
 use weir_volume::Volume;
 use workers::Workers;
@@ -36,13 +36,17 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts the threads, which sleep at first. `lends` says of each store whether it gives its
-    /// memory back on request.
+    /// Starts the threads, which sleep at first. `gives_back` has for each store whether it gives
+    /// its memory back on request.
     ///
     /// # Errors
     /// Fails when the volume has no lane left, or no thread can be started.
-    pub fn start(volume: &Arc<Volume>, lends: &[bool], environment: &Environment) -> Result<Self, Error> {
-        let workers = Workers::start(volume, lends, environment)?;
+    pub fn start(
+        volume: &Arc<Volume>,
+        gives_back: &[bool],
+        environment: &Environment,
+    ) -> Result<Self, Error> {
+        let workers = Workers::start(volume, gives_back, environment)?;
         let governor = Mutex::new(Governor::start(&workers, &environment.log)?);
         Ok(Worker { workers, governor })
     }
@@ -53,7 +57,7 @@ impl Worker {
     /// # Errors
     /// The error is one line: what is missing, and the next step.
     pub fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
-        Job::new(&self.workers, Wish::GiveBack, bytes).run_on(&self.workers, tell)
+        Job::new(&self.workers, JobKind::GiveBack, bytes).run_on(&self.workers, tell)
     }
 
     /// Takes `bytes` of the memory that was given back; `None`: all of it. Promotes pages
@@ -62,7 +66,7 @@ impl Worker {
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
     pub fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
-        Job::new(&self.workers, Wish::Take, bytes).run_on(&self.workers, tell)
+        Job::new(&self.workers, JobKind::Take, bytes).run_on(&self.workers, tell)
     }
 
     /// Gives all memory back until the machine has slept. Memory that was given back before on
@@ -71,7 +75,7 @@ impl Worker {
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
     pub fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
-        Job::new(&self.workers, Wish::Sleep, None).run_on(&self.workers, tell)
+        Job::new(&self.workers, JobKind::Sleep, None).run_on(&self.workers, tell)
     }
 
     /// Takes again the memory that was given back for a sleep, if the cards' owners have not taken
@@ -80,7 +84,7 @@ impl Worker {
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
     pub fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
-        Job::new(&self.workers, Wish::Wake, None).run_on(&self.workers, tell)
+        Job::new(&self.workers, JobKind::Wake, None).run_on(&self.workers, tell)
     }
 
     /// Ends the threads, each after its current batch of pages. Idempotent.

@@ -1,7 +1,7 @@
 //! The threads that empty chunks, and the division of chunks between them.
 
 use super::compaction::Compaction;
-use super::job::{Job, Reach, Wish, unmoved};
+use super::job::{Job, JobKind, Reach, unmoved};
 use super::pace::{Pace, drive};
 use super::promotion::Promotion;
 use crate::control::{Background, Moved};
@@ -25,7 +25,7 @@ pub struct Workers {
     queues: OnceLock<Box<[Queue]>>,
     movers: Box<[Mutex<OpenMover>]>,
     /// For each store: whether its memory is given back on request.
-    lends: Box<[bool]>,
+    gives_back: Box<[bool]>,
     promotion: Arc<Promotion>,
     compaction: Arc<Compaction>,
     stopping: AtomicBool,
@@ -132,7 +132,7 @@ impl Work for Help {
 impl Workers {
     pub fn start(
         volume: &Arc<Volume>,
-        lends: &[bool],
+        gives_back: &[bool],
         environment: &Environment,
     ) -> Result<Arc<Self>, Error> {
         let threads = super::lanes(environment.processors);
@@ -150,7 +150,7 @@ impl Workers {
             volume: Arc::clone(volume),
             queues: OnceLock::new(),
             movers,
-            lends: lends.into(),
+            gives_back: gives_back.into(),
             clock: Arc::clone(&environment.clock),
             promotion: Promotion::new(Weak::clone(workers), environment.clock.now()),
             compaction: Compaction::new(Weak::clone(workers)),
@@ -232,9 +232,9 @@ impl Workers {
 
     /// Runs a job on the worker's thread.
     pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, Error> {
-        match job.wish {
-            Wish::GiveBack | Wish::Sleep => self.give_back(job),
-            Wish::Take | Wish::Wake => self.take(job),
+        match job.kind {
+            JobKind::GiveBack | JobKind::Sleep => self.give_back(job),
+            JobKind::Take | JobKind::Wake => self.take(job),
         }
     }
 
@@ -250,7 +250,7 @@ impl Workers {
 
     /// The cards that report their free memory, of stores that give memory back.
     pub fn cards(&self) -> impl Iterator<Item = Card> {
-        let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]);
+        let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.gives_back[at]);
         stores.flat_map(|(store, it)| {
             let says = move |&card: &u32| it.reclaim().is_some_and(|it| it.headroom(card).is_some());
             (0..it.members()).filter(says).map(move |card| Card { store, card })
@@ -269,7 +269,7 @@ impl Workers {
     /// that a client gave back, and chunks that are away for a sleep.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
-        for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
+        for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.gives_back[at]) {
             let wanted =
                 |chunk: u32| only.is_none_or(|only| only == Card { store, card: member(&**it, chunk) });
             let chunks = self.volume.chunks(store);
@@ -320,7 +320,7 @@ impl Workers {
         }
         if job.only.is_none() && job.bytes.is_none() {
             let mut away = self.chunks(ChunkState::GivenBack, None);
-            if job.wish == Wish::Sleep {
+            if job.kind == JobKind::Sleep {
                 // The governor takes no chunk before the sleep is over, and no chunk that a client
                 // gave back.
                 away.retain(|it| it.note.unasked);
@@ -369,7 +369,7 @@ impl Workers {
                 return Some(format!("{}: {error}", store.name()));
             }
         }
-        self.note(&chunks, |_| Note { unasked: job.only.is_some(), asleep: job.wish == Wish::Sleep });
+        self.note(&chunks, |_| Note { unasked: job.only.is_some(), asleep: job.kind == JobKind::Sleep });
         let threads = self.movers.len();
         let list = Arc::new(List {
             left: chunks.iter().map(|_| AtomicU32::new(threads as u32)).collect(),
@@ -431,8 +431,8 @@ impl Workers {
 
     fn take(&self, job: &Job) -> Result<Moved, Error> {
         let began = self.clock.now();
-        let away = match job.wish {
-            Wish::Wake => self.woken(),
+        let away = match job.kind {
+            JobKind::Wake => self.woken(),
             _ => self.chunks(ChunkState::GivenBack, job.only),
         };
         let wanted = match job.bytes {
@@ -447,7 +447,7 @@ impl Workers {
             if self.is_stopping() {
                 break;
             }
-            let room = if job.wish == Wish::Wake { self.room(self.card(&chunk)) } else { None };
+            let room = if job.kind == JobKind::Wake { self.room(self.card(&chunk)) } else { None };
             // The card's owner would miss this memory. So the governor decides about it.
             if room.is_some_and(|room| !room.has_recovered()) {
                 continue;
@@ -459,7 +459,7 @@ impl Workers {
                 Err(GiveBackError::Store(Fault::Full)) if room.is_some() => {}
                 Err(error) => {
                     let store = self.volume.stores().nth(chunk.store).map_or("", |store| store.name());
-                    let again = if job.wish == Wish::Wake { "--sleep" } else { "all" };
+                    let again = if job.kind == JobKind::Wake { "--sleep" } else { "all" };
                     trouble = Some(format!(
                         "{store} has no more now ({}); end what uses it, then weir take {again}",
                         chain(&error)
@@ -624,29 +624,29 @@ mod tests {
         workers_of(64, 0)
     }
 
-    fn refused(workers: &Arc<Workers>, wish: Wish) -> String {
-        Job::new(workers, wish, None).run_on(workers, &mut |_| {}).expect_err("refused").to_string()
+    fn refused(workers: &Arc<Workers>, kind: JobKind) -> String {
+        Job::new(workers, kind, None).run_on(workers, &mut |_| {}).expect_err("refused").to_string()
     }
 
-    fn ask(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>) -> Moved {
-        Job::new(workers, wish, bytes).run_on(workers, &mut |_| {}).expect("it is done")
+    fn ask(workers: &Arc<Workers>, kind: JobKind, bytes: Option<u64>) -> Moved {
+        Job::new(workers, kind, bytes).run_on(workers, &mut |_| {}).expect("it is done")
     }
 
     #[test]
     fn after_a_sleep_memory_is_where_it_was_and_what_was_given_back_by_hand_stays_away() {
         let (workers, _) = workers();
-        ask(&workers, Wish::GiveBack, Some(CHUNK));
-        let governed = Job::governed(&workers, Wish::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
+        ask(&workers, JobKind::GiveBack, Some(CHUNK));
+        let governed = Job::governed(&workers, JobKind::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
         assert_eq!(workers.chunk_counts(CARD), (2, 1));
         // Ask twice, as a client does that asks for another sleep at once.
-        assert_eq!([0; 2].map(|_| ask(&workers, Wish::Sleep, None).bytes), [2 * CHUNK, 0]);
+        assert_eq!([0; 2].map(|_| ask(&workers, JobKind::Sleep, None).bytes), [2 * CHUNK, 0]);
         assert_eq!(workers.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
-        let woken = ask(&workers, Wish::Wake, None);
+        let woken = ask(&workers, JobKind::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (2 * CHUNK, 0));
         assert_eq!(workers.chunk_counts(CARD), (2, 1));
-        assert_eq!(ask(&workers, Wish::Wake, None).bytes, 0, "once");
-        assert_eq!(ask(&workers, Wish::Take, None).bytes, 2 * CHUNK);
+        assert_eq!(ask(&workers, JobKind::Wake, None).bytes, 0, "once");
+        assert_eq!(ask(&workers, JobKind::Take, None).bytes, 2 * CHUNK);
         workers.stop();
     }
 
@@ -702,10 +702,10 @@ mod tests {
     #[test]
     fn what_a_card_cannot_spare_after_a_sleep_is_left_to_the_governor() {
         let (workers, owner) = workers();
-        assert_eq!(ask(&workers, Wish::Sleep, None).bytes, 4 * CHUNK);
+        assert_eq!(ask(&workers, JobKind::Sleep, None).bytes, 4 * CHUNK);
         // The owner takes the memory first.
         owner.free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
-        let woken = ask(&workers, Wish::Wake, None);
+        let woken = ask(&workers, JobKind::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (CHUNK, 3 * CHUNK));
         assert!(owner.free.load(Ordering::Relaxed) >= MIB, "the floor is kept");
         assert_eq!(workers.chunk_counts(CARD), (1, 3));
@@ -715,9 +715,9 @@ mod tests {
     #[test]
     fn a_card_that_did_not_survive_the_sleep_is_told_of() {
         let (workers, owner) = workers();
-        ask(&workers, Wish::Sleep, None);
+        ask(&workers, JobKind::Sleep, None);
         owner.lost.store(true, Ordering::Relaxed);
-        let why = refused(&workers, Wish::Wake);
+        let why = refused(&workers, JobKind::Wake);
         assert!(why.contains("no longer holds"), "{why}");
         workers.stop();
     }
@@ -726,12 +726,12 @@ mod tests {
     fn what_no_governor_looks_after_is_away_for_a_sleep_until_it_is_taken() {
         let (workers, owner) = workers();
         owner.silent.store(true, Ordering::Relaxed);
-        ask(&workers, Wish::Sleep, None);
+        ask(&workers, JobKind::Sleep, None);
         owner.free.store(CHUNK, Ordering::Relaxed);
-        let why = refused(&workers, Wish::Wake);
+        let why = refused(&workers, JobKind::Wake);
         assert!(why.contains("weir take --sleep"), "{why}");
         owner.free.store(4 * CHUNK, Ordering::Relaxed);
-        assert_eq!(ask(&workers, Wish::Wake, None).bytes, 3 * CHUNK);
+        assert_eq!(ask(&workers, JobKind::Wake, None).bytes, 3 * CHUNK);
         workers.stop();
     }
 
@@ -740,9 +740,9 @@ mod tests {
         // The store has one chunk more than the device needs.
         let chunk_pages = (CHUNK / PAGE_SIZE as u64) as u32;
         let (workers, _) = workers_of(4 * chunk_pages, 3 * chunk_pages);
-        let governed = Job::governed(&workers, Wish::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
+        let governed = Job::governed(&workers, JobKind::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
-        refused(&workers, Wish::Sleep);
+        refused(&workers, JobKind::Sleep);
         assert_eq!(workers.chunk_counts(CARD), (3, 1));
         workers.stop();
     }
@@ -750,9 +750,9 @@ mod tests {
     #[test]
     fn whoever_wants_all_of_it_while_the_machine_sleeps_has_it_after() {
         let (workers, _) = workers();
-        ask(&workers, Wish::Sleep, None);
-        ask(&workers, Wish::GiveBack, None);
-        assert_eq!(ask(&workers, Wish::Wake, None).bytes, 0);
+        ask(&workers, JobKind::Sleep, None);
+        ask(&workers, JobKind::GiveBack, None);
+        assert_eq!(ask(&workers, JobKind::Wake, None).bytes, 0);
         assert_eq!(workers.chunk_counts(CARD), (0, 0));
         workers.stop();
     }

@@ -47,7 +47,7 @@ impl Bell {
 
     /// Rings the bell, so that the control thread leaves.
     pub fn ring(&self) {
-        // A write fails only after 2^64 rings.
+        // The write fails only if the bell's counter is full, after 2^64 rings.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 }

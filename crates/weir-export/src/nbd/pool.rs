@@ -1,8 +1,9 @@
 //! Memory that connections share. A long request needs more memory than its connection has, and
 //! only a few requests are long at a time.
 //!
-//! All of it is taken at the start. A connection borrows a unit by one atomic operation and gives
-//! it back soon. If no unit is left, it uses its own memory, in smaller pieces.
+//! All memory of the pool is taken at the start. A connection borrows a unit by one atomic
+//! operation and gives it back soon. If no unit is left, the connection uses its own memory, in
+//! smaller pieces.
 
 use crate::buffer::Buffer;
 use std::io;

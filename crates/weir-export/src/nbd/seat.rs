@@ -202,8 +202,8 @@ impl Seats {
         busy
     }
 
-    /// The number of connections that may be the kernel's. A connection counts unless another
-    /// living process has it. This process may have made it for the kernel.
+    /// Number of connections that may be the kernel's: all but those that another living process
+    /// has. This process itself may have made a connection for the kernel.
     pub fn kernels(&self) -> usize {
         self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
     }

@@ -13,8 +13,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Time between two looks while many pages move or the kernel is there; while few pages move; and
-/// after a second without one. A page that comes then wakes the thread.
+/// Time between two looks of the watching thread: while many pages move or the resident kernel is
+/// on the card; while few pages move; after a second without a page. In the last case the next page
+/// wakes the thread.
 const TICK_BUSY: Duration = Duration::from_millis(1);
 const TICK_IDLE: Duration = Duration::from_millis(20);
 const TICK_ASLEEP: Duration = Duration::from_secs(1);

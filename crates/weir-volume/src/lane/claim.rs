@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
 use weir_store::{Fault, State};
 
-/// Number of freed slots that a lane remembers, to use them again while their memory is still in
-/// the cache.
+/// Number of freed slots that a lane keeps in a list, to use them again while their memory is still
+/// in the cache.
 pub(crate) const HINTS: usize = 64;
 /// Number of pages written together from which slots side by side pay off: a copy engine and long
 /// reads handle neighbours at once.
@@ -22,7 +22,7 @@ const RUN_LEAST: usize = 8;
 /// Longest time that a write waits for a slot that other lanes are about to free, before it fails.
 pub(crate) const SLOT_WAIT: Duration = Duration::from_secs(2);
 
-/// A lane's wait for a slot. Each poll brings the time.
+/// A lane's wait for a slot. Each poll gives it the present time.
 #[derive(Debug, Default)]
 pub(super) struct SlotWait {
     phase: Phase,
@@ -65,7 +65,8 @@ impl SlotWait {
         self.asked = false;
         self.phase = match self.phase {
             Phase::Until(_) | Phase::Due(_) => Phase::Idle,
-            // The next write without a slot may come an hour later, so it needs the time first.
+            // The next write without a slot may come an hour later. So its wait begins at the next
+            // poll.
             Phase::Refuses(until) => Phase::Refused(until),
             phase => phase,
         };
@@ -345,7 +346,7 @@ mod tests {
                 "a lane is in the middle of a claim: {step:?}"
             );
         }
-        // The second half, and the page is there.
+        // The lane does the second half of the claim, and writes the page.
         assert!(records.claim_if(slot, free, page));
         let entry = Entry::new(Place::Stored { store: 0, slot }, volume.map.load(page).next_generation());
         let checksum = Checksum::of(&content, page, entry.generation());

@@ -23,7 +23,8 @@ impl Lane {
         }
     }
 
-    /// Frees slots that have settled at stores that owe no answer: no owner polls for that reason.
+    /// Frees slots that have settled at stores without an operation under way, for which the owner
+    /// would not poll.
     #[cold]
     pub(super) fn settle_idle(&mut self, now: Instant) {
         for at in 0..self.stores.len() {
@@ -85,7 +86,7 @@ impl Lane {
             }
             match self.advance_part(op, None) {
                 Progress::Done(result) => {
-                    // After any end the lane no longer waits for a slot.
+                    // The write has ended in some way, so the lane no longer waits for a slot.
                     self.slot_wait.end();
                     self.hand_over(op, result, done);
                 }

@@ -125,7 +125,7 @@ fn each(pages: u64, started: Option<Started>) -> Option<Duration> {
 #[derive(Default)]
 pub(super) struct Places {
     counts: [Cell<u32>; STORES_MAX + 1],
-    /// A bit for each count that is not 0: mostly there is one.
+    /// A bit for each count that is not 0. Usually only one is set.
     used: Cell<u32>,
     all: Cell<u32>,
 }
@@ -161,7 +161,7 @@ impl Places {
         }
     }
 
-    /// The store that most of the pages lay in.
+    /// The store with the highest count.
     fn most(&self) -> Option<usize> {
         self.stores().max_by_key(|(_, count)| *count).and_then(|(store, _)| store)
     }

@@ -55,7 +55,7 @@ pub struct Lane {
     /// The volume's pages in the pool.
     range: Range<u32>,
     seat: usize,
-    /// This lane as others see it.
+    /// The part of this lane that other threads read.
     pin: Item<Pin>,
     metrics: Arc<LaneMetrics>,
     pub(crate) stores: Box<[StoreLane]>,
@@ -76,8 +76,8 @@ pub struct Lane {
     /// Writes that the current poll has not published, because another lane has written their
     /// pages.
     overtaken: Vec<u32>,
-    /// A write returned [`Progress::Full`] because its page was overtaken, and is to be tried
-    /// again.
+    /// Whether a write returned [`Progress::Full`] because its page was overtaken, so that the
+    /// caller will try again.
     asks_for_look: bool,
     in_flight: usize,
     /// Number of pages that a store is working on.
@@ -98,7 +98,7 @@ pub struct Lane {
     taker: usize,
     /// Number of pages of a long write that have no slot yet.
     long: u32,
-    /// No run of free slots was found for the long write.
+    /// Whether the last search found no run of free slots for the long write.
     barren: bool,
     until_sample: u32,
     /// The packer, if the volume compresses.
@@ -124,7 +124,7 @@ pub(crate) struct Op {
     work: Work,
     /// The operation's place in a pack.
     carried: Carried,
-    /// The write must not take effect any more.
+    /// Whether the write must have no effect, because its client has gone.
     forsaken: bool,
     /// Number of polls that found the page written by another lane.
     looks: u8,

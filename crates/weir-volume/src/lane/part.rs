@@ -170,7 +170,7 @@ impl Lane {
                         }
                     }
                 }
-                // The new content has arrived.
+                // The store has written the new content: publish it.
                 (Some(Ok(())), Some(entry)) => {
                     let condition = self.parts[part as usize].moving.map(|_| from.entry);
                     if self.publish(from.page, entry, condition) {

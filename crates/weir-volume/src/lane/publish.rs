@@ -47,8 +47,8 @@ impl Lane {
             };
             return (full, Entry::default());
         };
-        // The next write will most likely use this slot. Writing memory that is not in the cache
-        // takes longer than all the rest of a write.
+        // Prefetch the record of the slot that the next write most likely uses. Writing memory that
+        // is not in the cache takes longer than the rest of a write.
         if let Some(next) = self.stores[store].hints.first() {
             self.stores[store].lane.prepare(next);
         }
@@ -154,7 +154,7 @@ impl Lane {
         None
     }
 
-    /// Has the next poll continue `op`, whose store has finished.
+    /// Makes the next poll continue `op`, whose store has finished.
     pub(super) fn wait_for_look(&mut self, op: u32) {
         self.ops[op as usize].looks += 1;
         self.overtaken.push(op);

@@ -1,7 +1,7 @@
 //! Many pages in a row at a slow store: one operation for pages that lie side by side.
 //!
-//! With single operations, the bookkeeping (an entry in three tables, two hand-overs) costs more
-//! than the checksum.
+//! A run saves bookkeeping: for single operations an entry in three tables and two hand-overs each
+//! cost more than the checksum.
 
 use super::located::Located;
 use super::run::LEAST;
@@ -235,7 +235,7 @@ impl Lane {
         for at in 0..count {
             let entry = self.runs[run as usize].entries[at];
             match fault {
-                // A published page has no entry here any more.
+                // A page that is published already has no entry here.
                 _ if entry == Entry::default() => {}
                 // The whole run takes effect, or none of it.
                 None => {

@@ -12,7 +12,7 @@ use weir_store::Fault;
 /// slot that is freed meanwhile, so it should not live longer than a millisecond or two.
 pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
-    /// The guard's start time, if this guard is timed: only a sample is.
+    /// The guard's start time, if the guard belongs to the sample that is timed.
     started: Option<Started>,
     /// The places of the pages that it has shown.
     shown: Places,
@@ -36,7 +36,7 @@ impl Guard<'_> {
     #[inline]
     pub(crate) fn show(&self, located: &Located) -> View<'_> {
         let view = self.find(located);
-        // A page that no view can show is counted when it has been read.
+        // A page that the view cannot show must be read, and is counted then.
         if !matches!(view, View::Elsewhere) {
             self.shown.add(located.entry.place());
         }

@@ -68,7 +68,7 @@ fn nvidia(machine: &Machine) -> Option<String> {
 
 /// A line for each card, or for the reason why it cannot be reached.
 fn cards(card: bool, looked: &Looked) -> Vec<Finding> {
-    /// Names of the cards' lines: this many cards have a line of their own.
+    /// The names of the lines about cards. Further cards have no line of their own.
     const IDS: [&str; 8] = ["card0", "card1", "card2", "card3", "card4", "card5", "card6", "card7"];
     let seen = match looked {
         Looked::Seen(seen) => seen,

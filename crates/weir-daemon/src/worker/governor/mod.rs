@@ -6,7 +6,7 @@
 mod arrivals;
 mod policy;
 
-use super::job::{Job, Wish};
+use super::job::{Job, JobKind};
 use super::workers::{Card, Workers};
 use crate::error::{Error, ErrorKind};
 use arrivals::Arrivals;
@@ -91,16 +91,16 @@ impl Governed {
         let (held, away) = workers.chunk_counts(self.card);
         let look = Look { at: now(workers), room, held, away, newcomer, told };
         let (step, again) = self.policy.step(&look);
-        let (wish, chunks) = match step {
+        let (kind, chunks) = match step {
             Step::Nothing => {
                 self.look_at = now(workers) + again;
                 return;
             }
-            Step::GiveBack(chunks) => (Wish::GiveBack, chunks),
-            Step::Take(chunks) => (Wish::Take, chunks),
+            Step::GiveBack(chunks) => (JobKind::GiveBack, chunks),
+            Step::Take(chunks) => (JobKind::Take, chunks),
         };
         let bytes = u64::from(chunks) * room.chunk;
-        let outcome = Job::governed(workers, wish, bytes, self.card).run_on(workers, &mut |_| ());
+        let outcome = Job::governed(workers, kind, bytes, self.card).run_on(workers, &mut |_| ());
         // Count the chunks anew: a job that ended early may have moved some.
         let moved = workers.chunk_counts(self.card).0.abs_diff(held);
         if let Err(why) = outcome

@@ -20,14 +20,16 @@ const TAKE_EVERY: Duration = Duration::from_millis(250);
 /// Time until the next attempt after nothing could be given back.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Time for which the governor looks often at a card after a program came or allocated; and the
-/// interval of those looks.
+/// After a program came or allocated, the governor looks at the card often: for this long, and at
+/// this interval.
 const CLOSE_FOR: Duration = Duration::from_secs(10);
 const CLOSE: Duration = Duration::from_millis(10);
-/// Time after that for which it still looks more often than at rest; and the interval.
+/// Then it looks less often for some time, but more often than at rest: for this long, and at this
+/// interval.
 const NEAR_FOR: Duration = Duration::from_secs(60);
 const NEAR: Duration = Duration::from_millis(100);
-/// Interval of looks at rest: with reported arrivals and no program there, and otherwise.
+/// Interval of looks at rest. The first is for a card with reported arrivals and no program on it,
+/// and the second for all others.
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
 

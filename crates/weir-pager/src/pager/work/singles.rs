@@ -114,7 +114,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.stuck = Some(self.kernel.now());
             }
             // Blocks that cannot go may take the whole limit. Then up to `BLOCK_PAGES` single pages
-            // may exceed it: with only one, every page fault would write a page.
+            // may exceed it. If only one might, every page fault would write a page out first.
             if self.singles_there < BLOCK_PAGES || !self.write_singles() {
                 count(&self.shared.counters.beyond_limit, 1);
                 return;

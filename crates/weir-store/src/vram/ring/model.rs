@@ -61,7 +61,7 @@ struct World {
     buffer: VecDeque<Store>,
     queued: u8,
     finished: u8,
-    // The memory that all see.
+    // The memory that lane, controller and kernel share.
     adding: bool,
     added: u8,
     leaving_or_absent: bool,

@@ -10,9 +10,9 @@ use std::time::Duration;
 /// The figures since the policy's last step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
-    /// Time since the last look.
+    /// Time since the policy's last step.
     pub elapsed: Duration,
-    /// Number of pages moved in that time, by any path.
+    /// Number of pages moved since the policy's last step, by any path.
     pub pages: u64,
     /// Other processes that have a context on the card.
     pub others: u32,
