@@ -18,7 +18,7 @@ pub enum Failure {
     Failed(String),
     /// The command line or the configuration asks for something that does not exist.
     Usage(String),
-    /// Memory or room that was asked for cannot be had. A smaller amount may work.
+    /// There is not as much memory or room as was asked for. A smaller amount may work.
     NoRoom(String),
     /// Everything has been printed already; only the exit code is left.
     Said,
@@ -31,7 +31,7 @@ pub enum Failure {
 /// Prints the outcome if needed, and returns the exit code.
 pub fn end(outcome: Result<(), Failure>) -> ExitCode {
     match outcome {
-        // Standard output may have refused what was printed.
+        // Standard output may have refused the output.
         Ok(()) => all_printed().map_or_else(Failure::report, |()| ExitCode::SUCCESS),
         Err(Failure::Said) => all_printed().err().unwrap_or(Failure::Said).report(),
         Err(failure) => failure.report(),

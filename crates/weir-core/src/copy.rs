@@ -1,11 +1,11 @@
 //! Copies of a page between memory of this program alone and memory that others may access at the
 //! same moment.
 //!
-//! A plain `memcpy` of bytes that another thread writes is undefined behaviour in Rust, whatever
-//! happens to the result. These copies are not. On x86-64 they are one `rep movsb`, which the
-//! compiler does not look into (and which is as fast as memcpy there: "fast short rep mov"). On
-//! other processors they go word by word through relaxed atomics. A copy that raced is torn, and
-//! fails its checksum.
+//! A plain `memcpy` of bytes that another thread writes is undefined behaviour in Rust, even if the
+//! result is thrown away. The copies here are defined. On x86-64 a copy is one `rep movsb`, which
+//! the compiler does not look into (and which is as fast as memcpy there: "fast short rep mov"). On
+//! other processors a copy goes word by word through relaxed atomics. A copy that raced with a
+//! write is torn, and fails its checksum.
 
 use crate::{PAGE_SIZE, PageBytes};
 

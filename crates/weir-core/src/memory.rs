@@ -159,9 +159,8 @@ impl Memory {
                 break;
             }
             let hole = (rustix::fs::seek(fd, SeekFrom::Hole(data as u64))? as usize).min(end);
-            // A page fault for reading also maps the pages around it, one for writing only its own
-            // page. This takes half the time, and a kernel may be waiting for every millisecond of
-            // it.
+            // A page fault for reading also maps the pages around its own, and one for writing maps
+            // only its own. So reading takes half the time, while a kernel may wait for the memory.
             self.advise(data, hole - data, Advice::LinuxPopulateRead)?;
             at = hole;
         }
@@ -300,7 +299,7 @@ fn in_pieces(
         let others: Vec<_> = (1..pieces.min(workers).min(WORKERS_MOST))
             .map_while(|_| {
                 let builder = std::thread::Builder::new().stack_size(WORKERS_STACK);
-                // If no thread can be had, this thread does all the work, only slower.
+                // If no thread can be started, this thread does all the work, only slower.
                 builder.spawn_scoped(scope, || std::iter::from_fn(one).collect::<io::Result<()>>()).ok()
             })
             .collect();
@@ -320,8 +319,8 @@ fn in_pieces(
 /// Whether this process replaces a daemon that had as much memory.
 static SUCCEEDS: AtomicBool = AtomicBool::new(false);
 
-/// The length to take for `bytes` bytes, if the machine has that much. Populating more than there
-/// is would not fail: the OOM killer would end a process, in a limited cgroup this one. Adopted
+/// The length of memory to take for `bytes` bytes, if the machine has that much. To populate more
+/// would not fail: the OOM killer would end a process, and in a limited cgroup this one. Adopted
 /// memory is not checked, since it is taken already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;

@@ -11,7 +11,7 @@ const EAGER: u32 = 1000;
 /// Length of a nap of a thread that has looked often enough.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Counts the looks of one wait that found nothing.
+/// Counts the looks without a result during one wait.
 #[derive(Debug, Default)]
 pub struct Rest {
     looks: u32,

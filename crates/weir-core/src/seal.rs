@@ -26,7 +26,8 @@ static POLICY: AtomicU8 = AtomicU8::new(OPEN);
 static VIOLATIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    // This is const and without Drop: reading it never allocates, not even inside the allocator.
+    // The value is const and without Drop. So reading it never allocates, not even inside the
+    // allocator.
     static ON_IO_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -135,7 +135,7 @@ impl Outside for Run {
 }
 
 fn tell(messages: &UnixDatagram, line: &str) {
-    // If the socket has no room, the line is dropped: it is not worth a wait.
+    // If the socket has no room, the line is dropped. No line is worth a wait.
     let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
 }
 
@@ -168,7 +168,7 @@ extern "C" fn after_fork() {
 /// Notes an allocation of this many bytes.
 fn came(bytes: usize) {
     static CAME: AtomicUsize = AtomicUsize::new(0);
-    // Allocators seldom map memory: small pieces come from memory that they have.
+    // An allocator seldom maps memory for small pieces, since it has memory for them already.
     if bytes >= 64 << 10
         && CAME.fetch_add(bytes, Ordering::Relaxed) + bytes >= LARGE
         && let Some(pager) = PAGER.get()

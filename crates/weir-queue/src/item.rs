@@ -26,7 +26,8 @@ pub struct Item<T, const ID: u64 = 0> {
 pub(crate) struct RawItem {
     /// This is the first field, so that a pointer to the link is a pointer to the item.
     pub(crate) link: Link,
-    /// The bits below, and above them the number of times that the item was released.
+    /// The bits `PENDING`, `PLACED` and `AWAITED`, and above them the number of times that the item
+    /// was released.
     state: AtomicUsize,
     run: unsafe fn(NonNull<Link>, &Unplaced),
 }

@@ -26,12 +26,12 @@ pub enum OpenErrorKind {
     NoMemory {
         /// Bytes asked for.
         wanted: u64,
-        /// Bytes that were available, as far as is known.
+        /// Bytes that were available, if known.
         had: u64,
     },
     /// There is no such card, disk or file, or no driver for it.
     NoDevice,
-    /// Another process has it, or every lane is taken.
+    /// Another process has the store, or every lane is taken.
     InUse,
     /// A volume has too few slots left for the writes that one more lane could have under way.
     Slack {

@@ -31,7 +31,7 @@ struct Shared {
     slots: u32,
     /// Chunks whose memory has been given back.
     released: Box<[AtomicBool]>,
-    /// The keeper, which also locks the pages, and is told of pages that are added later.
+    /// The keeper, which also locks the pages. The store tells it of pages that are added later.
     keep: OnceLock<Arc<dyn Keep>>,
 }
 
@@ -39,7 +39,7 @@ impl Host {
     /// Takes `slots` pages of RAM.
     ///
     /// # Errors
-    /// Fails when there is not that much memory.
+    /// Fails when there is not enough memory.
     pub fn new(slots: u32) -> Result<Self, OpenError> {
         Self::watched(slots, &mut unwatched)
     }

@@ -79,7 +79,8 @@ pub trait Store: Send + Sync + fmt::Debug {
         0
     }
 
-    /// The state of a member. It is asked for each write, so it takes only a load.
+    /// The state of a member. The volume asks for it at each write, so it must take no more than a
+    /// load.
     fn state(&self, member: u32) -> State;
 
     /// The reason why the kernel must not swap onto the store, with the next step; `None` if it
@@ -91,7 +92,8 @@ pub trait Store: Send + Sync + fmt::Debug {
         None
     }
 
-    /// The ability to keep pages beyond the process's life. A store without it loses them.
+    /// The ability to keep pages beyond the process's life. A store without it loses its pages with
+    /// the process.
     fn survive(&self) -> Option<&dyn Survive> {
         None
     }
@@ -126,8 +128,8 @@ pub trait Share {
 pub enum Room {
     /// The blocks are only set aside, so that the device never meets a full disk.
     Reserved,
-    /// The blocks are written too. Otherwise the first write of each is a transaction of its file
-    /// system, which takes memory. A kernel that swaps needs this.
+    /// The blocks are written too. Otherwise the first write of each block is a transaction of its
+    /// file system, which takes memory. A kernel that swaps cannot afford that.
     Written,
 }
 

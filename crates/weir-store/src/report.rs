@@ -9,7 +9,7 @@ pub trait Report {
     /// The condition of each member.
     fn conditions(&self) -> Vec<Condition>;
 
-    /// Has a thread that may wait call `tell` once for each change of a member's condition.
+    /// Makes a thread that may wait call `tell` once for each change of a member's condition.
     fn when_changed(&self, tell: TellChange);
 
     /// The time from the store's opening to its first operation, stage by stage.

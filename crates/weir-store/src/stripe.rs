@@ -75,7 +75,7 @@ impl Deal {
         }
     }
 
-    /// The slot that lies at `there` on a member. In a table it must be searched for.
+    /// The slot that is slot `there` of a member. A rule by table must search for it.
     pub fn slot(&self, member: u32, there: Slot) -> Option<Slot> {
         match &self.0 {
             Rule::Turns { members, unit } => {

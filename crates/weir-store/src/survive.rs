@@ -11,15 +11,15 @@ pub trait Survive {
     /// the keeper already holds the present ones, from the process before this one.
     ///
     /// # Errors
-    /// Fails when the keeper cannot hold one.
+    /// Fails when the keeper cannot hold a descriptor.
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()>;
 
     /// Whether no operation of an earlier process can change a slot any more. A dead process
     /// submits nothing more, but if there is a device, its earlier operations may still land.
     fn is_quiet(&self) -> bool;
 
-    /// Notes that the process ends because it was told to: the memory that the keeper holds is no
-    /// longer needed, and may be cleared with the store.
+    /// Notes that the process ends because it was told to. So the memory that the keeper holds is
+    /// no longer needed, and may be cleared with the store.
     fn forget(&self);
 }
 
@@ -29,11 +29,11 @@ pub trait Keep: Send + Sync + fmt::Debug {
     /// also mapped and locked.
     ///
     /// # Errors
-    /// Fails when the keeper cannot hold it, or is gone.
+    /// Fails when the keeper cannot hold the descriptor, or is gone.
     fn hold(&self, name: &str, fd: BorrowedFd<'_>, is_memory: bool) -> io::Result<()>;
 
-    /// Notes that memory held under that name has new pages in a range, so that the keeper locks
-    /// them too.
+    /// Notes that the memory under `name` has new pages in a range, so that the keeper locks them
+    /// too.
     ///
     /// # Errors
     /// Fails when the keeper is gone.
@@ -41,7 +41,7 @@ pub trait Keep: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Closes the descriptor that is held under that name.
+    /// Closes the descriptor that the keeper holds under `name`.
     ///
     /// # Errors
     /// Fails when the keeper is gone.

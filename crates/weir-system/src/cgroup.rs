@@ -47,8 +47,8 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// Kills whoever is in it, and waits until they are out of it: for `most` at most. Returns
-    /// whether it is empty.
+    /// Kills the processes in the cgroup, and waits until they have left it, for `most` at most.
+    /// Returns whether the cgroup is empty.
     pub fn empty(&self, most: Duration) -> bool {
         let begun = Instant::now();
         loop {
@@ -59,7 +59,7 @@ impl Cgroup {
                 return true;
             }
             for pid in pids {
-                // One that has ended meanwhile is what is wanted.
+                // The process may have ended meanwhile, which is as good.
                 let _ = kill_process(pid, Signal::KILL);
             }
             if begun.elapsed() > most {
@@ -69,7 +69,7 @@ impl Cgroup {
         }
     }
 
-    /// Whether the kernel has killed a process of it for its limit.
+    /// Whether the kernel has killed a process of the cgroup because of the limit.
     pub fn has_killed(&self) -> bool {
         let tables =
             ["memory.events", "memory.oom_control"].map(|name| fs::read_to_string(self.0.join(name)));
@@ -85,7 +85,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // The kernel releases the last exited process a moment after wait() saw it.
+        // The kernel releases the last process a moment after wait() has returned for it.
         for _ in 0..100 {
             match fs::remove_dir(&self.0) {
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {

@@ -7,9 +7,9 @@
 //! descriptor, and so with the process.
 //!
 //! The limit affects the whole machine and costs power. So it is in force only during a burst: from
-//! the second of two requests less than `QUIET` apart, until none has come for that long. Each
-//! change wakes all processors. So it does not happen for each request, and a thread of its own
-//! makes it, not a serving thread.
+//! the second of two requests less than `QUIET` apart, until no request has come for that long.
+//! Each change of the limit wakes all processors. So the limit does not change with each request,
+//! and a separate thread changes it.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -39,7 +39,7 @@ static HOLDER: OnceLock<Arc<Holder>> = OnceLock::new();
 pub struct Bursts {
     /// Whether the limit is in force now.
     pub held: bool,
-    /// Number of times that it came into force.
+    /// Number of times that the limit came into force.
     pub count: u64,
 }
 
@@ -51,13 +51,13 @@ pub struct Bursts {
 pub fn hold_in_bursts() -> io::Result<()> {
     if HOLDER.get().is_none() {
         let holder = Holder::start(Path::new(DEVICE))?;
-        // Another thread was faster, and has done the same.
+        // Another thread has set the holder first, which is as good.
         let _ = HOLDER.set(holder);
     }
     Ok(())
 }
 
-/// The state of the limit; `None` if it was not asked for.
+/// The state of the limit; `None` if no option asked for it.
 pub fn bursts() -> Option<Bursts> {
     let holder = HOLDER.get()?;
     Some(Bursts { held: holder.held.load(Ordering::Relaxed), count: holder.count.load(Ordering::Relaxed) })

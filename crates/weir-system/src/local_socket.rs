@@ -16,10 +16,10 @@ const BACKLOG: i32 = 128;
 /// The reason why a server cannot listen on a unix socket.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// A server answers there.
+    /// A server answers at the path.
     #[error("unix:{}: another server listens there; stop it or choose another path", .0.display())]
     InUse(PathBuf),
-    /// There is a file that is no socket.
+    /// A file at the path is no socket.
     #[error("unix:{}: {kind} is in the way; choose another path", path.display())]
     NotASocket {
         /// The path that was asked for.
@@ -91,7 +91,8 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), Bi
             match rustix::net::connect(new().map_err(failed)?, &address) {
                 // A server that was killed left the socket.
                 Err(Errno::CONNREFUSED) => {}
-                // A server that is too busy to answer counts too, and one of another kind.
+                // A server that is too busy to answer counts as alive, and so does a server of
+                // another kind.
                 _ => return Err(BindError::InUse(path.to_owned())),
             }
             rustix::fs::unlink(path).map_err(failed)?;

@@ -93,7 +93,7 @@ const _: () = {
 /// The reason why there is no loop device.
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
-    /// There is no driver, or no right to use it.
+    /// There is no loop driver, or this process may not use it.
     #[error("cannot use {path}; load the module loop (modprobe loop), and run as root")]
     Control {
         /// The path of the driver's or the device's file.
@@ -155,7 +155,7 @@ impl LoopDevice {
             let opened = open(&device.path)?;
             match configure(&opened, &backing, file) {
                 Ok(()) => return device.checked(file),
-                // Another program was faster.
+                // Another program has taken the device.
                 Err(Errno::BUSY) => {}
                 Err(errno) => return Err(refused(errno.into())),
             }
@@ -261,8 +261,8 @@ impl LoopDevice {
     fn checked(self, file: &Path) -> Result<LoopDevice, LoopError> {
         let direct = fs::read_to_string(self.attribute("dio"));
         if direct.is_ok_and(|text| text.trim() == "0") {
-            // Nothing uses the device yet, so it goes at once. If it does not, the first error
-            // matters more.
+            // No program uses the device yet, so it is detached at once. If that fails, the first
+            // error matters more.
             let _ = self.detach();
             return Err(LoopError::NoDirectIo { path: file.to_owned() });
         }

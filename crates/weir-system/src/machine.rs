@@ -97,8 +97,8 @@ impl Machine {
         names
     }
 
-    /// The path of a shared library, in the directories where the loader finds it too: those of
-    /// distributions, WSL's, and those of `LD_LIBRARY_PATH`.
+    /// The path of a shared library, from the loader's directories: those of distributions, WSL's,
+    /// and those of `LD_LIBRARY_PATH`.
     pub fn library(&self, name: &str) -> Option<String> {
         let more = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
         let usual = [

@@ -20,7 +20,7 @@ const STRAY: [c_int; 14] = [
     libc::SIGIO,
     libc::SIGSTKFLT,
     libc::SIGPWR,
-    // These are sent at limits of processor time and of a log's length.
+    // The kernel sends these at limits of processor time and of a file's length.
     libc::SIGXCPU,
     libc::SIGXFSZ,
     libc::SIGTSTP,

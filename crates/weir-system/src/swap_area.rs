@@ -35,7 +35,7 @@ fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
 /// Makes all of a device a swap area.
 ///
 /// # Errors
-/// When the device or the kernel is not fit for it.
+/// Fails when the device or the kernel does not allow a swap area.
 pub fn make(device: &Path, size: ByteSize) -> io::Result<()> {
     let page = rustix::param::page_size();
     if page != PAGE_SIZE {

@@ -17,7 +17,7 @@ impl PageCluster {
     /// Notes the present value, also for a command that cleans up after this process.
     ///
     /// # Errors
-    /// Fails when it cannot be read or noted.
+    /// Fails when the setting cannot be read, or the note cannot be written.
     pub fn kept(scratch: &Path) -> io::Result<PageCluster> {
         let was = fs::read_to_string(Self::FILE)?;
         let boot = fs::read_to_string(Self::BOOT)?;
@@ -28,7 +28,7 @@ impl PageCluster {
     /// Restores the value in the note of a killed run.
     ///
     /// # Errors
-    /// Fails when this process may not change it.
+    /// Fails when this process may not change the setting.
     pub fn put_back(scratch: &Path) -> io::Result<()> {
         let note = fs::read_to_string(scratch.join(Self::NOTE)).unwrap_or_default();
         match note.split_once('\n') {
@@ -40,7 +40,7 @@ impl PageCluster {
     /// Changes the value.
     ///
     /// # Errors
-    /// Fails when this process may not change it.
+    /// Fails when this process may not change the setting.
     pub fn set(&self, value: u8) -> io::Result<()> {
         fs::write(Self::FILE, value.to_string())
     }

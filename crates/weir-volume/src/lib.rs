@@ -291,7 +291,7 @@ impl Pool {
     pub(crate) fn take_slack(&self, wanted: u32) -> Result<(), OpenError> {
         let take = || self.seats.take_slack(wanted);
         let taken = take().or_else(|left| match self.stopwatch.get() {
-            // Dropped lanes give theirs back once the stores have finished their operations.
+            // A dropped lane gives its slack back once the stores have finished its operations.
             Some(clock) => {
                 self.close_lanes(clock());
                 take()

@@ -9,7 +9,7 @@ use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_daemon::control::{self, Progress, Request};
 
-/// A plain line says this often how far the request is.
+/// Time between two lines of progress where no bar can be drawn.
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
 /// Asks the daemon to give memory back.

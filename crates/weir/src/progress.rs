@@ -7,9 +7,9 @@ use weir_core::ByteSize;
 use weir_core::log::{Level, Log};
 use weir_daemon::Bar;
 
-/// A start that is over within this time needs no bar.
+/// Time after which a start shows a bar.
 const WORTH: Duration = Duration::from_millis(500);
-/// A plain line says this often how far the request is.
+/// Time between two lines of progress where no bar can be drawn.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 /// The first word of a line that reports a start's progress.
 pub const LINE: &str = "starting: ";

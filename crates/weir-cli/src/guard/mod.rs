@@ -1,6 +1,6 @@
-//! Runs work that changes the machine for a while in a child of this process. The process undoes
+//! Runs work that changes the machine for a while in a child of this process. This process undoes
 //! the changes, whatever ends the child: its own end, a signal, a crash. If both are killed, the
-//! next command that has a guard does so, and so does `weir off`.
+//! next command with a guard undoes them, and so does `weir off`.
 //!
 //! The child's process number is part of each name that it makes, so all that it leaves can be
 //! found.
@@ -97,7 +97,7 @@ pub fn clear_up(elsewhere: Option<&Path>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether process `pid` has ended, or is ended here because its guard is gone.
+/// Whether process `pid` has ended. Ends the process itself if its guard is gone.
 fn is_left(pid: u32) -> Result<bool, Failure> {
     let Some(process) = Pid::from_raw(pid as i32) else { return Ok(true) };
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -107,7 +107,8 @@ fn is_left(pid: u32) -> Result<bool, Failure> {
     // A process without a guard is another program, which got the number since.
     if guard.is_some_and(is_gone) || is_exiting(process) {
         end(&[process], Signal::KILL);
-        // It may be in a system call that changes the machine after everything was undone.
+        // The process may be in a system call that changes the machine after everything was undone.
+        // So wait for its end.
         if !is_gone(process) {
             return Err(not_undone(&format!("process {pid}"), &"it was killed and does not end"));
         }
@@ -115,14 +116,15 @@ fn is_left(pid: u32) -> Result<bool, Failure> {
     Ok(is_gone(process))
 }
 
-/// Makes the program that `command` starts die with this process, also if that dies meanwhile.
+/// Makes the program that `command` starts die with this process, even if this process dies during
+/// the start.
 pub fn die_together(command: &mut Command) {
     let parent = rustix::process::getpid();
     // SAFETY: two system calls, which take no memory and no lock.
     unsafe {
         command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-            // It may be dead already.
+            // The parent may be dead already.
             if rustix::process::getppid() == Some(parent) { Ok(()) } else { Err(Errno::SRCH.into()) }
         });
     }
@@ -229,7 +231,7 @@ fn names(process: Pid, paths: &[PathBuf]) -> bool {
     let is_named = |path: &PathBuf| {
         let path = path.as_os_str().as_bytes();
         let mut at = line.windows(path.len()).enumerate().filter(|(_, window)| *window == path);
-        // The path must not be followed by a digit: that is another number.
+        // No digit may follow the path, since it would be part of another process's number.
         at.any(|(at, _)| !line.get(at + path.len()).is_some_and(u8::is_ascii_digit))
     };
     paths.iter().any(is_named)
@@ -264,8 +266,8 @@ fn is_gone(process: Pid) -> bool {
     }
 }
 
-/// Whether a process is about to exit. That takes as long as it has memory to free; its environment
-/// goes first.
+/// Whether a process is about to exit. An exit takes as long as there is memory to free, and the
+/// environment is freed first.
 fn is_exiting(process: Pid) -> bool {
     // The flag's value is from include/linux/sched.h.
     const PF_EXITING: u32 = 4;
@@ -301,7 +303,7 @@ mod tests {
         let mut sleeper =
             Command::new("sh").args(["-c", "sleep 60", "sh"]).arg(directory.join("x")).spawn().unwrap();
         let pid = Pid::from_child(&sleeper);
-        // A child runs this program until it runs its own.
+        // A new child runs this program until its exec.
         let begun = Instant::now();
         while !names(pid, std::slice::from_ref(&directory)) && begun.elapsed() < PATIENCE {
             thread::sleep(Duration::from_millis(1));

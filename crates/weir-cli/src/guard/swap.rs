@@ -12,7 +12,7 @@ use weir_system::zram::{self, Zram};
 
 /// Time between two looks at a swap that another process turns on or off.
 const LOOK: Duration = Duration::from_millis(10);
-/// Time that another process may take to turn it on or off.
+/// Time that another process may take to turn a swap on or off.
 const OTHERS: Duration = Duration::from_secs(30);
 
 /// The directory of a process's run: it holds sockets, files, and notes of the changes.
@@ -44,11 +44,12 @@ pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
         let path = device.path().to_owned();
         loop {
             swapoff(&path)?;
-            // A process on its way out may have it open still, or turn its swap on at its last.
+            // A process that is about to exit may still have the device open, or turn its swap on
+            // at the last moment.
             match LoopDevice::find(&path).map(LoopDevice::detach) {
                 Ok(Err(LoopError::InUse(_))) if begun.elapsed() < OTHERS => thread::sleep(LOOK),
                 Ok(Err(error)) => return Err(io::Error::other(error)),
-                // Nobody's any more.
+                // The device belongs to no run any more.
                 Ok(Ok(())) | Err(_) => break,
             }
         }

@@ -316,7 +316,7 @@ impl<'e> Control<'e> {
                     self.negotiations[at].pending.take().expect("matched above");
                 epoll::delete(&self.epoll, &socket)?;
                 rustix::io::ioctl_fionbio(&socket, false)?;
-                // If the system does not grant this, long reads are slower, but correct.
+                // With a smaller buffer than this, long reads are slower, but correct.
                 let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
                 rustix::net::sockopt::set_socket_timeout(
                     &socket,

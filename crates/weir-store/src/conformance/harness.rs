@@ -118,7 +118,8 @@ impl Watched {
         finished
     }
 
-    /// Waits until one more operation is finished. If the lane has a descriptor, it sleeps on that.
+    /// Waits until one more operation is finished. Sleeps on the lane's descriptor if the lane has
+    /// one.
     pub(super) fn wait(&mut self) -> Vec<Finished> {
         assert!(self.in_flight() > 0, "nothing to wait for");
         if self.unsubmitted {

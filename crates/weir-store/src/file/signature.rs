@@ -12,7 +12,7 @@ struct Mark {
 }
 
 const MARKS: &[Mark] = &[
-    // docs/log-format.md.
+    // The mark is that of docs/log-format.md.
     Mark { of: "a durable log of weir cache", at: 0, bytes: b"WEIR DURABLE LOG\n" },
     Mark { of: "ext2, ext3 or ext4", at: 0x438, bytes: b"\x53\xef" },
     Mark { of: "XFS", at: 0, bytes: b"XFSB" },

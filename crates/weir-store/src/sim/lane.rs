@@ -22,7 +22,7 @@ pub(super) struct SimLane {
     followers: Vec<Operation>,
     /// Writes that ended with a timeout and have not landed.
     late: Vec<Operation>,
-    /// Slots of such writes that have landed since.
+    /// Slots of timed-out writes that have landed since.
     settled: Vec<Slot>,
     depth: usize,
     /// Contents of the writes that wait, by the index [`Operation::page`].
@@ -144,7 +144,7 @@ impl SimLane {
         count
     }
 
-    /// Does an operation that is due.
+    /// Does an operation whose time has come.
     fn end(&mut self, operation: Operation, hangs: bool, done: &mut dyn FnMut(Done<'_>)) {
         let Operation { ticket, slot, fate, page, .. } = operation;
         match page {
@@ -179,7 +179,7 @@ impl Shared {
             }
             Fate::Lose => {
                 self.counts.lost_writes.fetch_add(1, Relaxed);
-                // The same content again is no damage: no reader could tell.
+                // The same content again is no damage, since a reader gets what it expects.
                 cell.damage = (cell.page != *page).then_some(Damage::Stale);
             }
             Fate::Corrupt(bit) => {

@@ -149,7 +149,7 @@ impl Sim {
         }
     }
 
-    /// Whether it has the memory of a chunk.
+    /// Whether the store has the memory of a chunk.
     pub fn holds(&self, chunk: u32) -> bool {
         let released = self.shared.released.get(chunk as usize);
         released.is_some_and(|released| !released.load(Ordering::SeqCst))
@@ -172,7 +172,7 @@ impl Sim {
         hold(&self.shared.orphans).len()
     }
 
-    /// Lets the write at index `at` among them land.
+    /// Completes the write at index `at` among the writes under way of dropped lanes.
     pub fn land(&self, at: usize) {
         let (slot, page) = hold(&self.shared.orphans).swap_remove(at);
         if !self.shared.is_lost() {
@@ -231,21 +231,22 @@ impl Sim {
         change(&mut hold(&self.shared.cells[slot.0 as usize]).page);
     }
 
-    /// Whether the store hangs, as a disk that retries. While it does, due operations end with
-    /// [`Fault::Timeout`], and such writes land afterwards. It has an effect only if operations
-    /// take polls or time.
+    /// Makes the store hang like a disk that retries, or ends that. While it hangs, due operations
+    /// end with [`Fault::Timeout`], and such writes land afterwards. Only operations that take
+    /// polls or time can hang.
     pub fn hang(&self, hangs: bool) {
         self.shared.hangs.store(hangs, Ordering::SeqCst);
     }
 
-    /// Whether the store is out of reach for now: it is [`State::Unreachable`], and it
+    /// Puts the store out of reach, or back: it is [`State::Unreachable`], and it
     /// [hangs](Sim::hang).
     pub fn part(&self, is_away: bool) {
         self.shared.is_away.store(is_away, Ordering::SeqCst);
         self.hang(is_away);
     }
 
-    /// Whether the store's owner wants memory back: then it is [`State::Draining`].
+    /// Makes the store's owner want memory back, or no longer: the store is [`State::Draining`]
+    /// then.
     pub fn drain(&self, drains: bool) {
         self.shared.drains.store(drains, Ordering::SeqCst);
     }
@@ -294,7 +295,7 @@ impl Store for Sim {
 
 /// A simulated store survives a simulated daemon that dies within its process.
 impl Survive for Sim {
-    /// Does nothing: a keeper can hold no part of it.
+    /// Does nothing, since a keeper cannot hold a simulated store.
     fn keep_with(&self, _keep: Arc<dyn Keep>, _held: bool) -> std::io::Result<()> {
         Ok(())
     }

@@ -9,8 +9,8 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use weir_core::{Page, Slot};
 
-/// Distance between two slots, so that no copy can join another: it is odd, so that every slot
-/// comes up.
+/// Distance between two slots. No copy can join another at this distance, and since it is odd,
+/// every slot comes up.
 const STRIDE: u32 = 7;
 /// Number of pages in the batch that measures `each`.
 const BATCH: usize = 32;
@@ -38,8 +38,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
         let open = || gpu.lane(RUN).map_err(|_| Fault::Io(libc::ENOMEM));
         let mut lane = open()?;
         for direction in [Direction::Write, Direction::Read] {
-            // Enter the kernel again each time: the lanes that were measured together have ended
-            // it.
+            // Put the kernel on the card again each time, since a measurement with several lanes
+            // ends by taking it off.
             if path == Path::Ring && !gpu.enter_ring() {
                 continue;
             }
@@ -157,7 +157,7 @@ fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Resul
     Ok(1.0 / rate.max(1e-9))
 }
 
-/// Pages a nanosecond of one thread that always has some in flight.
+/// Pages a nanosecond of one thread that always has pages in flight.
 fn flood(lane: &mut GpuLane, direction: Direction, first: u32, slots: u32) -> Result<f64, Fault> {
     let mut page = Page::zeroed();
     let (mut slot, mut waiting, mut moved, mut result) = (first, 0usize, 0u64, Ok(()));

@@ -19,7 +19,8 @@ use weir_core::{Page, PageBytes, Slot};
 
 /// After this many neighbouring slots in a row, the next batch is expected to have neighbours too.
 const NEIGHBOURS: u32 = 15;
-/// Pages, with those in flight, from which on a batch takes the path found for many lanes.
+/// Number of pages, those in flight included, from which on a batch takes the path that is best for
+/// many lanes.
 const DEEP: usize = 8;
 
 /// A lane to one card. Operations in flight together have no order. An operation that was handed
@@ -31,8 +32,8 @@ pub struct GpuLane {
     // Field order: the lanes are dropped before the card, whose memory they use.
     engine: Option<Engine>,
     ring: Option<RingLane>,
-    /// The source of engine and ring, if they come later. It is kept to the end, since an I/O
-    /// thread frees nothing.
+    /// The cell from which the lane takes engine and ring, if they come later. The lane keeps it to
+    /// the end, since an I/O thread may not free memory.
     cell: Option<Arc<PartsCell>>,
     gpu: Arc<Gpu>,
 }
@@ -44,7 +45,7 @@ struct Near {
     site: Site,
     copies: Copies,
     slots: u32,
-    /// The slot after the last one, and the number of neighbours so far in a row.
+    /// The slot after that of the last operation, and the number of neighbours in a row so far.
     next: u32,
     neighbours: u32,
     /// Number of operations queued and not yet handed over.
@@ -77,8 +78,8 @@ pub struct Salvaged<'a> {
 pub enum CutOff {
     /// The processor reaches the card's memory by itself.
     ByTheWindow,
-    /// Another process is about to take over, with everything that the keeper holds: operations
-    /// under way wait for that.
+    /// Another process is about to take over the card with everything that the keeper holds.
+    /// Operations under way wait for it.
     Waits,
     /// No path is left.
     Lost(Fault),

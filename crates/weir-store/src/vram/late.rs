@@ -41,9 +41,9 @@ pub struct Late {
 
 #[derive(Default)]
 struct Progress {
-    /// Whether the card's other users are known, as far as they can be.
+    /// Whether the card's other users have been asked for.
     has_owner: bool,
-    /// Whether no lane waits any more: each has its parts, or there are none.
+    /// Whether no lane waits any more, because each has its parts or there are none.
     settled: bool,
     over: Option<Joined>,
     /// Lanes that wait for their parts, with the depth of each.
@@ -56,7 +56,7 @@ struct Progress {
 pub struct Opening {
     pub options: VramUrl,
     pub drivers: Drivers,
-    /// The costs of all paths, also of those that may not come.
+    /// The costs of all paths, including late ones that may fail to open.
     pub costs: Table,
     /// The time when the opening of the card began.
     pub since: Instant,
@@ -77,7 +77,7 @@ impl Late {
     /// Starts the opening. `gpu` already serves.
     ///
     /// # Errors
-    /// Fails when no thread can be had.
+    /// Fails when no thread can be started.
     pub fn begin(gpu: &Arc<Gpu>, opening: Opening) -> io::Result<()> {
         let Some(late) = &gpu.late else { return Ok(()) };
         let (weak, its) = (Arc::downgrade(gpu), Arc::clone(late));
@@ -118,7 +118,7 @@ impl Late {
         drop(self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits));
     }
 
-    /// Calls `tell` when the opening is over.
+    /// Calls `tell` when the parts are open, or have failed.
     pub fn when_over(&self, tell: Tell) {
         let mut progress = self.lock();
         match &progress.over {

@@ -14,14 +14,14 @@ pub struct Seen {
     pub name: String,
     /// The paths that a store on the card will have.
     pub ways: Vec<&'static str>,
-    /// Each path that it will not have, and why.
+    /// Each path that the card will not have, with the reason.
     pub missing: Vec<(&'static str, String)>,
 }
 
 /// Checks the cards that `url` names.
 ///
 /// # Errors
-/// Fails when there is no such card, and says what was found instead.
+/// Fails when there is no such card. The error names the cards that were found instead.
 pub fn look(url: &VramUrl) -> Result<Vec<Seen>, String> {
     let drivers = Drivers::default();
     if url.target != Target::All {

@@ -36,7 +36,7 @@ pub(super) struct Found {
     owner: Option<Owner>,
 }
 
-/// A card's memory with its parts.
+/// A card's memory, and the parts that use it.
 struct Room {
     chunks: Chunks,
     chunk_bytes: u64,
@@ -93,7 +93,7 @@ impl Gpu {
         let chunks = Chunks::new(kept.chunks, (kept.chunk_bytes / PAGE_SIZE as u64) as u32)
             .map_err(|error| OpenError::io(&url, DENIED, error))?;
         for chunk in 0..kept.chunks {
-            // A chunk that the keeper does not hold had been given back.
+            // A chunk that the keeper does not hold was given back before.
             let Some(fd) = take(chunk) else { continue };
             let memory = found.source.adopt(fd, kept.allocation_bytes, later);
             let memory = memory.map_err(|error| {
@@ -101,13 +101,13 @@ impl Gpu {
             })?;
             chunks.install(chunk, memory);
         }
-        // Without its rings the card is slower, but the pages are there.
+        // Without its rings the card is slower, but has its pages.
         let ring = found.ring(options, chunks.hot()).unwrap_or(None);
         let bytes = u64::from(kept.slots) * PAGE_SIZE as u64;
         let stages = vec![("driver", driver), ("chunks", since.elapsed() - driver)];
         let room = Room { chunks, chunk_bytes: kept.chunk_bytes, bytes, ring, stages, late };
         let gpu = found.assemble(options, url.clone(), room);
-        // Until the pages are in use again, or known to be unwanted, nothing of them is cleared.
+        // Clear no page until the pages are in use again, or known to be unwanted.
         gpu.kept.store(true, std::sync::atomic::Ordering::Relaxed);
         if !later {
             let _ = gpu.table.set(kept.table.only(|path| gpu.has(path)));

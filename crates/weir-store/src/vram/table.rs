@@ -16,7 +16,7 @@ pub enum Path {
 }
 
 impl Path {
-    /// All paths; among equal ones the first is preferred.
+    /// All paths. Of paths with equal cost the first is chosen.
     pub const ALL: [Path; 3] = [Path::Mapped, Path::Ring, Path::Engine];
 
     /// The path's name in options and reports.
@@ -64,7 +64,7 @@ pub struct BatchShape {
     pub neighbours: bool,
     /// Number of threads at work, with this one.
     pub busy: usize,
-    /// Whether the resident kernel is there.
+    /// Whether the resident kernel is on the card.
     pub ring: bool,
 }
 

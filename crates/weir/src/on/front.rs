@@ -44,7 +44,7 @@ impl Front {
             // numbers of their own.
             Front::Ublk => kernel_release::UBLK,
             Front::Nbd => (5, 6),
-            // Needed is LOOP_CONFIGURE, which sets direct I/O at once.
+            // The front end needs LOOP_CONFIGURE, which sets direct I/O at once.
             Front::Fuse => (5, 8),
         }
     }
@@ -235,8 +235,7 @@ pub fn attach(
 /// Detaches a device that no program uses. A device that is gone already is no error.
 pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -> Result<(), Failure> {
     match front {
-        // A ublk device goes with its daemon. The daemon stays while the device is in use, and has
-        // ended by now.
+        // The daemon has ended before this call, and a ublk device goes with its daemon.
         Front::Ublk => check_gone(path),
         Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
         Front::Nbd => attach::detach(path, None).map_err(failure::of),

@@ -23,7 +23,7 @@ pub struct Card {
     pub uuid: [u8; 16],
     /// The version of the driver's library, if its format is known: NVIDIA's is.
     pub driver: Option<String>,
-    /// Bytes of the heap that is used.
+    /// Bytes of the heap from which chunks are taken.
     pub bytes: u64,
     /// Whether this is a processor that acts as a GPU. It is only chosen by name.
     pub software: bool,
@@ -45,7 +45,7 @@ pub struct Listed {
     pub address: String,
     /// Bytes of the heap from which the store takes memory.
     pub total: u64,
-    /// Bytes of it that this process could have, if the driver estimates that.
+    /// Bytes of the heap that this process could have, if the driver estimates them.
     pub free: Option<u64>,
 }
 
@@ -62,7 +62,7 @@ pub enum Refusal {
     /// There are devices, and none of them is suitable.
     #[error("no GPU with its own memory in reach of the processor: {0}")]
     NoneSuitable(String),
-    /// There are fewer cards than that.
+    /// There are fewer cards than the index asks for.
     #[error("GPU {asked} of {have}: `weir doctor` lists them")]
     NoSuchIndex {
         /// The index asked for.
@@ -84,7 +84,7 @@ impl Device {
     /// opens a software renderer, for tests.
     ///
     /// # Errors
-    /// Fails when there is no such card; the error says what was found instead.
+    /// Fails when there is no such card. The error names the cards that were found instead.
     ///
     /// With `blind` no card's memory counts as visible, as if Resizable BAR were off.
     pub fn find(index: usize, software: bool, blind: bool) -> Result<Self, Refusal> {
