@@ -228,3 +228,43 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pager::simulator::{address, at_rest};
+
+    #[test]
+    fn a_single_page_stays_while_its_whole_block_is_on_its_way_in() {
+        let (machine, mut store, shared, first) = at_rest();
+        let room = store.claim().expect("room");
+        let mut old = [0; PAGE_SIZE];
+        old[0] = 7;
+        store.write(room + 5, &old).unwrap();
+        store.settle().unwrap();
+        let outside = Box::new(|_: &str| {}) as Tell;
+        let mut work = match Work::new(machine, store, outside, Scope::Adopted, shared) {
+            Ok(work) => work,
+            Err(error) => panic!("{error}"),
+        };
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        let id = work.blocks.add(address(first), State::Stored);
+        work.blocks.get_mut(id).room = Some(room);
+        work.rooms = 1;
+        assert!(work.bring_single(id, 5).unwrap());
+        assert_eq!(work.kernel.world.word(first + 5), 7);
+        work.kernel.world.set_word(first + 5, 8);
+        let slot = work.frame();
+        work.slots[slot] = Slot::Free;
+        // The address space changes after the block was read, and before it is in place.
+        work.kernel.world.changing = 1;
+        assert!(work.bring(id).is_err());
+        work.kernel.world.changing = 0;
+        assert_eq!(work.blocks.get(id).state, State::Ready(slot));
+        assert!(!work.write_singles(), "the slot's older page would take its place");
+        work.bring(id).unwrap();
+        assert_eq!(work.kernel.world.word(first + 5), 8);
+        assert_eq!(work.singles_there, 0);
+    }
+}
