@@ -70,6 +70,11 @@ impl Simulated {
         }
     }
 
+    /// From now on, one in this many writes fails after it was taken. Zero is none.
+    pub fn doom(&mut self, one_in: u64) {
+        self.faults.doomed = one_in;
+    }
+
     fn end_one(&mut self) {
         let at = self.random.below(self.under_way.len() as u64) as usize;
         let (page, word, is_doomed) = self.under_way.swap_remove(at);

@@ -220,3 +220,42 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pager::simulator::{address, at_rest};
+
+    #[test]
+    fn a_block_comes_back_if_the_failure_of_its_write_was_heard_by_another_call() {
+        let (machine, store, shared, first) = at_rest();
+        let outside = Box::new(|_: &str| {}) as Tell;
+        let mut work = match Work::new(machine, store, outside, Scope::Adopted, shared) {
+            Ok(work) => work,
+            Err(error) => panic!("{error}"),
+        };
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        for page in 0..BLOCK_PAGES {
+            work.kernel.world.come(first + page, page as u64 + 1);
+        }
+        let id = work.blocks.add(address(first), State::Resident);
+        work.policy.came(id);
+        work.begin_write().expect("it can go");
+        work.store.doom(1);
+        work.write();
+        work.store.doom(0);
+        // Another block is given up meanwhile. That waits for all writes and hears of the failure.
+        let other = work.blocks.add(address(first + 2 * BLOCK_PAGES), State::Stored);
+        work.blocks.get_mut(other).room = work.store.claim();
+        work.rooms += 1;
+        work.release_room(other);
+        while work.writing.is_some() {
+            work.write();
+        }
+        assert_eq!(work.blocks.get(id).state, State::Resident, "the store lacks some of its pages");
+        for page in 0..BLOCK_PAGES {
+            assert_eq!(work.kernel.world.word(first + page), page as u64 + 1);
+        }
+    }
+}
