@@ -93,7 +93,8 @@ mod tests {
                 .contains("keeper does not hold its pages"),
             "it was taken"
         );
-        // A descriptor of another kind is no memory and no plan.
+        // `host:` needs the descriptor of its memory, and `vram:` that of its record. /dev/null is
+        // neither.
         for url in ["host:64KiB", "vram:0"] {
             let null = |_: &str| Some(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
             let error = reopen(&url.parse().unwrap(), Room::Reserved, &mut { null }).unwrap_err();

@@ -45,7 +45,8 @@ impl Seats {
 
     /// Takes the first free seat, for a lane that has its part of the slack.
     pub fn take(&self) -> usize {
-        // A seat that is taken is only looked at: its lane is at work beside the mark.
+        // Only the mark of a taken seat is read, and nothing is written: the lane in the seat uses
+        // the same cache line.
         let free = |seat: &usize| {
             let taken = &self.seat(*seat).taken;
             taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()

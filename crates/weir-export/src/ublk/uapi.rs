@@ -301,7 +301,7 @@ pub fn descriptors(queue: u16, depth: u16) -> (u64, usize) {
 mod tests {
     use super::*;
 
-    /// The header defines them as `_IOR('u', 0x02, struct ublksrv_ctrl_cmd)` and so on.
+    /// The header defines the commands as `_IOR('u', 0x02, struct ublksrv_ctrl_cmd)` and so on.
     #[test]
     fn commands_have_the_numbers_of_the_header() {
         for (command, number) in [

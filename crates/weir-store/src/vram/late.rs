@@ -6,8 +6,8 @@
 //! lanes already serve through the window. Each lane gets its parts through a [`PartsCell`], and
 //! takes them between two operations, without allocating.
 //!
-//! The opening begins once the chunks are mapped, not beside that: the driver lets only one thread
-//! at a time do most of both.
+//! The opening begins once all chunks are mapped. Beside the mapping it would be no faster, since
+//! the driver does most work of both for one thread at a time.
 
 use super::Drivers;
 use super::engine::{BatchLane, Context, Which};

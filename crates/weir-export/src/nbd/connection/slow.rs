@@ -38,8 +38,8 @@ impl<L: PageLane> Connection<'_, L> {
             let length = if stream.is_some() { left.min(whole) } else { left };
             self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             if length >= PIPED {
-                // The store works on this chunk while the next is begun, and on the next while this
-                // one is verified and sent.
+                // Start this chunk now. So the store works on it while the next chunk is begun, and
+                // on the next while this chunk is verified and sent.
                 self.desk.requests.submit();
             }
             done += length;

@@ -1,4 +1,5 @@
-//! The kernel that the pager has. The program's threads run whenever the pager asks for something.
+//! The simulated kernel, as the pager calls it. The program's threads run whenever the pager makes
+//! a request.
 
 use super::program::Program;
 use super::world::{BASE, OWN, World, address, page_of};
