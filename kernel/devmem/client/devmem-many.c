@@ -4,7 +4,10 @@
  * sockets are connected and none has received anything. It reads them again once each socket holds
  * so many fragments.
  *
- *   devmem-many CONNECTIONS FRAGMENTS
+ *   devmem-many CONNECTIONS FRAGMENTS [ROUNDS]
+ *
+ * In each of ROUNDS further rounds every connection receives as many fragments again, and returns as
+ * many of all that it holds, one by one and at random.
  *
  * It prints a line "CACHE OBJECTS BYTES" for each slab cache that grew or shrank by a page or more.
  * The line "all 0 BYTES" is the sum.
@@ -49,12 +52,23 @@ static unsigned int read_caches(struct cache *caches)
 	return count;
 }
 
-/* Receives all that was sent, keeps `fragments` fragments, and returns the others. */
-static void hold(int fd, size_t length, unsigned int fragments)
+/* The fragments that a connection holds. */
+struct holding {
+	unsigned int held;
+	uint32_t *tokens;
+};
+
+/*
+ * Receives all that was sent, keeps `fragments` fragments, and returns the others: the last ones, or
+ * some at random.
+ */
+static void hold(int fd, struct holding *holding, size_t length, unsigned int fragments, bool random_order)
 {
 	static uint32_t tokens[4096];
-	unsigned int held = 0;
+	unsigned int held = holding->held;
 	size_t received = 0;
+
+	memcpy(tokens, holding->tokens, held * sizeof(*tokens));
 
 	while (received < length) {
 		struct msghdr message;
@@ -70,21 +84,26 @@ static void hold(int fd, size_t length, unsigned int fragments)
 		held += tokens_of(&message, tokens + held, 4096 - held);
 	}
 	for (; held > fragments; held--) {
-		struct dmabuf_token last = { tokens[held - 1], 1 };
+		unsigned int which = random_order ? random() % held : held - 1;
+		struct dmabuf_token returned = { tokens[which], 1 };
 
-		if (give_back(fd, &last, 1) != 1)
+		if (give_back(fd, &returned, 1) != 1)
 			die("a token was refused");
+		tokens[which] = tokens[held - 1];
 	}
 	if (held != fragments) {
 		fprintf(stderr, "%zu bytes came as %u fragments, want %u\n", length, held, fragments);
 		exit(1);
 	}
+	holding->held = held;
+	memcpy(holding->tokens, tokens, held * sizeof(*tokens));
 }
 
 int main(int argc, char **argv)
 {
 	static struct cache before[CACHES], after[CACHES];
-	unsigned int connections, fragments, i, j, count;
+	unsigned int connections, fragments, rounds = 0, round, i, j, count;
+	struct holding *holdings;
 	size_t length, size;
 	struct rlimit files;
 	int listener, go[2], *fds;
@@ -92,10 +111,12 @@ int main(int argc, char **argv)
 	long all = 0;
 	char word;
 
-	if (argc != 3) {
-		fprintf(stderr, "devmem-many: want CONNECTIONS FRAGMENTS\n");
+	if (argc != 3 && argc != 4) {
+		fprintf(stderr, "devmem-many: want CONNECTIONS FRAGMENTS [ROUNDS]\n");
 		return 2;
 	}
+	if (argc == 4)
+		rounds = atoi(argv[3]);
 	connections = atoi(argv[1]);
 	fragments = atoi(argv[2]);
 	length = (size_t)fragments * getpagesize();
@@ -106,6 +127,7 @@ int main(int argc, char **argv)
 	if (!try_bind_dmabuf(size, true))
 		return 1;
 	fds = calloc(connections, sizeof(*fds));
+	holdings = calloc(connections, sizeof(*holdings));
 	listener = listen_here();
 	if (pipe(go))
 		die("pipe");
@@ -117,19 +139,22 @@ int main(int argc, char **argv)
 		for (i = 0; i < connections; i++)
 			fds[i] = connect_from_peer();
 		for (i = 0; read(go[0], &word, 1) == 1; i++)
-			send_all(fds[i], data, length);
+			send_all(fds[i % connections], data, length);
 		_exit(0);
 	}
 	for (i = 0; i < connections; i++) {
 		fds[i] = accept(listener, NULL, NULL);
 		if (fds[i] < 0)
 			die("accept");
+		holdings[i].tokens = calloc(fragments, sizeof(*holdings[i].tokens));
 	}
 	read_caches(before);
-	for (i = 0; i < connections; i++) {
-		if (write(go[1], "x", 1) != 1)
-			die("write");
-		hold(fds[i], length, fragments);
+	for (round = 0; round <= rounds; round++) {
+		for (i = 0; i < connections; i++) {
+			if (write(go[1], "x", 1) != 1)
+				die("write");
+			hold(fds[i], &holdings[i], length, fragments, round > 0);
+		}
 	}
 	/* By then the last acknowledgements and the received packets are gone. */
 	sleep(2);
