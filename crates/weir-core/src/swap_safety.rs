@@ -12,6 +12,10 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// The message of a server that is to serve swap before [`protect`] was called.
+pub const NOT_PROTECTED: &str =
+    "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main";
+
 /// The protections that are in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Protections {

@@ -320,8 +320,7 @@ fn it_ends_as_the_program_does_and_leaves_nothing() {
     let mut own = Command::new(WEIR);
     own.args(["run", "--resident", "64MiB", "--", "sh", "-c", "echo $PPID"]);
     let output = own.output().unwrap();
-    let directory =
-        std::env::temp_dir().join(format!("weir-run-{}", String::from_utf8_lossy(&output.stdout).trim()));
+    let directory = directory_of(String::from_utf8_lossy(&output.stdout).trim());
     assert!(output.status.success() && !directory.exists());
 }
 
@@ -694,7 +693,6 @@ fn orders_to_a_program_that_is_stopped_hold_nobody_up_and_are_heeded_when_it_goe
     program.check();
     // The interpreter's own memory goes out too, in blocks of 2 MiB.
     let stored = program.status()["stored_bytes"].as_u64();
-    println!("stored: {stored:?}");
     assert!(stored <= Some(Served::BYTES + (32 << 20)), "{stored:?}");
     // Locked memory stays, and the answer says so.
     program.does("lock");
@@ -845,7 +843,12 @@ impl Drop for Sweeping {
 
 fn kill(process: u32) {
     let process = rustix::process::Pid::from_raw(process.cast_signed()).expect("a process");
-    let _ = rustix::process::kill_process(process, rustix::process::Signal::KILL);
+    common::kill(process, rustix::process::Signal::KILL);
+}
+
+/// The directory of a run, by the process number of `weir run`.
+fn directory_of(run: impl std::fmt::Display) -> PathBuf {
+    std::env::temp_dir().join(format!("weir-run-{run}"))
 }
 
 /// `WEIR_SCALE=full` kills 102 daemons; `WEIR_RECORD=FILE` writes the result.
@@ -876,7 +879,7 @@ fn a_daemon_killed_at_any_moment_costs_sigbus_and_never_wrong_bytes() {
             assert!(said.contains("the program gets SIGBUS"), "{order:?}, round {round}: {said}");
             // Nobody answers the command any more; it says so and ends.
             command.map(|mut command| command.wait().unwrap());
-            let directory = std::env::temp_dir().join(format!("weir-run-{}", sweeping.run.id()));
+            let directory = directory_of(sweeping.run.id());
             assert!(!directory.exists(), "{} is left", directory.display());
         }
     }
@@ -971,7 +974,7 @@ fn a_program_that_scribbles_over_all_that_it_shares_with_its_daemon_harms_nobody
         stranger.arg(&input).args([&seed.to_string(), "all"]);
         for mut hostile in [neighbour, stranger] {
             let mut hostile = Sweeping::of(&mut hostile);
-            let run = hostile.run.id();
+            let directory = directory_of(hostile.run.id());
             // It may get SIGBUS, or wait for a daemon that has cut it off, before it kills itself.
             for _ in 0..500 {
                 if hostile.run.try_wait().unwrap().is_some() {
@@ -981,7 +984,6 @@ fn a_program_that_scribbles_over_all_that_it_shares_with_its_daemon_harms_nobody
             }
             kill(hostile.pid);
             hostile.ended();
-            let directory = std::env::temp_dir().join(format!("weir-run-{run}"));
             assert!(!directory.exists(), "{} is left", directory.display());
         }
     }

@@ -60,7 +60,7 @@ impl Kernel {
             .u64(BLOCK_SIZE_BYTES, weir_core::PAGE_SIZE as u64)
             .u64(SERVER_FLAGS, terms.flags.into());
         let answer = self.0.call(CONNECT, &with_sockets(attributes, terms, sockets))?;
-        u32_in(&answer, INDEX).or(index).ok_or_else(|| io::ErrorKind::InvalidData.into())
+        connected(&answer, index)
     }
 
     /// Gives the kernel new sockets for the dead connections of a device. The kernel drops a socket
@@ -96,6 +96,13 @@ fn with_sockets(attributes: Attributes, terms: &Terms, sockets: &[OwnedFd]) -> A
         .nested(SOCKETS, &items)
 }
 
+/// The device of an answer; if the answer names none, the device that was asked for.
+fn connected(answer: &[u8], asked: Option<u32>) -> io::Result<u32> {
+    u32_in(answer, INDEX).or(asked).ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidData, "the kernel does not say which device it connected")
+    })
+}
+
 /// Messages in which the kernel's NBD client reports that it has given a connection up.
 #[derive(Debug)]
 pub struct DeadLinks(Events);
@@ -126,5 +133,17 @@ impl DeadLinks {
 impl AsFd for DeadLinks {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_without_a_device_names_the_one_that_was_asked_for_or_none() {
+        assert_eq!(connected(&[], Some(3)).unwrap(), 3);
+        let error = connected(&[], None).unwrap_err().to_string();
+        assert_eq!(error, "the kernel does not say which device it connected");
     }
 }

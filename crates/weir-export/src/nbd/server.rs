@@ -13,7 +13,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use weir_core::log::Log;
-use weir_core::swap_safety::{self, Children, Unprotected};
+use weir_core::swap_safety::{self, Children, NOT_PROTECTED, Unprotected};
 use weir_device::{PageDevice, PageLane};
 use weir_store::OpenError;
 
@@ -213,10 +213,7 @@ impl Server {
         for _ in 0..self.threads.len() {
             match started.recv().expect("every thread answers") {
                 Ok(true) => {}
-                Ok(false) => {
-                    let text = "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main";
-                    return Err(ServeError::Config(text.to_owned()));
-                }
+                Ok(false) => return Err(ServeError::Config(NOT_PROTECTED.to_owned())),
                 Err(missing) => return Err(ServeError::Flusher(missing)),
             }
         }

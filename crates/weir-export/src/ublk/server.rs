@@ -19,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_core::log::{Level, Log};
-use weir_core::swap_safety::{self, Children, Unprotected};
+use weir_core::swap_safety::{self, Children, NOT_PROTECTED, Unprotected};
 use weir_store::OpenError;
 use weir_volume::Volume;
 
@@ -263,10 +263,7 @@ impl Server {
             started.recv().expect("every thread answers").map_err(|(queue, error)| match error {
                 ReadyError::Io(source) => UblkError::Queue { queue, queues, source },
                 ReadyError::Flusher(Some(missing)) => UblkError::Flusher(missing),
-                ReadyError::Flusher(None) => UblkError::Config(
-                    "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main"
-                        .to_owned(),
-                ),
+                ReadyError::Flusher(None) => UblkError::Config(NOT_PROTECTED.to_owned()),
             })?;
         }
         publish(self.device, &mut self.control)?;

@@ -202,6 +202,7 @@ impl Late {
     ) -> Result<(), String> {
         let import = || {
             (0..gpu.chunks().count()).try_for_each(|chunk| match gpu.is_stopping() {
+                // Nobody sees this error: the opening of a card that closes ends without one.
                 true => Err(String::new()),
                 false => gpu.chunks().import(chunk, cuda).map_err(|why| format!("chunk {chunk}: {why}")),
             })
@@ -226,7 +227,7 @@ impl Late {
                     Ok(parts) => made.push((cell, parts)),
                     Err(why) => {
                         made.into_iter().for_each(|(_, parts)| parts.close(ring.as_ref()));
-                        return Err(why);
+                        return Err(format!("lane: {why}"));
                     }
                 }
             }

@@ -84,7 +84,12 @@ unsafe impl Send for Expander {}
 impl Expander {
     pub fn new() -> io::Result<Self> {
         // SAFETY: a pure function of its arguments.
-        let mut workspace = Workspace::new(unsafe { sys::ZSTD_estimateDCtxSize() });
+        Self::within(unsafe { sys::ZSTD_estimateDCtxSize() })
+    }
+
+    /// Makes an expander with so many bytes of memory.
+    fn within(bytes: usize) -> io::Result<Self> {
+        let mut workspace = Workspace::new(bytes);
         // SAFETY: as for the compressor: the memory is aligned, long enough, never moves, and
         // nothing else uses it.
         let context =
@@ -114,5 +119,19 @@ fn fine(length: usize) -> Option<usize> {
 }
 
 fn too_little() -> io::Error {
-    io::ErrorKind::OutOfMemory.into()
+    io::Error::other("zstd's context does not fit into the memory that zstd itself asked for")
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_that_does_not_fit_is_refused_before_its_first_page() {
+        let Err(error) = Expander::within(64) else { panic!("64 bytes are enough") };
+        assert_eq!(
+            error.to_string(),
+            "zstd's context does not fit into the memory that zstd itself asked for"
+        );
+    }
 }

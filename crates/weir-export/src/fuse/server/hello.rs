@@ -42,14 +42,20 @@ pub(super) fn greet(connection: &Device, wish: Wish) -> Result<u64, ServeError> 
             continue;
         };
         let message = request::parse(&input[..length]).map_err(|error| failed(io::Error::other(error)))?;
-        let Request::Init { offer, flags } = message.request else {
-            return Err(failed(io::ErrorKind::InvalidData.into()));
-        };
+        let (offer, flags) = offered(&message.request).map_err(failed)?;
         let (answer, more) = reply_to(&offer, flags, wish)?;
         connection.answer(message.header.unique, &answer.encode()).map_err(|errno| failed(errno.into()))?;
         if !more {
             return Ok(flags);
         }
+    }
+}
+
+/// The offer of the kernel's first request.
+fn offered(first: &Request<'_>) -> io::Result<(InitIn, u64)> {
+    match first {
+        Request::Init { offer, flags } => Ok((*offer, *flags)),
+        _ => Err(io::Error::other("it began with another request")),
     }
 }
 
@@ -111,6 +117,12 @@ mod tests {
             let error = reply_to(&offer(major, minor), 0, WISH).unwrap_err().to_string();
             assert!(error.contains("Linux 5.4"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_kernel_that_begins_with_another_request_is_refused() {
+        let error = offered(&Request::Destroy).unwrap_err().to_string();
+        assert_eq!(error, "it began with another request");
     }
 
     #[test]

@@ -27,6 +27,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use weir_core::log::{Level, Log};
+use weir_core::swap_safety::NOT_PROTECTED;
 use weir_device::PageDevice;
 use weir_store::OpenError;
 use weir_volume::Volume;
@@ -340,10 +341,7 @@ impl Server {
         for _ in 0..config.threads {
             match started.recv().expect("every thread answers") {
                 Ok(true) => {}
-                Ok(false) => {
-                    let text = "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main";
-                    return Err(ServeError::Config(text.to_owned()));
-                }
+                Ok(false) => return Err(ServeError::Config(NOT_PROTECTED.to_owned())),
                 Err(missing) => return Err(ServeError::Flusher(missing)),
             }
         }

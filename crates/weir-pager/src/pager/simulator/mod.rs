@@ -123,6 +123,15 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
     (Machine { world, program }, store, shared, (OWN + BELLS).next_multiple_of(BLOCK_PAGES))
 }
 
+/// The work of a pager on a machine [at rest](at_rest), and the first page of a block.
+pub(super) fn work_at_rest() -> (Work<Machine, Simulated>, usize) {
+    let (machine, store, shared, first) = at_rest();
+    match Work::new(machine, store, Box::new(|_: &str| {}), Scope::Adopted, shared) {
+        Ok(work) => (work, first),
+        Err(error) => panic!("{error}"),
+    }
+}
+
 #[test]
 fn each_page_is_what_was_written_last_whatever_program_kernel_and_store_do() {
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");

@@ -224,16 +224,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{address, at_rest};
+    use crate::pager::simulator::{address, work_at_rest};
 
     #[test]
     fn a_block_comes_back_if_the_failure_of_its_write_was_heard_by_another_call() {
-        let (machine, store, shared, first) = at_rest();
-        let outside = Box::new(|_: &str| {}) as Tell;
-        let mut work = match Work::new(machine, store, outside, Scope::Adopted, shared) {
-            Ok(work) => work,
-            Err(error) => panic!("{error}"),
-        };
+        let (mut work, first) = work_at_rest();
         work.kernel.world.map(first, first + BLOCK_PAGES);
         work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
         for page in 0..BLOCK_PAGES {

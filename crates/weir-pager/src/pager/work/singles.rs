@@ -232,21 +232,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{address, at_rest};
+    use crate::pager::simulator::{address, work_at_rest};
 
     #[test]
     fn a_single_page_stays_while_its_whole_block_is_on_its_way_in() {
-        let (machine, mut store, shared, first) = at_rest();
-        let room = store.claim().expect("room");
+        let (mut work, first) = work_at_rest();
+        let room = work.store.claim().expect("room");
         let mut old = [0; PAGE_SIZE];
         old[0] = 7;
-        store.write(room + 5, &old).unwrap();
-        store.settle().unwrap();
-        let outside = Box::new(|_: &str| {}) as Tell;
-        let mut work = match Work::new(machine, store, outside, Scope::Adopted, shared) {
-            Ok(work) => work,
-            Err(error) => panic!("{error}"),
-        };
+        work.store.write(room + 5, &old).unwrap();
+        work.store.settle().unwrap();
         work.kernel.world.map(first, first + BLOCK_PAGES);
         work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
         let id = work.blocks.add(address(first), State::Stored);

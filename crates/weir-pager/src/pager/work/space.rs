@@ -326,16 +326,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{address, at_rest};
+    use crate::pager::simulator::{address, work_at_rest};
 
     #[test]
     fn a_block_stays_until_each_single_page_that_was_given_up_is_seen_to_be_gone() {
-        let (machine, store, shared, first) = at_rest();
-        let outside = Box::new(|_: &str| {}) as Tell;
-        let mut work = match Work::new(machine, store, outside, Scope::Adopted, shared) {
-            Ok(work) => work,
-            Err(error) => panic!("{error}"),
-        };
+        let (mut work, first) = work_at_rest();
         let id = work.blocks.add(address(first), State::Stored);
         work.blocks.get_mut(id).there[0] = 1 << 5 | 1 << 6;
         work.singles_there = 2;
