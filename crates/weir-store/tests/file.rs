@@ -8,6 +8,7 @@ use rustix::fs::FallocateFlags;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use scratch::{Directory, Loop};
 use std::fs::{File, OpenOptions};
+use std::io::Read as _;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -274,17 +275,19 @@ fn what_cannot_be_a_store_is_named() {
 }
 
 #[test]
-fn a_file_whose_owner_is_just_letting_it_go_is_waited_for() {
+fn a_file_whose_owner_has_ended_is_waited_for_until_the_kernel_has_let_it_go() {
     let directory = Directory::new();
     let path = directory.file("store");
-    let first = FileStore::open(&url(&path, 1)).unwrap();
-    let going = std::thread::spawn(move || {
-        std::thread::sleep(std::time::Duration::from_millis(60));
-        drop(first);
-    });
+    // The lock belongs to the process of `flock`, which has ended when the line is printed. The
+    // open file stays for two seconds more, as with an io_uring whose writes a slow disk still has.
+    let holder = "exec 9>>\"$0\"; flock 9; echo locked; sleep 2";
+    let mut shell =
+        Command::new("sh").arg("-c").arg(holder).arg(&path).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = [0; 7];
+    shell.stdout.as_mut().unwrap().read_exact(&mut line).unwrap();
     // Do not use `opened`, which would try again by itself.
     FileStore::open(&url(&path, 1)).unwrap();
-    going.join().unwrap();
+    assert!(shell.wait().unwrap().success());
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 pub mod cgroup;
 pub mod device_use;
+pub mod file_lock;
 #[doc(hidden)]
 pub mod fixture;
 pub mod kernel_release;

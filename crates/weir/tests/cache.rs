@@ -1,11 +1,12 @@
 //! `weir cache` as processes: served by FUSE, switched between modes, flushed and detached. Homes
 //! with content are refused.
 
+mod common;
+
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 4096;
@@ -55,18 +56,8 @@ impl Scene {
 
     /// Starts the cache. Returns false, after printing the reason, if this machine cannot mount.
     fn start(&mut self, name: &str, flags: &[&str]) -> bool {
-        let mut cache = self.create(flags).spawn().unwrap();
-        let begun = Instant::now();
-        while !self.control().exists() {
-            if cache.try_wait().unwrap().is_some() {
-                println!("\nskipped: {name}: no FUSE mount here: the cache ended");
-                return false;
-            }
-            assert!(begun.elapsed() < Duration::from_secs(60), "it comes up");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        self.cache = Some(cache);
-        true
+        self.cache = common::cache_comes_up(name, self.create(flags), &self.control());
+        self.cache.is_some()
     }
 
     fn ask(&self, arguments: &[&str]) -> Output {

@@ -4,6 +4,8 @@
 //! `WEIR_SCALE=full` kills the daemon 200 times; without it, a few times. `WEIR_RECORD=FILE` writes
 //! the counts of that as JSON.
 
+mod common;
+
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -69,20 +71,9 @@ impl Scene {
     }
 
     /// Starts the cache. Returns false, after printing the reason, if this machine cannot mount.
-    fn start(&mut self, name: &str, mut command: Command) -> bool {
-        let mut cache = command.spawn().unwrap();
-        let begun = Instant::now();
-        while !self.control().exists() {
-            if let Some(status) = cache.try_wait().unwrap() {
-                assert!(!Path::new("/dev/fuse").exists(), "it comes up: {status}");
-                println!("\nskipped: {name}: no FUSE mount here: the cache ended");
-                return false;
-            }
-            assert!(begun.elapsed() < Duration::from_secs(120), "it comes up");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        self.cache = Some(cache);
-        true
+    fn start(&mut self, name: &str, command: Command) -> bool {
+        self.cache = common::cache_comes_up(name, command, &self.control());
+        self.cache.is_some()
     }
 
     fn weir(&self, arguments: &[&str]) -> Output {

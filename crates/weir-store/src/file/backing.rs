@@ -17,6 +17,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, Page, Watch, unwatched};
+use weir_system::Machine;
+use weir_system::file_lock::{self, Owner};
 
 /// The offset of the first page: after the header, at a multiple of any disk's block size.
 pub(super) const HEADER: u64 = 1 << 20;
@@ -65,7 +67,7 @@ impl Backing {
             Err(Errno::NOENT) => (false, true),
             Err(errno) => return Err(OpenError::io(name, format!("cannot look at {shown}"), errno)),
         };
-        let (file, is_direct) = soon(|| open_file(path, is_device, is_new))
+        let (file, is_direct) = soon(path, || open_file(path, is_device, is_new))
             .map_err(|errno| OpenError::io(name, format!("{shown} {}", refusal(errno)), errno))?;
         let backing = Backing { file, room: 0, is_device, is_direct };
         let ready = backing.take(name, path, size, overwrite).and_then(|backing| {
@@ -100,10 +102,10 @@ impl Backing {
             }
             Err(errno) => return Err(OpenError::io(name, "cannot look at it", errno)),
         };
-        let (file, is_direct) = soon(|| open_file(path, is_device, false))
+        let (file, is_direct) = soon(path, || open_file(path, is_device, false))
             .map_err(|errno| OpenError::io(name, format!("it {}", refusal(errno)), errno))?;
         let backing = Backing { file, room: 0, is_device, is_direct };
-        match soon(|| rustix::fs::flock(&backing.file, FlockOperation::NonBlockingLockExclusive)) {
+        match soon(path, || rustix::fs::flock(&backing.file, FlockOperation::NonBlockingLockExclusive)) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => {
                 let what = "it is in use by another process; stop that first";
@@ -162,7 +164,7 @@ impl Backing {
         overwrite: bool,
     ) -> Result<Self, OpenError> {
         let shown = path.display();
-        match soon(|| rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive)) {
+        match soon(path, || rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive)) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => {
                 return Err(OpenError::new(
@@ -487,24 +489,38 @@ pub fn is_left_over(path: &Path) -> bool {
         if start != MAGIC || !file.metadata()?.is_file() {
             return Ok(false);
         }
-        soon(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive))?;
+        soon(path, || rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive))?;
         Ok(true)
     };
     is_ours().unwrap_or(false)
 }
 
-/// Tries again while the file is in use, for at most half a second. A process that used io_uring
-/// has its files for some milliseconds after its end, until a worker of the kernel has closed them.
-fn soon<T>(attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
-    const TRIES: u32 = 25;
+/// Tries again while `path` is in use: for half a second, and for ten seconds where no process that
+/// runs holds it. A process that used io_uring has its files for a while after its end, until a
+/// worker of the kernel has closed them: 90 ms beside six busy processes on two cores, and as long
+/// as a slow disk takes to end what was under way.
+fn soon<T>(path: &Path, attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
     const EACH: Duration = Duration::from_millis(20);
-    for _ in 1..TRIES {
+    const HELD: u32 = 25;
+    const LET_GO: u32 = 500;
+    let inode = rustix::fs::stat(path).map_or(0, |stat| stat.st_ino);
+    let owner = || file_lock::owner(&Machine::this(), inode);
+    let mut tries = 1;
+    loop {
         match attempt() {
-            Err(Errno::WOULDBLOCK | Errno::BUSY) => std::thread::sleep(EACH),
+            Err(errno @ (Errno::WOULDBLOCK | Errno::BUSY)) if tries < LET_GO => {
+                // The kernel lists no owner of a device that is mounted.
+                let is_held =
+                    |owner| owner == Owner::Living || (owner, errno) == (Owner::Unlisted, Errno::BUSY);
+                if tries >= HELD && is_held(owner()) {
+                    return Err(errno);
+                }
+                std::thread::sleep(EACH);
+                tries += 1;
+            }
             answer => return answer,
         }
     }
-    attempt()
 }
 
 /// The reason why a file or device cannot be opened, with the next step.

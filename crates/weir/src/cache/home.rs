@@ -95,11 +95,11 @@ impl Home {
             (HomeUrl::Raw(path), Some(create)) => open_raw(create, path),
             (HomeUrl::Raw(path), None) => Err(no_log(path)),
             (HomeUrl::Log(url), Some(create)) if create.durable => {
-                make_durable(create, url, lanes)?;
-                open_durable(&options.home, lanes, watch)
+                let disks = make_durable(create, url, lanes)?;
+                open_durable(disks, lanes, watch)
             }
             (HomeUrl::Log(url), Some(create)) => open_log(create, url, lanes, watch),
-            (HomeUrl::Log(_), None) => open_durable(&options.home, lanes, watch),
+            (HomeUrl::Log(_), None) => open_durable(Arc::new(open_members(paths)?), lanes, watch),
         }
     }
 
@@ -170,8 +170,8 @@ fn config(members: usize, lanes: u32) -> weir_log::Config {
     }
 }
 
-/// Makes a durable log on the disks. Files that do not exist are made.
-fn make_durable(options: &CreateOptions, url: &StoreUrl, lanes: u32) -> Result<(), Failure> {
+/// Makes a durable log on the disks, and returns them. Files that do not exist are made.
+fn make_durable(options: &CreateOptions, url: &StoreUrl, lanes: u32) -> Result<Arc<FileStore>, Failure> {
     let paths = options.cache.home.paths();
     let size = match url {
         StoreUrl::Stripe(stripe) => stripe.size,
@@ -201,13 +201,14 @@ fn make_durable(options: &CreateOptions, url: &StoreUrl, lanes: u32) -> Result<(
         }
     };
     let result = made.and_then(|()| {
-        let disks = open_members(paths)?;
+        let disks = Arc::new(open_members(paths)?);
         let mut identity = [0; 16];
         rustix::rand::getrandom(&mut identity, rustix::rand::GetRandomFlags::empty())
             .map_err(Failure::failed)?;
-        let (below, identity) = (Arc::new(disks) as Arc<dyn Store>, u128::from_le_bytes(identity));
+        let (below, identity) = (Arc::clone(&disks) as Arc<dyn Store>, u128::from_le_bytes(identity));
         let made = Log::make(&below, config(paths.len(), lanes), identity, &mut Instant::now);
-        made.map_err(|error| Failure::Failed(chain(&error)))
+        made.map_err(|error| Failure::Failed(chain(&error)))?;
+        Ok(disks)
     });
     if result.is_err() && size.is_some() {
         // Leave no file behind that this call has made.
@@ -241,9 +242,8 @@ fn make_file(path: &Path, bytes: u64) -> Result<(), Failure> {
 }
 
 /// Opens a durable log.
-fn open_durable(home: &HomeUrl, lanes: u32, watch: Watch<'_>) -> Result<Home, Failure> {
-    let disks = Arc::new(open_members(home.paths())?);
-    let config = config(home.paths().len(), lanes);
+fn open_durable(disks: Arc<FileStore>, lanes: u32, watch: Watch<'_>) -> Result<Home, Failure> {
+    let config = config(disks.traffic().len(), lanes);
     let below = Arc::clone(&disks) as Arc<dyn Store>;
     let log = Log::open(&below, config, &mut Instant::now, watch);
     let log = log.map_err(|error| Failure::Failed(chain(&error)))?;

@@ -28,6 +28,25 @@ impl Drop for Ends<'_> {
     }
 }
 
+/// Starts a `weir cache` and waits until it answers at `control`. `None`, after the reason is
+/// printed, on a machine without FUSE. A cache that ends says why in the panic.
+pub fn cache_comes_up(name: &str, mut command: Command, control: &Path) -> Option<Child> {
+    let log = control.with_extension("log");
+    let mut cache = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
+    let said = || fs::read_to_string(&log).unwrap_or_default();
+    let begun = Instant::now();
+    while !control.exists() {
+        if let Some(status) = cache.try_wait().unwrap() {
+            assert!(!Path::new("/dev/fuse").exists(), "it comes up: {status}: {}", said());
+            println!("\nskipped: {name}: no FUSE mount here: the cache ended");
+            return None;
+        }
+        assert!(begun.elapsed() < 2 * PATIENCE, "it comes up: {}", said());
+        thread::sleep(Duration::from_millis(5));
+    }
+    Some(cache)
+}
+
 /// A number from the environment, for choosing by hand.
 pub fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
