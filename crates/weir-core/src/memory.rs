@@ -86,8 +86,8 @@ impl Memory {
     /// takes over from a dead process that had as much. When memory is short, `MemAvailable` is 0,
     /// since it leaves out the kernel's reserve. A thread that brings swap back may use that
     /// reserve ([`reach_reserves`](crate::swap_safety::reach_reserves)).
-    pub fn succeed() {
-        SUCCEEDS.store(true, Ordering::Relaxed);
+    pub fn take_over() {
+        TAKES_OVER.store(true, Ordering::Relaxed);
     }
 
     /// Maps address space without a page of memory. Pages are locked as they come, if that is
@@ -317,7 +317,7 @@ fn in_pieces(
 }
 
 /// Whether this process replaces a daemon that had as much memory.
-static SUCCEEDS: AtomicBool = AtomicBool::new(false);
+static TAKES_OVER: AtomicBool = AtomicBool::new(false);
 
 /// The length of memory to take for `bytes` bytes, if the machine has that much. To populate more
 /// would not fail: the OOM killer would end a process, and in a limited cgroup this one. Adopted
@@ -325,7 +325,7 @@ static SUCCEEDS: AtomicBool = AtomicBool::new(false);
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
     // The check reads files, which was half of the time in which a daemon's connections started.
-    let asks = !SUCCEEDS.load(Ordering::Relaxed);
+    let asks = !TAKES_OVER.load(Ordering::Relaxed);
     match asks.then(available).flatten() {
         Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
         _ => Ok(bytes),

@@ -93,7 +93,7 @@ fn serve(
     *is_first = held.as_ref().is_none_or(Held::is_empty);
     let is_first = *is_first;
     if !is_first {
-        Memory::succeed();
+        Memory::take_over();
     }
     let mut start = Start::new(show, || signals.pending().find(|signal| signals::END.contains(signal)));
     let environment = Environment::of_machine(log);

@@ -68,7 +68,7 @@ pub enum GiveBackError {
 impl Pool {
     /// Closes chunks of store `store`, either all of them or none. A closed chunk takes no more
     /// pages. Then [`Task::GiveBack`](crate::Task::GiveBack) empties each, or
-    /// [`keep`](Pool::keep) opens it again.
+    /// [`cancel_give_back`](Pool::cancel_give_back) opens it again.
     ///
     /// # Errors
     /// Fails when a chunk cannot be given back, or the pool's size needs the chunks.
@@ -93,14 +93,14 @@ impl Pool {
             missing => Err(GiveBackError::NoRoom { missing }),
         });
         if result.is_err() {
-            chunks[..closed].iter().for_each(|&chunk| self.keep(store, chunk));
+            chunks[..closed].iter().for_each(|&chunk| self.cancel_give_back(store, chunk));
         }
         result
     }
 
     /// Opens a chunk again that [`begin_give_back`](Pool::begin_give_back) closed. Pages that
     /// have left it stay in their new slots.
-    pub fn keep(&self, store: usize, chunk: u32) {
+    pub fn cancel_give_back(&self, store: usize, chunk: u32) {
         if let Ok((tier, slots)) = self.find_chunk(store, chunk)
             && tier.step(chunk, ChunkState::Emptying, ChunkState::Held)
         {

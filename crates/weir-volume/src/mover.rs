@@ -328,7 +328,7 @@ impl Mover {
         // Pages of opened packs that were not moved stay where they are.
         while self.lane.opened().is_some() {}
         if let (Task::GiveBack { store, chunk }, Err(_)) = (job.task, &result) {
-            self.pool().keep(store, chunk);
+            self.pool().cancel_give_back(store, chunk);
         }
         Step::Ended(result)
     }

@@ -272,18 +272,18 @@ const METRICS: &[Metric] = &[
     Metric {
         name: "weir_pages_moved",
         unit: None,
-        help: "Pages moved: out of chunks that were given back, up again, or together in packs",
+        help: "Pages moved: out of chunks that were given back, to a faster store, or together in packs",
         read: Counter(|status, add| {
             let moved = &status.background;
-            for (direction, pages) in
-                [("out", moved.moved_out), ("up", moved.moved_up), ("together", moved.compacted)]
+            for (task, pages) in
+                [("give_back", moved.moved_out), ("promote", moved.moved_up), ("compact", moved.compacted)]
             {
-                add(&[("direction", direction)], pages);
+                add(&[("task", task)], pages);
             }
         }),
     },
     Metric {
-        name: "weir_export_connections",
+        name: "weir_front_end_connections",
         unit: None,
         help: "Connections of a front end that are in use; queues of a block device",
         read: Gauge(|status, add| {
@@ -291,7 +291,7 @@ const METRICS: &[Metric] = &[
         }),
     },
     Metric {
-        name: "weir_export_connections_limit",
+        name: "weir_front_end_connections_limit",
         unit: None,
         help: "Connections of a front end that can be in use",
         read: Gauge(|status, add| {
@@ -299,7 +299,7 @@ const METRICS: &[Metric] = &[
         }),
     },
     Metric {
-        name: "weir_export_requests",
+        name: "weir_front_end_requests",
         unit: None,
         help: "Requests that came by a front end",
         read: Counter(|status, add| {
@@ -307,7 +307,7 @@ const METRICS: &[Metric] = &[
         }),
     },
     Metric {
-        name: "weir_export_errors",
+        name: "weir_front_end_errors",
         unit: None,
         help: "Requests that were answered with an error",
         read: Counter(|status, add| {

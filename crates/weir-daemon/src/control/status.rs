@@ -431,7 +431,7 @@ impl fmt::Display for Background {
         let rate = |bytes: u64| format!("{:.1} GB/s", bytes as f64 / 1e9);
         writeln!(
             f,
-            "memory    {} given back ({} last), {} taken ({} last); pages moved: {moved_out} out, {moved_up} up, {compacted} together",
+            "memory    {} given back ({} last), {} taken ({} last); pages moved: {moved_out} out, {moved_up} promoted, {compacted} compacted",
             ByteSize(self.given_back_bytes),
             rate(self.give_back_bytes_per_s),
             ByteSize(self.taken_bytes),

@@ -365,7 +365,7 @@ impl Workers {
             let of_store: Vec<u32> = chunks.iter().filter(|it| it.store == at).map(|it| it.chunk).collect();
             if let Err(error) = self.volume.begin_give_back(at, &of_store) {
                 let closed = chunks.iter().filter(|chunk| chunk.store < at);
-                closed.for_each(|chunk| self.volume.keep(chunk.store, chunk.chunk));
+                closed.for_each(|chunk| self.volume.cancel_give_back(chunk.store, chunk.chunk));
                 return Some(format!("{}: {error}", store.name()));
             }
         }
@@ -389,7 +389,7 @@ impl Workers {
         }
         // The daemon stops, so no thread came to these chunks.
         for chunk in &list.chunks {
-            self.volume.keep(chunk.store, chunk.chunk);
+            self.volume.cancel_give_back(chunk.store, chunk.chunk);
         }
         list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
