@@ -23,7 +23,9 @@ pub use condition::Condition;
 pub use program::{Program, printable};
 pub use scrape::Endpoint;
 pub use server::Server;
-pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
+pub use status::{
+    Background, Chunks, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume,
+};
 
 use crate::attach::Attachment;
 use crate::error::{Error, ErrorKind};

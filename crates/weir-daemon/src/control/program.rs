@@ -8,7 +8,7 @@ use weir_core::ByteSize;
 const SILENT_S: f64 = 2.0;
 
 /// A program that is bounded over the daemon's volume: `weir run`.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Program {
     /// The number of its process.
     pub pid: u32,

@@ -3,46 +3,76 @@
 use super::options::TopOptions;
 use super::parts;
 use crate::failure;
+use crate::run::{all, first_control};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Style, Stylize as _};
-use ratatui::widgets::{Cell, Gauge, Paragraph, RenderDirection, Row, Sparkline, Table};
+use ratatui::widgets::{Cell, Gauge, Paragraph, RenderDirection, Row, Sparkline, Table, Wrap};
 use ratatui::{DefaultTerminal, Frame};
 use std::collections::VecDeque;
 use std::io::IsTerminal as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
-use weir_daemon::control::{self, Status, Traffic};
+use weir_daemon::control::{self, Chunks, Status, Traffic};
 
 /// Runs `weir top` until the user ends it.
 pub fn run(options: &TopOptions) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(parts::find);
+    let source = Source::new(options.control.as_deref());
+    let path = &source.path;
     let every = Duration::from_millis(options.interval_ms.into());
-    let first = parts::status(&path)?;
+    let first = source.with_programs(parts::status(path)?);
     if options.once {
         std::thread::sleep(every);
-        let now = control::status(&path).map_err(failure::of)?;
-        print!("{}", plain(&Seen { parts: parts::count(&path), ..Seen::between(&first, now, every) }));
+        let now = source.with_programs(control::status(path).map_err(failure::of)?);
+        print!("{}", plain(&Seen { parts: parts::count(path), ..Seen::between(&first, now, every) }));
         return Ok(());
     }
     if !std::io::stdout().is_terminal() {
         return Err(Failure::Usage("weir top draws on a terminal; accepted elsewhere: --once".to_owned()));
     }
     let mut terminal = ratatui::try_init().map_err(Failure::failed)?;
-    let outcome = watch(&mut terminal, &path, first, every);
+    let outcome = watch(&mut terminal, &source, first, every);
     ratatui::restore();
     outcome
 }
 
+/// The daemon that is watched.
+struct Source {
+    path: PathBuf,
+    /// Whether the user named the daemon. Then no other daemon's programs are shown.
+    is_named: bool,
+}
+
+impl Source {
+    /// The daemon at `control`, else that of swap, else that of a bounded program.
+    fn new(control: Option<&Path>) -> Self {
+        let found = || {
+            let path = parts::find();
+            if path.exists() { path } else { first_control().unwrap_or(path) }
+        };
+        Source { path: control.map_or_else(found, Path::to_owned), is_named: control.is_some() }
+    }
+
+    /// Adds the programs that daemons of their own bound, as `weir status` does.
+    fn with_programs(&self, mut status: Status) -> Status {
+        if !self.is_named {
+            status.programs.extend(all());
+            status.programs.sort_by_key(|program| program.pid);
+            status.programs.dedup_by_key(|program| program.pid);
+        }
+        status
+    }
+}
+
 fn watch(
     terminal: &mut DefaultTerminal,
-    path: &Path,
+    source: &Source,
     mut last: Status,
     every: Duration,
 ) -> Result<(), Failure> {
-    let parts = parts::count(path);
+    let parts = parts::count(&source.path);
     let mut minutes = Minutes::default();
     let mut seen = Seen { parts, ..Seen::between(&last, last.clone(), every) };
     let mut at = Instant::now();
@@ -59,8 +89,9 @@ fn watch(
                 _ => continue,
             }
         }
-        match control::status(path) {
+        match control::status(&source.path) {
             Ok(now) => {
+                let now = source.with_programs(now);
                 seen = Seen { parts, ..Seen::between(&last, now.clone(), at.elapsed()) };
                 minutes.add(&seen);
                 last = now;
@@ -226,7 +257,16 @@ fn plain(seen: &Seen) -> String {
             export.kind, export.address, seen.request_rate, export.errors
         );
     }
+    seen.now.programs.iter().for_each(|program| text += &program.to_string());
     text
+}
+
+/// The chunks of a store by their state. States without a chunk are left out but for `held`.
+fn chunk_states(chunks: &Chunks) -> String {
+    let rare =
+        [(chunks.reserve, "reserve"), (chunks.emptying, "emptying"), (chunks.given_back, "given back")];
+    let rare = rare.iter().filter(|(count, _)| *count > 0).map(|(count, state)| format!(", {count} {state}"));
+    format!("{} held{}", chunks.held, rare.collect::<String>())
 }
 
 /// Draws one direction's last minutes: name and highest rate at the left, then a column for each
@@ -243,16 +283,19 @@ fn draw_minutes(frame: &mut Frame<'_>, name: &str, row: &VecDeque<u64>, area: Re
 
 fn draw(frame: &mut Frame<'_>, seen: &Seen, minutes: &Minutes) {
     let stores = seen.now.stores.len() as u16;
+    let programs: Vec<String> = seen.now.programs.iter().map(ToString::to_string).collect();
+    let programs = programs.concat();
     let parts = Layout::vertical([
-        Constraint::Length(2),
+        Constraint::Length(3),
         Constraint::Length(4),
         Constraint::Length(3 * stores),
         Constraint::Length(seen.now.exports.len() as u16 + 1),
+        Constraint::Length(programs.lines().count() as u16 + u16::from(!programs.is_empty())),
         Constraint::Min(0),
         Constraint::Length(1),
     ])
     .split(frame.area());
-    let title = Paragraph::new(seen.title()).bold();
+    let title = Paragraph::new(seen.title()).wrap(Wrap { trim: true }).bold();
     frame.render_widget(if seen.away { title.red() } else { title }, parts[0]);
 
     let rows = seen.directions().map(|row| Row::new(row.map(Cell::from)));
@@ -269,14 +312,8 @@ fn draw(frame: &mut Frame<'_>, seen: &Seen, minutes: &Minutes) {
         let [name, bar, _] =
             Layout::vertical([Constraint::Length(1), Constraint::Length(1), Constraint::Length(1)])
                 .areas(*area);
-        let chunks = store.chunks;
-        frame.render_widget(
-            Paragraph::new(format!(
-                "{} {}; chunks: {} held, {} reserve, {} emptying, {} given back",
-                store.url, store.state, chunks.held, chunks.reserve, chunks.emptying, chunks.given_back
-            )),
-            name,
-        );
+        let line = format!("{} {}; chunks: {}", store.url, store.state, chunk_states(&store.chunks));
+        frame.render_widget(Paragraph::new(line), name);
         let ratio = store.slots_used as f64 / store.slots.max(1) as f64;
         let label = format!("{} of {}", size(store.slots_used), size(store.slots));
         frame.render_widget(Gauge::default().ratio(ratio.clamp(0.0, 1.0)).label(label), bar);
@@ -298,15 +335,15 @@ fn draw(frame: &mut Frame<'_>, seen: &Seen, minutes: &Minutes) {
         })
         .collect();
     frame.render_widget(Paragraph::new(exports.join("\n")), parts[3]);
-    // Each direction gets half of the rows that are left, up to eight; none if that is less than
-    // two.
-    let rows = (parts[4].height / 2).min(8);
+    frame.render_widget(Paragraph::new(programs), parts[4]);
+    // Each direction gets half of the rows that are left; none if that is less than two.
+    let rows = parts[5].height / 2;
     if rows >= 2 {
-        let areas = Layout::vertical([Constraint::Length(rows); 2]).spacing(0).split(parts[4]);
+        let areas = Layout::vertical([Constraint::Length(rows); 2]).spacing(0).split(parts[5]);
         draw_minutes(frame, "in, last minutes", &minutes.read, areas[0]);
         draw_minutes(frame, "out, last minutes", &minutes.written, areas[1]);
     }
-    frame.render_widget(Paragraph::new("q ends").dim(), parts[5]);
+    frame.render_widget(Paragraph::new("q ends").dim(), parts[6]);
 }
 
 #[cfg(test)]
@@ -314,6 +351,7 @@ mod tests {
     use super::*;
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
+    use weir_daemon::control::Program;
 
     #[test]
     fn a_rate_is_what_came_since_the_last_look_and_a_new_daemon_counts_from_zero() {
@@ -335,6 +373,12 @@ mod tests {
             for words in ["2560", "10.0", "1.5", "2 given back", "256KiB of 1MiB", "unix:/x"] {
                 assert!(text.contains(words), "{words} is missing in\n{text}");
             }
+        }
+        let mut bounded = Seen::between(&Status::example(0), Status::example(2560), Duration::from_secs(1));
+        bounded.now.programs = vec![Program { pid: 4711, name: "python3".to_owned(), ..Program::default() }];
+        terminal.draw(|frame| draw(frame, &bounded, &Minutes::default())).expect("drawn");
+        for text in [plain(&bounded), terminal.backend().to_string()] {
+            assert!(text.contains("4711 python3: ") && text.contains("resident"), "{text}");
         }
         let title = Seen { parts: 3, ..seen }.title();
         assert!(title.contains("part 1 of 3 (weir status lists them) 1MiB:"), "{title}");
@@ -383,19 +427,5 @@ mod tests {
         assert_eq!((minutes.read.len(), minutes.read[0]), (Minutes::LOOKS, 1999));
         minutes.add_nothing();
         assert_eq!((minutes.read[0], minutes.read[1]), (0, 1999), "a daemon that is away is a gap");
-    }
-
-    /// Writes the screens that `docs/pictures/draw` turns into pictures, if `WEIR_TOP_SCREENS`
-    /// names a directory.
-    #[test]
-    fn the_screens_of_the_pictures_are_drawn() {
-        let screens = [(80, 24), (200, 60)].map(|(columns, rows)| (columns, rows, screen(columns, rows)));
-        for (columns, rows, text) in screens {
-            assert_eq!(text.lines().count(), usize::from(rows));
-            if let Some(directory) = std::env::var_os("WEIR_TOP_SCREENS") {
-                let file = Path::new(&directory).join(format!("top-{columns}x{rows}.txt"));
-                std::fs::write(file, text).expect("written");
-            }
-        }
     }
 }

@@ -29,6 +29,11 @@ pub fn all() -> Vec<Program> {
     programs
 }
 
+/// The control socket of a bounded program's daemon, of that with the lowest process number.
+pub fn first_control() -> Option<PathBuf> {
+    found().into_iter().min_by_key(|(_, program)| program.pid).map(|(path, _)| path)
+}
+
 /// Changes a program's limit.
 pub fn limit(options: &LimitOptions) -> Result<(), Failure> {
     let LimitOptions { pid, size } = *options;

@@ -7,7 +7,7 @@
 mod bounded;
 mod program;
 
-pub use bounded::{all, evict, limit};
+pub use bounded::{all, evict, first_control, limit};
 
 use crate::cli::RunOptions;
 use rustix::process::{Pid, Signal, WaitOptions};
