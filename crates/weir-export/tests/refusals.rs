@@ -1,11 +1,14 @@
 //! The refusals of servers and of clients, in the words that people read.
 
+use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketType, accept, bind, listen, recv, socket};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 use weir_core::log::{Level, to_stderr};
-use weir_export::{nbd, share};
+use weir_export::{fuse, nbd, share, ublk};
 use weir_share::wire::Welcome;
 use weir_share::{Client, Options, send};
 use weir_store::Host;
@@ -27,7 +30,7 @@ fn share_server(path: &Path, answer: Option<Vec<u8>>) {
     let server: OwnedFd = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
     bind(&server, &SocketAddrUnix::new(path).unwrap()).unwrap();
     listen(&server, 1).unwrap();
-    std::thread::spawn(move || {
+    thread::spawn(move || {
         let client = accept(&server).unwrap();
         recv(&client, &mut [0; 256], RecvFlags::empty()).unwrap();
         answer.inspect(|answer| send(&client, answer, &[]).unwrap());
@@ -83,4 +86,114 @@ fn an_nbd_client_says_why_its_server_does_not_serve_it() {
     let error = connect(&other);
     assert!(error.starts_with("the server refused "), "{error}");
     drop(server);
+}
+
+#[test]
+fn an_nbd_server_takes_no_other_configuration_than_it_can_serve() {
+    let path = path("config");
+    let listen = [nbd::Listen::Unix(path.clone())];
+    let start = |config| {
+        let server = nbd::Server::start(&volume(), &config, &listen, &to_stderr(Level::Warning));
+        server.unwrap_err().to_string()
+    };
+    let config = nbd::Config { connections: 1, ..nbd::Config::default() };
+    let long = || "x".repeat(300);
+    for (config, words) in [
+        (
+            nbd::Config { name: long(), ..config.clone() },
+            "the export's name has 300 bytes; at most 255 are accepted",
+        ),
+        (
+            nbd::Config { description: long(), ..config.clone() },
+            "the export's description has 300 bytes; at most 255 are accepted",
+        ),
+        (nbd::Config { connections: 0, ..config }, "0 connections: a server needs at least 1"),
+    ] {
+        assert_eq!(start(config), words);
+    }
+    assert!(!path.exists(), "nothing listens");
+}
+
+#[test]
+fn a_fuse_server_takes_no_other_configuration_than_it_can_serve() {
+    let point = path("file");
+    let config = fuse::Config { threads: 1, ..fuse::Config::default() };
+    for (config, words) in [
+        (fuse::Config { threads: 0, ..config.clone() }, "0 FUSE threads; accepted: 1 to "),
+        (
+            fuse::Config { name: "a/b".to_owned(), ..config },
+            "the file cannot have the name \"a/b\"; accepted: 1 to 255 bytes",
+        ),
+    ] {
+        let error = fuse::Server::start(&volume(), &config, &point, &to_stderr(Level::Warning));
+        let error = error.unwrap_err().to_string();
+        assert!(error.starts_with(words), "{error}");
+    }
+    assert!(!point.exists(), "no file is made to mount over");
+}
+
+#[test]
+fn a_fuse_server_takes_over_no_mount_without_its_connection() {
+    let config = fuse::Config { threads: 1, ..fuse::Config::default() };
+    let take_over = |take: &mut dyn FnMut(&str) -> Option<OwnedFd>| {
+        let log = to_stderr(Level::Warning);
+        fuse::Server::take_over(&volume(), &config, &path("mount"), take, &log).unwrap_err().to_string()
+    };
+    let error = take_over(&mut |_| None);
+    assert!(error.starts_with("the keeper does not hold the connection of "), "{error}");
+    // A connection that refuses each message.
+    let full = || rustix::fs::open("/dev/full", OFlags::RDWR, Mode::empty()).ok();
+    let error = take_over(&mut |name| full().filter(|_| ["connection", "queue.0"].contains(&name)));
+    assert!(error.starts_with("the kernel does not send requests again: No space left"), "{error}");
+}
+
+#[test]
+fn a_ublk_server_takes_no_other_configuration_than_it_can_serve() {
+    let config = ublk::Config::default();
+    for (config, words) in [
+        (
+            ublk::Config { queues: 0, ..config.clone() },
+            "a ublk device with 0 queues of 64 requests: accepted: at least 1 queue, of 1 to ",
+        ),
+        (
+            ublk::Config { depth: 0, ..config.clone() },
+            "a ublk device with 1 queues of 0 requests: accepted: at least 1 queue, of 1 to ",
+        ),
+        (
+            ublk::Config { request_bytes: 5000, ..config },
+            "requests of 5000 bytes: accepted: a power of two from ",
+        ),
+    ] {
+        let made = |device| panic!("{device} was made");
+        let error = ublk::Server::create(&volume(), &config, &to_stderr(Level::Warning), made);
+        let error = error.unwrap_err().to_string();
+        assert!(error.starts_with(words), "{error}");
+    }
+}
+
+/// Starts a server for swap on a thread without any capability but those of `keeps`.
+fn serve_swap(name: &str, keeps: CapabilitySet) -> String {
+    let listen = [nbd::Listen::Unix(path(name))];
+    thread::scope(|scope| {
+        let started = scope.spawn(|| {
+            let mut sets = capabilities(None).unwrap();
+            sets.effective &= keeps;
+            set_capabilities(None, sets).unwrap();
+            let config = nbd::Config { connections: 1, swap: true, ..nbd::Config::default() };
+            nbd::Server::start(&volume(), &config, &listen, &to_stderr(Level::Warning))
+        });
+        started.join().unwrap().unwrap_err().to_string()
+    })
+}
+
+#[test]
+fn swap_is_served_by_no_thread_without_the_flusher_flag() {
+    let error = serve_swap("denied", CapabilitySet::empty());
+    assert_eq!(error, "a thread that would serve swap lacks the I/O flusher flag");
+    if !capabilities(None).unwrap().effective.contains(CapabilitySet::SYS_RESOURCE) {
+        println!("\nskipped: the rest needs CAP_SYS_RESOURCE");
+        return;
+    }
+    let error = serve_swap("forgotten", CapabilitySet::SYS_RESOURCE);
+    assert!(error.starts_with("threads that are to serve swap lack the I/O flusher flag: call "), "{error}");
 }

@@ -188,7 +188,9 @@ fn a_pool_that_is_taken_over_has_its_volumes_where_they_were_and_shows_their_pag
     let new = pool.volume(100).unwrap();
     assert_eq!(new.range(), 200..300, "the first pages are somebody's");
     for range in [0..201, 299..300, 300..301, 5..5] {
-        assert!(matches!(pool.reopen(range.clone()), Err(CreateError::Kept(_))), "{range:?}");
+        let refused = pool.reopen(range.clone()).unwrap_err();
+        assert!(matches!(refused, CreateError::Kept(_)), "{range:?}");
+        assert!(refused.to_string().ends_with(" are not free in the pool of 300 pages"), "{refused}");
     }
     let [second, first] = [&ranges[1], &ranges[0]].map(|range| pool.reopen(range.clone()).unwrap());
     assert_eq!((pages(&first), pages(&second)), (numbers(50, 50), numbers(150, 150)));

@@ -3,11 +3,12 @@
 mod driver;
 
 use driver::{Driven as _, driver};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
+use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, Lane, OpenError, Progress, Reclaim, Sim, SimUrl, State, Store};
-use weir_volume::{Config, Step, Task, Volume};
+use weir_volume::{Config, Kept, Step, Task, Volume};
 
 const CONFIG: Config = Config { pages: 8, lanes: 4, depth: 4 };
 
@@ -23,6 +24,37 @@ fn a_volume_that_cannot_be_is_refused_with_what_was_asked_for() {
         let error = Volume::create(config, stores).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
+}
+
+#[test]
+fn a_daemon_of_another_configuration_takes_over_no_volume() {
+    let host = |slots: u32| Arc::new(Host::new(slots).unwrap()) as Arc<dyn Store>;
+    let volume = Volume::create(CONFIG, vec![host(CONFIG.slots())]).unwrap();
+    let large = Config { pages: 8000, ..CONFIG };
+    for (config, stores, words) in [
+        (CONFIG, vec![host(CONFIG.slots()), host(8)], "it had 1 stores, and 2 were given"),
+        (large, vec![host(large.slots())], "its page map is not one of 8000 pages"),
+        (CONFIG, vec![host(100_000)], "its records are not those of host:390.6MiB with 100000 slots"),
+    ] {
+        let adopt = |fd: BorrowedFd<'_>| Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
+        let fds = volume.kept_fds();
+        let kept = Kept { map: adopt(fds.map), records: fds.records.into_iter().map(adopt).collect() };
+        let error = Volume::take_over(config, stores, kept).unwrap_err().to_string();
+        assert_eq!(error, format!("cannot take over the pages of the former daemon: {words}"));
+    }
+}
+
+#[test]
+fn a_volume_lends_its_pages_once_and_says_what_its_lanes_have_left() {
+    let volume = Volume::create(CONFIG, vec![Arc::new(Host::new(CONFIG.slots()).unwrap())]).unwrap();
+    let (lender, _) = volume.lender(1, 1).unwrap();
+    let error = volume.lender(1, 1).err().unwrap().to_string();
+    assert!(error.contains("its pages are being lent already"), "{error}");
+    drop(lender);
+    let _lanes = [(); 4].map(|()| volume.lane().unwrap());
+    let error = volume.lane().err().unwrap().to_string();
+    assert!(error.contains(" for writes under way are wanted, and "), "{error}");
+    assert!(error.ends_with("are left: close a connection or thread, or configure more"), "{error}");
 }
 
 /// A store of one chunk whose memory cannot be given back.

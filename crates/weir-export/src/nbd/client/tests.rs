@@ -69,6 +69,7 @@ fn a_server_that_lies_is_found_out() {
         (true, hole_chunk(1, true, u64::MAX, u32::MAX).to_vec(), "outside"),
         (true, data_chunk(1, true, 0, 5000).to_vec(), "outside"),
         (true, vec![1; 20], "out of step"),
+        (true, data_chunk(1, true, 0, 0).to_vec(), "a chunk of type 1 and 8 bytes"),
     ] {
         let error = client(structured, server).read(0, 4096).unwrap_err().to_string();
         assert!(error.starts_with("the server breaks the protocol: "), "{error}");
@@ -77,4 +78,9 @@ fn a_server_that_lies_is_found_out() {
     let error = client(true, error_chunk(1, Errno::Io).to_vec()).read(0, 4096).unwrap_err();
     assert!(matches!(error, ClientError::Failed(Errno::Io)));
     assert!(matches!(client(true, vec![]).read(0, 1), Err(ClientError::Broken(_))));
+    let error = client(true, vec![]).receive().unwrap_err();
+    assert!(
+        matches!(&error, ClientError::Broken(why) if why.to_string() == "no request is in flight"),
+        "{error}"
+    );
 }

@@ -273,7 +273,8 @@ fn tls_when_required_comes_before_anything_else() {
     let script = [option(option::STARTTLS, b""), go(option::GO, b"", &[])];
     let (end, output, _) = run(Tls::Active, true, &script, 50);
     assert!(matches!(end, Some(Step::Transmission(_))));
-    assert_eq!(kinds(&output)[0], (option::STARTTLS, option_reply::ERR_INVALID));
+    let refusal = (option::STARTTLS, option_reply::ERR_INVALID, b"TLS is active already".to_vec());
+    assert_eq!(replies(&output)[0], refusal);
     let (_, output, _) = run(Tls::Off, true, &[flags(3), option(option::STARTTLS, b"")], 50);
     assert_eq!(kinds(&output), [(option::STARTTLS, option_reply::ERR_POLICY)]);
 }
