@@ -139,8 +139,8 @@ pub enum Bench {
         /// The JSON files; with --json or --report, one.
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// Write a picture of each into this directory: FILE.svg, each figure that has a goal
-        /// beside its control.
+        /// Write a picture of each file into this directory, as FILE.svg: each figure that has a
+        /// goal, beside its control.
         #[arg(long, value_name = "DIRECTORY")]
         plots: Option<PathBuf>,
     },
@@ -457,7 +457,7 @@ pub struct BenchDiskOptions {
     #[arg(long, default_value = "1GiB")]
     pub size: ByteSize,
 
-    /// Seconds of each case, each way.
+    /// Seconds that each case runs each way.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
@@ -477,7 +477,7 @@ pub struct BenchQueueOptions {
     #[arg(default_value_t = 6_000_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub multi: u32,
 
-    /// Producers in such a round.
+    /// Producers in a round of several producers.
     #[arg(default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub producers: u32,
 

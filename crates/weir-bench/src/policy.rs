@@ -108,13 +108,14 @@ fn lru(trace: &[u32], frames: usize) -> usize {
     hits
 }
 
-/// Number of hits of the optimal policy, which knows the future: the page that is used last of all
+/// Number of hits of the optimal policy, which knows the future. The page whose next use is latest
 /// leaves.
 fn opt(trace: &[u32], frames: usize) -> usize {
     let mut next = vec![usize::MAX; trace.len()];
     let mut seen = HashMap::new();
     for (now, page) in trace.iter().enumerate().rev() {
-        // Pages that never come again get different times, in the order in which they came.
+        // A page that never comes again gets a time after the trace's end. These times differ, in
+        // the order in which the pages came.
         next[now] = seen.insert(page, now).unwrap_or(trace.len() + now);
     }
     let (mut coming, mut kept) = (BTreeSet::new(), HashMap::new());
@@ -125,7 +126,8 @@ fn opt(trace: &[u32], frames: usize) -> usize {
         } else if coming.len() == frames {
             let last: (usize, &u32) = *coming.last().expect("frames are full");
             if last.0 < next[now] {
-                // The new page is used later than all pages in the cache.
+                // The next use of the new page comes after that of every cached page. So the new
+                // page is not cached.
                 continue;
             }
             coming.remove(&last);

@@ -3,8 +3,8 @@
 //!
 //! All pages are written once. Then threads read and write pages of their own at random, over NBD,
 //! while the daemon gets a SIGKILL. The time counts from there to the first page that a new
-//! connection reads. After each kill every page of the device is read and compared. A page may be
-//! the last acknowledged one or the one that was under way, and nothing else.
+//! connection reads. After each kill every page of the device is read and compared. A page must
+//! have the content of its last acknowledged write, or of the write that was under way.
 
 use crate::report::{Goal, Report, Row, Runs};
 use crate::store::content::{Random, is_stamped, stamp};
@@ -80,8 +80,8 @@ struct Pause {
     served: Duration,
 }
 
-/// The pages of one user. Only this user writes them, so it knows the possible content of each.
-/// Their numbers leave the user's number when divided by the number of users.
+/// The pages of one user, which are neighbours. Only this user writes them, so it knows the
+/// possible content of each.
 struct Part {
     first: u32,
     acknowledged: Vec<u32>,

@@ -30,7 +30,8 @@ pub fn run(options: &Cli) -> Result<(), Failure> {
         })?;
     }
     match &options.bench {
-        // These commands change nothing on the machine, or are the child of one that does.
+        // These commands change nothing on the machine, or are children of a command that has a
+        // guard.
         Bench::Show { .. }
         | Bench::SwapTouch { .. }
         | Bench::FaultTouch { .. }
@@ -330,7 +331,7 @@ fn store_plan(options: &BenchStoreOptions) -> store::Plan {
     }
 }
 
-/// The example of a man page.
+/// The examples of a benchmark's man page: a command, and a line about it.
 fn example(page: &str) -> Vec<(String, String)> {
     let benchmark = page.strip_prefix("weir-bench-").unwrap_or("block");
     let (command, about) = match benchmark {

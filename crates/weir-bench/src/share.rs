@@ -4,7 +4,7 @@
 //! Both servers run in this process and spin equally long after a request. The figures count the
 //! CPU time of servers and client together. In the rows `asleep`, no thread spins: they show the
 //! cost of a request that comes unexpectedly. In the rows on one CPU, servers and client share it,
-//! and each transport spins or sleeps as suits it best: equal CPU in the plainest sense.
+//! and each transport spins or sleeps as suits it best. So both transports have the same CPU time.
 //!
 //! For the rate a CPU, each transport uses the depth that suits it best, spinning or asleep.
 //!
@@ -357,7 +357,7 @@ impl OneCpu {
         // Use the last CPU: interrupts prefer the first.
         let last = (0..CpuSet::MAX_CPU).rev().find(|&cpu| all.is_set(cpu)).unwrap_or(0);
         one.set(last);
-        // If this is refused, the figures are for all CPUs, which favours no side.
+        // If the system refuses the pinning, all CPUs are used, which favours neither transport.
         let _ = sched_setaffinity(None, &one);
         OneCpu(all)
     }

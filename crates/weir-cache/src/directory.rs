@@ -12,8 +12,8 @@
 //!
 //! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023)
 //! within each set. A new page is *young*. A tenth of a set is for young pages. A young page that
-//! was not used again leaves first. A young page that was used again grows old. An old page leaves
-//! when the hand has found it as often as it was used since, at most three times. When a young page
+//! was not used again leaves first. A young page that was used again grows old. The hand passes an
+//! old page once for each use since, at most three times. Then the page leaves. When a young page
 //! leaves, a fingerprint of 16 bits stays in the set for a while. If the page comes back, it is old
 //! at once. So a scan passes through only a tenth of the cache.
 
@@ -236,7 +236,8 @@ impl Directory {
         })
     }
 
-    /// Makes a lane's claim of a frame count, unless the page has another frame.
+    /// Makes a lane's claim of a frame valid, so that the lane has the frame alone. Returns false
+    /// if the page has another frame, or the claim has ended.
     fn confirm(&self, first: Frame, mine: Frame, page: PageNo, who: u8) -> bool {
         // After another lane has ended this claim, a third may have claimed the frame.
         let is_mine = |entry: Entry| {

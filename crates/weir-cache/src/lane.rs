@@ -318,7 +318,7 @@ impl Parts {
     fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
-        // The last poll may be long ago. Only the time of the next poll counts.
+        // The next poll sets `busy_since`, because the time of the last poll may be long ago.
         let (Some(since), Some(now)) = (self.busy_since, self.now) else { return false };
         let is_too_long = now >= since + BUSY_WITHIN;
         if is_too_long {
@@ -582,7 +582,7 @@ impl Parts {
 impl PageLane for CacheLane {
     type Guard<'a> = Elsewhere;
 
-    /// The home has no cheap way to clear a page: it would write zeros.
+    /// The home cannot clear a page cheaply: it would have to write zeros.
     const CLEARS: bool = false;
     const FLUSHES: bool = true;
 
@@ -757,8 +757,8 @@ impl PageLane for CacheLane {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let CacheLane { parts, frames, home } = self;
         parts.now = Some(now);
-        // `is_busy` is set anew by each refusal. Without one since the last poll, no caller waits
-        // any more.
+        // Each refusal sets `is_busy` again. If none came since the last poll, no caller waits any
+        // more.
         parts.busy_since = parts.busy_since.or(Some(now)).filter(|_| parts.is_busy);
         parts.is_busy = false;
         home.poll(now, &mut |home_done| parts.home_answered(&home_done, frames, done));

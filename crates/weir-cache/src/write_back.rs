@@ -239,8 +239,8 @@ impl WriteBack {
             Next::Answers => Some(POLL_EVERY),
             Next::Work(until) => {
                 self.cache.asleep.store(true, SeqCst);
-                // A lane that made work before this store believed the thread awake, and did not
-                // wake it. So look for work once more.
+                // A lane that made work before `asleep` was set believed the thread awake, and did
+                // not wake it. So look for work once more.
                 if self.has_work(now) {
                     return;
                 }
@@ -336,8 +336,8 @@ impl WriteBack {
             return Next::Step;
         }
         if sweep.skipped {
-            // A user that has the page alone lets it go when the home answers, which may take long.
-            // The page was dirty before, and may still be.
+            // Another user had a page alone that may still be dirty. That user lets the page go
+            // when the home answers. So the sweep waits for an answer, and begins again.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
         }

@@ -24,7 +24,8 @@ pub enum Failure {
     Said,
     /// A child process that has printed everything ended with this code, and so does this one.
     Ended(u8),
-    /// Help or version, or help instead of an answer (exit code 2): clap returns them as errors.
+    /// The user asked for help or the version, or gets help because arguments are missing (exit
+    /// code 2). Clap returns these texts as errors.
     Asked(clap::Error),
 }
 

@@ -16,7 +16,7 @@ macro_rules! print {
     }};
 }
 
-/// Prints a line in the same way.
+/// Prints a line, and never panics, as this crate's `print` does.
 #[macro_export]
 macro_rules! println {
     ($($text:tt)*) => {{

@@ -98,7 +98,7 @@ enum Phase {
     /// The segment's summary must be read.
     Summary,
     SummaryWaits,
-    /// The segment's pages are being read, from this one on.
+    /// The segment's pages are being read. The number is the place of the next page to read.
     Read(u32),
     /// The segment's pages are being written.
     Write,

@@ -402,7 +402,7 @@ impl Committer {
         journal::begin(page);
         journal::seal(page, Head { is_last: true, ..Head::new(log.identity(), commit, commit) });
         let slot = Slot(durable.superblock.confirmation_slot(commit));
-        // The next commit's answers come later than this write's.
+        // No step waits for this write, because its answer comes before those of the next commit.
         let _ = self.lane.write(CONFIRM, slot, page);
         self.lane.submit();
     }

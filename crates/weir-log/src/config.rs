@@ -7,9 +7,11 @@ use weir_store::OpenError;
 pub(crate) const OPEN_MAX: usize = 16;
 /// Number of free segments that only the cleaner takes.
 pub(crate) const RESERVE: u32 = 4;
-/// Number of free segments that the cleaner provides for the writers, besides one for each lane.
+/// Number of free segments that the cleaner provides for the writers of a scratch log, besides one
+/// for each lane.
 pub(crate) const AHEAD: u32 = 8;
-/// The same number for a durable log, where a segment is free only after a commit.
+/// Number of free segments that the cleaner provides for the writers of a durable log, besides one
+/// for each lane. A segment of a durable log is free only after a commit.
 pub(crate) const DURABLE_AHEAD: u32 = 32;
 
 /// The settings of a log.

@@ -74,7 +74,7 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     u64::from(word(bytes, at + 4)) << 32 | u64::from(word(bytes, at))
 }
 
-/// Empties a page, to fill it. [`seal`] ends it.
+/// Empties a page for new content. [`seal`] completes the page.
 pub(crate) fn begin(page: &mut PageBytes) {
     page.fill(0);
 }
@@ -128,7 +128,7 @@ pub(crate) fn seal(page: &mut PageBytes, head: Head) {
 }
 
 impl Head {
-    /// A head for [`seal`].
+    /// A head with these numbers, for [`seal`]. Its other fields are zero.
     pub fn new(identity: u64, sequence: u64, commit: u64) -> Self {
         Head { identity, sequence, commit, is_checkpoint: false, is_last: false, floor: 0, clock: 0 }
     }
@@ -230,7 +230,7 @@ mod tests {
             seal(&mut page, head());
             page[bit / 8] ^= 1 << (bit % 8);
             prop_assert_eq!(parse(&page, 0xfeed), None);
-            // Any head, with the right checksum.
+            // Give the page a random head, with the right checksum.
             page[8..64].copy_from_slice(&bytes[8..]);
             page[..4].copy_from_slice(&MAGIC.to_le_bytes());
             page[4..8].fill(0);

@@ -50,7 +50,7 @@ struct Operation {
     place: u32,
     /// The life of the place's segment. Content that was read in another life proves nothing.
     life: u32,
-    /// The number of a write.
+    /// The version that a write gives to its page; 0 for a read.
     version: u64,
     state: State,
 }
@@ -377,7 +377,8 @@ impl Lane for LogLane {
         }
     }
 
-    /// Best runs are the pages up to the end of a segment, which go out as one write.
+    /// A run is best if it ends where a segment ends, because the pages up to there go out as one
+    /// write.
     fn best_runs(&self) -> Option<(usize, usize)> {
         let Parts { log, appender, .. } = &self.parts;
         let places = log.shape.places();

@@ -236,7 +236,8 @@ impl Shared {
 
     fn wake(&self) {
         if self.asleep.swap(false, SeqCst) {
-            // This fails only if the counter is full, and then the bell rings already.
+            // The write fails only if the counter is full. Then the descriptor is readable already,
+            // and wakes the thread.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
     }

@@ -188,7 +188,7 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
             }
         }
     }
-    // A commit that was confirmed was complete.
+    // A confirmed commit was complete. If the journal lacks it now, the journal is damaged.
     let mut confirmed = 0;
     io.read([0, 1].map(|commit| superblock.confirmation_slot(commit)).into_iter(), |_, page| {
         let head = page.ok().and_then(|page| journal::parse(page, identity)).map(|(head, _)| head);

@@ -9,7 +9,8 @@ use weir_core::PAGE_SIZE;
 
 /// Bytes of memory for each page of the store below, in all: 1 GiB for 1 TiB.
 const BYTES_A_PAGE: u64 = 4;
-/// Number of pages up to which a log is opened in one pass, whatever the bound.
+/// Number of pages up to which a log is opened in one pass, even if that exceeds the bound on
+/// memory.
 const PASS_LEAST: u64 = 4 << 20;
 
 /// The kind of a log.

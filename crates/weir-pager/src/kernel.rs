@@ -88,7 +88,7 @@ impl System {
         Ok(System {
             uffd: Uffd::open()?,
             maps: Maps::open()?,
-            // The file shows this thread's own descriptors.
+            // This thread's file shows the memory of the whole process.
             pagemap: File::open("/proc/thread-self/pagemap")?,
             size: File::open("/proc/self/statm")?,
             began: Instant::now(),
@@ -100,7 +100,7 @@ impl System {
 pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: a new mapping.
+    // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
     let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
     let at = at.map_err(|error| Error::System(error.into()))?;
     // The memory cut off at both ends stays reserved, so that nothing else is merged with it.
@@ -171,7 +171,7 @@ impl Kernel for System {
     }
 
     fn unlock(&mut self, at: usize, bytes: usize) {
-        // SAFETY: this thread's own memory.
+        // SAFETY: the range is this thread's own memory, and unlocking it changes no content.
         let _ = unsafe { rustix::mm::munlock(page_at(at).cast(), bytes) };
     }
 
@@ -196,7 +196,8 @@ impl Kernel for System {
     }
 
     fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes] {
-        // SAFETY: as above.
+        // SAFETY: this is the thread's own memory, which no other thread uses. The slice borrows
+        // `self` alone, so no other slice exists.
         unsafe { std::slice::from_raw_parts_mut(page_at(at), count) }
     }
 

@@ -52,7 +52,7 @@ pub const BLOCK: usize = 2 << 20;
 pub const BLOCK_PAGES: usize = BLOCK / PAGE_SIZE;
 
 /// The pager's way to people and to the daemon. The pager's thread calls it. So no method may wait
-/// for the program. A full pipe that a thread of the program reads or writes is such a wait.
+/// for the program, for instance for a thread that should read from a full pipe.
 pub trait Outside {
     /// Prints a line for people.
     fn tell(&mut self, line: &str);
@@ -72,7 +72,7 @@ impl<F: FnMut(&str)> Outside for F {
     }
 }
 
-/// The pager's way to the world outside, or a function that prints lines.
+/// The pager's way to people and to the daemon. A function that prints lines is such a way too.
 pub type Tell = Box<dyn Outside>;
 
 /// The store of blocks that are not resident. One thread uses it.

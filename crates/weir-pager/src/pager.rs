@@ -253,7 +253,7 @@ impl Pager {
     }
 
     /// Makes every block resident for a fork, since a child has no pager. No block goes until
-    /// [`release`](Self::release) has been called once for each call of this.
+    /// [`release`](Self::release) has been called as often as `hold`.
     pub fn hold(&self) {
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();

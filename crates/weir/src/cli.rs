@@ -74,7 +74,7 @@ pub enum Command {
     Run(RunOptions),
 
     /// Change how much of a bounded program may be resident, while it runs. Returns once no more
-    /// is.
+    /// than that is resident.
     Limit(LimitOptions),
 
     /// Move everything of a bounded program out that is resident now. What it uses comes back.
@@ -96,7 +96,7 @@ pub enum Command {
     /// The process that drivers may crash or hold up, for `doctor` and `serve`.
     #[command(hide = true)]
     LookAtCards {
-        /// Which.
+        /// The store whose cards the process opens.
         #[arg(long)]
         store: StoreUrl,
     },
@@ -122,7 +122,7 @@ pub enum Command {
     },
 }
 
-/// How long and how hard `try` tries.
+/// The length and the load of a trial.
 #[derive(Debug, Clone, Args)]
 pub struct TryOptions {
     /// Seconds of work, besides start and the final check.

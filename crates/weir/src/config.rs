@@ -7,8 +7,8 @@
 //! swap = true
 //! ```
 //!
-//! The keys become those flags, which are parsed as the command line is. So both know the same
-//! names, take the same values and print the same errors.
+//! The file's keys become flags, which are parsed as the command line is. So file and command line
+//! know the same names, take the same values and print the same errors.
 
 use crate::cli::ServeOptions;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -39,7 +39,7 @@ pub fn read(path: &Path) -> Result<ServeOptions, Failure> {
     parse(flags).map_err(|error| usage(missing(&error).unwrap_or_else(|| complaint(&error))))
 }
 
-/// The keys that are missing, if that is the error: clap names the flags.
+/// The missing keys, if the error is about missing flags. Clap's own message would name the flags.
 fn missing(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::Strings(flags)) = error.get(ContextKind::InvalidArg) else { return None };
     let keys = flags.iter().filter_map(|flag| flag.strip_prefix("--")?.split([' ', '=']).next());

@@ -1,6 +1,6 @@
 //! The examples of each man page: a command that the parser accepts, and a line about it.
 
-/// By the page's name: `weir-on` is that of `weir on`.
+/// The examples, by the name of the man page. The page `weir-on` is about the command `weir on`.
 const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
     (
         "weir",

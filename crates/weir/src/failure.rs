@@ -10,8 +10,8 @@ pub fn of(error: impl Into<Error>) -> Failure {
     told(error.class(), chain(&error))
 }
 
-/// The failure of a daemon that reported it. Its configuration was made here, so that no user asked
-/// for it wrongly.
+/// The failure that a daemon reported at its start. Weir itself wrote that daemon's configuration,
+/// so a wrong configuration is not the user's mistake.
 pub fn reported(report: StartReport) -> Failure {
     let class = if report.class == Class::NoRoom { Class::NoRoom } else { Class::Failed };
     told(class, report.text)

@@ -34,7 +34,7 @@ const READY: &[u8] = b"ready\n";
 
 /// Mounts a RAM disk. Returns once the disk is there; in the foreground, once it is gone.
 pub fn run(options: &MountOptions) -> Result<(), Failure> {
-    // The outer process has found the inner one already.
+    // The outer process makes this check, before it starts the inner process (`--announce`).
     if let Ok(directory) = std::path::absolute(&options.directory)
         && !options.announce
         && is_served(&directory)

@@ -54,7 +54,7 @@ impl Echo {
 impl Drop for Echo {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // This connection only wakes the accepting thread.
+        // This connection only wakes the accepting thread, which then sees `stop`.
         let _ = UnixStream::connect(&self.socket);
     }
 }
@@ -118,7 +118,8 @@ fn serve(mut stream: UnixStream, export: &Export, stop: &AtomicBool) -> io::Resu
     }
 }
 
-/// The head of a reply, which comes before its data: as many bytes of the array as `usize` says.
+/// Returns the head of a reply, which goes before the reply's data. The `usize` says how many bytes
+/// of the array the head has.
 fn head(bytes: &[u8]) -> ([u8; 28], usize) {
     let mut head = [0; 28];
     head[..bytes.len()].copy_from_slice(bytes);

@@ -1,10 +1,11 @@
 //! `weir bench long`: requests of 1 MiB, by one job and by four, each with eight in flight.
 //!
-//! Weir serves a store; if that is a card, also a second time without the processor's window onto
-//! it. Beside it run nbdkit's memory plugin, a server that keeps no pages, and, if its program is
-//! given, nbd-vram. The last keeps pages on the same card without a checksum. fio reads and writes
-//! all of them in turns, in random order. Every device is first written in order; later writes move
-//! Weir's pages, between one run of the reads and the next.
+//! Weir serves a store. If the store is a card, Weir runs a second time without the processor's
+//! window onto the card. nbdkit's memory plugin runs beside it, and a server that keeps no pages.
+//! If its program is given, nbd-vram runs too, which keeps pages on the same card without a
+//! checksum. The servers take turns, and fio reads and writes each in random order. Every device is
+//! first written in order. Later writes move Weir's pages, between one run of the reads and the
+//! next.
 
 use super::echo::Echo;
 use super::server::{Directory, Server};
@@ -61,7 +62,7 @@ impl Asked {
         format!("{}{}", self.prefix.unwrap_or_default(), self.name)
     }
 
-    /// The figures, or, if there are none, a printed line with the reason.
+    /// Returns the figures. If there are none, prints a line with the reason.
     fn complain<T>(&self, when: &str, result: Result<T, BlockError>) -> Option<T> {
         result.inspect_err(|error| eprintln!("{} fails {when}: {error}; it is left out", self.called())).ok()
     }

@@ -1,19 +1,20 @@
 //! `weir bench block`: Weir's NBD server over host memory, beside nbdkit's memory plugin on the
 //! same kind of socket.
 //!
-//! fio drives both by its libnbd engine, with one job after the other, in turns, several times
-//! over; figures are medians. Weir runs twice. It sleeps between requests, which is the usual way,
-//! and it spins, which is what `--spin-us` is for. Over host memory both run at once. Over a store
-//! they run one after the other, each beside nbdkit, since two daemons on one card keep each
-//! other's resident kernel away. For single requests a third server, which keeps no pages, shows
-//! the cost of the client and the system.
+//! fio drives both servers by its libnbd engine. Cases run one after another, the servers take
+//! turns, and a figure is the median of several runs. Weir runs twice: once it sleeps between
+//! requests, which is the usual way, and once it spins (`--spin-us`). Over host memory both of
+//! Weir's servers run at once. Over a store they run one after the other, each beside nbdkit. Two
+//! daemons on one card would hinder each other: neither could keep its kernel resident there. For
+//! single requests a third server, which keeps no pages, shows the cost of the client and the
+//! system.
 //!
-//! Every page of both was written before, in order, so that none is a hole. A page that Weir
-//! overwrites moves, so the order of the last writes decides whether neighbours lie side by side.
-//! Long requests come first, on a device written in order. They come again at the end
+//! Every page of both servers is written once before, in order, so that none is a hole. A page that
+//! Weir overwrites moves, so the order of the last writes decides whether neighbours lie side by
+//! side. Long requests come first, on a device written in order. They come again at the end
 //! (`scattered_read`), after every page was written once more in random order. `/proc` tells the
-//! processor time of a server for each request, since a server that is fast because it uses both
-//! processors is not fast.
+//! processor time that a server takes for each request. So a server that is fast only because it
+//! keeps both processors busy is found out.
 
 mod echo;
 mod fio;
@@ -170,7 +171,7 @@ impl Way {
     }
 }
 
-/// The index of a server's runs.
+/// The index of each server's runs in `Measured::ways`.
 const ASLEEP: usize = 0;
 const SPINNING: usize = 1;
 const NBDKIT: usize = 2;

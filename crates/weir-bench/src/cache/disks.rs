@@ -32,7 +32,7 @@ impl Limits {
 
 #[derive(Debug)]
 struct Disk {
-    /// The time at which the disk is idle, in nanoseconds since `begun`.
+    /// The time at which the disk's last operation ends, in nanoseconds since `begun`.
     idle_at: AtomicU64,
 }
 
@@ -88,7 +88,7 @@ impl Disks {
         }
     }
 
-    /// The end time of an operation on a disk that begins now.
+    /// Begins an operation on a disk now, and returns the time of the operation's end.
     fn begin(&self, member: u32, bytes: u64) -> Instant {
         let now = self.begun.elapsed().as_nanos() as u64;
         if !self.is_limited.load(Relaxed) {
@@ -283,7 +283,8 @@ mod tests {
         let disks = Disks::new(4096, 2, limits).unwrap();
         disks.limit(true);
         let mut lane = DiskStore(Arc::clone(&disks)).lane(600).unwrap();
-        // Each disk has two units. Ten single pages are ten operations.
+        // The 512 neighbours are one operation of 1 MiB on each disk. The ten single pages are ten
+        // operations.
         let before = Instant::now();
         for slot in (0..512).chain((1024..1044).step_by(2)) {
             assert_eq!(lane.write(slot, Slot(slot), &[slot as u8; PAGE_SIZE]), Progress::Queued);
@@ -291,7 +292,8 @@ mod tests {
         lane.submit();
         let traffic = disks.traffic();
         assert_eq!((traffic.writes, traffic.long, traffic.written), (12, 2 << 20, 522 << 12));
-        // The test may stall anywhere, so each limit counts from the moment that is safe.
+        // A stall of the test must not fail it. So lower limits count from before the submission,
+        // and upper limits from after it.
         let (after, mut ended) = (Instant::now(), 0);
         lane.poll(before + Duration::from_millis(9), &mut |_| ended += 1);
         assert_eq!(ended, 0, "1 MiB takes 10 ms");

@@ -169,7 +169,8 @@ fn measure(
         None
     };
     let home = log.as_ref().map_or(below, |log| Arc::new(log.clone()) as _);
-    // The cache takes a quarter of the working set, and the pages that lanes have under way.
+    // The cache has frames for a quarter of the working set, and 1024 more for the pages that lanes
+    // have under way.
     let store = Arc::new(Host::new(pages / 4 + 1024)?);
     let config = weir_cache::Config { lanes: 1, depth: DEPTH, stream_pages: 0, ..Default::default() };
     let cache = Cache::create(store, home, config)?;
@@ -177,7 +178,8 @@ fn measure(
     let mut write_back = WriteBack::open(&cache)?;
     let mut cleaner = log.as_ref().map(Cleaner::open).transpose()?;
     let ends = AtomicBool::new(false);
-    // This descriptor is never readable: only naps end this wait.
+    // The waits below take a descriptor that ends them early. This one is never readable, so it
+    // ends no wait.
     let quiet = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)
         .map_err(|errno| OpenError::io("bench", "cannot make an eventfd", errno))?;
     std::thread::scope(|scope| {
@@ -303,8 +305,8 @@ impl Requests {
         log: Option<&Log>,
         time: Duration,
     ) -> Result<Figures, CacheBenchError> {
-        // Write each page once, then as many at random as bring a log's segments to their steady
-        // state.
+        // Write each page once. Then write random pages, until the log's segments are in their
+        // steady state.
         let mut next = 0;
         self.issue(
             &mut target,
@@ -462,7 +464,8 @@ mod tests {
         for _ in 0..100_000 {
             counts[law.rank(random(&mut state)) as usize] += 1;
         }
-        // The first rank's share is 1 of the sum of 1/n^0.99; the second's is about half of that.
+        // By Zipf's law with exponent 0.99 the first rank has a share of 1/zeta, and the second
+        // about half of that.
         let first = 100_000.0 / law.zeta;
         assert!((f64::from(counts[0]) - first).abs() < first * 0.1, "{} of {first}", counts[0]);
         assert!((f64::from(counts[1]) - first / 2.0).abs() < first * 0.1, "{}", counts[1]);

@@ -27,7 +27,8 @@ impl Control {
                 .ok_or_else(|| DiskError::Fio("its JSON lacks a figure that version 3 has".to_owned()))
         };
         let percentile = |key: &str| figure(&side["clat_ns"]["percentile"][key]);
-        // clat does not include the submission, which Weir's latencies do; fio reports its mean.
+        // Weir's latencies include the submission, and fio's `clat` does not. So add the mean time
+        // of fio's submissions.
         let submission = figure(&side["slat_ns"]["mean"])?;
         Ok(Figures {
             pages_per_second: figure(&side["bw_bytes"])? / PAGE_SIZE as f64,

@@ -61,8 +61,8 @@ impl Batches {
         Ok(Batches { lane, case, page, pages: 0, latencies: Vec::with_capacity(1 << 20) })
     }
 
-    /// Queues one batch, whose run at index `at` begins at slot `first(at)`, and waits for all of
-    /// it.
+    /// Queues one batch and waits until all of it has ended. The run with index `at` begins at slot
+    /// `first(at)`.
     fn run(&mut self, mut first: impl FnMut(usize) -> u32) -> Result<(), DiskError> {
         let failed = |fault| DiskError::Fault { case: self.case.name, fault };
         let began = Instant::now();

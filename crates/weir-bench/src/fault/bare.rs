@@ -8,14 +8,16 @@ use std::io;
 use weir_core::PAGE_SIZE;
 use weir_pager::{Event, Stopped, Uffd};
 
-/// Bounds `bytes` from `base` on. Pages that are moved out lie at the same offset from `store` on.
+/// Bounds the resident part of the `bytes` bytes that begin at `base`. A page that is moved out
+/// lies at the same offset from `store`.
 pub fn bound(base: usize, store: usize, bytes: usize, limit: usize) -> io::Result<()> {
     let uffd = Uffd::open().map_err(io::Error::other)?;
     for start in [base, store] {
         uffd.register(start, start + bytes)?;
     }
     std::thread::spawn(move || {
-        // The error cannot be reported, and the program would wait for ever.
+        // No caller gets the error, and without the handler the program would wait for ever. So the
+        // process ends.
         if let Err(error) = answer(&uffd, base, store, bytes, limit) {
             eprintln!("weir: the bare handler: {error}");
             std::process::exit(1);

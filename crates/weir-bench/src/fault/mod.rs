@@ -1,9 +1,10 @@
-//! Memory that does not fit, in several ways: the cost of page faults, beside no limit.
+//! The cost of page faults for a program whose memory does not fit into its limit. Each way to keep
+//! the limit runs beside the same program without a limit.
 //!
-//! A child process goes through its memory in several ways. It goes in order, reading and writing;
-//! in pairs of words that lie a power of two apart, as a gate of a state-vector simulator does; and
-//! to single pages, at random and by Zipf's law. Every word is checked at the end. It needs root, a
-//! memory cgroup, and loop devices for the swap devices.
+//! A child process goes through its memory in several ways. It goes in order, reading and writing.
+//! It goes through pairs of words that lie a power of two apart, as a gate of a state-vector
+//! simulator does. It touches single pages, at random and by Zipf's law. Every word is checked at
+//! the end. The benchmark needs root, a memory cgroup, and loop devices for the swap devices.
 //!
 //! The bare handler keeps moved-out pages in the same process, so it saves no memory. It shows the
 //! least cost of a page fault on one page.
@@ -188,7 +189,7 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
     serde_json::from_str(text.trim()).map_err(|error| SwapError::failed("the child")(error.into()))
 }
 
-/// The gate that takes longest beside the same one without a limit.
+/// The index of the gate that the limit slows down most.
 fn worst_gate(touched: &[Touch], alone: &[Touch]) -> usize {
     let median =
         |of: &[Touch], gate: usize| of.iter().map(|touched| touched.gates_s[gate]).collect::<Runs>().median();

@@ -25,8 +25,8 @@ pub struct Touch {
     pub sweep_read_s: f64,
     /// Seconds of a pass that changes every word in order.
     pub sweep_write_s: f64,
-    /// Seconds of a gate on each bit of a word's number, from the lowest: pairs that lie 8 bytes to
-    /// half of the memory apart.
+    /// Seconds of a gate on each bit of a word's number, from the lowest bit. The two words of a
+    /// pair lie 8 bytes apart for the lowest bit, and half of the memory for the highest.
     pub gates_s: Vec<f64>,
     /// Mean time of touching a random page.
     pub uniform_us: f64,
@@ -124,8 +124,8 @@ fn mean(taken: &[u64]) -> f64 {
     taken.iter().sum::<u64>() as f64 / 1e3 / taken.len().max(1) as f64
 }
 
-/// Memory whose expected content is always known: it contains exact numbers, and gates turn them by
-/// a right angle.
+/// Memory whose expected content is always known. Its words are exact numbers, and a gate only
+/// swaps two words and changes the sign of one.
 struct State {
     words: &'static mut [f64],
     added: f64,

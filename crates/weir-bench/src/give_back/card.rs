@@ -1,5 +1,5 @@
-//! The process that needs the card: it allocates most of it step by step, as a game does while it
-//! loads, and ends.
+//! The process that needs the card. It allocates most of the card's memory step by step, as a game
+//! does while it loads, and then ends.
 
 use super::GiveBackError;
 use crate::report::percentile;
@@ -11,7 +11,7 @@ use weir_store::vram::engine::{BatchCopies, Context, Which};
 
 /// Time that a step may take before it is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The part of the card that it takes.
+/// The share of the card's memory that the process allocates.
 const SHARE: f64 = 0.9;
 
 /// The memory that the process got, and its waiting times.

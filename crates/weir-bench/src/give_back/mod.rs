@@ -126,7 +126,8 @@ fn steps(step: ByteSize, daemon: &Daemon, load: &Load, report: &mut Report) -> R
         .and_then(|line| serde_json::from_str(line).ok())
         .ok_or_else(|| failed(format!("{} after {text:?}", output.status)))?;
     let began = Instant::now();
-    // The spare and one chunk of distance may stay with the card's owner.
+    // Wait until the daemon has taken its memory again. The governor may leave up to 1 GiB of it to
+    // the card's owner: the spare and one chunk.
     while daemon.held_bytes()? + (1 << 30) < held && began.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -29,8 +29,8 @@ fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
 fn give(counts: &[AtomicU32], tokens: &[Token]) -> u32 {
     let mut lasts = 0;
     for &Token(page) in tokens {
-        // The series refuses a page that is not out, by atomic_add_unless(uref, -1, 0) or a check
-        // before it.
+        // The series refuses the return of a page that no connection holds, by
+        // `atomic_add_unless(uref, -1, 0)` or a check before. This model leaves the check out.
         lasts += u32::from(counts[page as usize].fetch_sub(1, Ordering::Release) == 1);
     }
     lasts
@@ -68,8 +68,8 @@ impl Design for SocketArrays {
 }
 
 /// The design of versions 3 to 10: an atomic counter for each page of the binding, for all
-/// connections together. It cannot tell which connection holds a page. So references that a
-/// connection leaves stay out until the binding goes.
+/// connections together. The counter cannot tell which connection holds a page. If a connection
+/// ends without returning its pages, their references stay until the binding ends.
 pub struct RegionCounters {
     counts: Arc<Box<[AtomicU32]>>,
 }

@@ -1,6 +1,6 @@
 //! An end-to-end run in the manner of kperf (4 flows, 4 workers, as that series has it). Pages go
-//! to their users over the share transport at a fixed rate. It measures how busy the workers are
-//! with each design.
+//! to their users over the share transport at a fixed rate. The run measures how busy the workers
+//! are with each design.
 //!
 //! A worker is the server's side of one or more connections. For each page asked for it takes a
 //! free frame, copies the payload there, takes a reference, and answers with the token. The

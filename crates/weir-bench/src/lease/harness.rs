@@ -52,7 +52,7 @@ impl Workload {
     }
 }
 
-/// The time of a design without that of the harness, and the design's memory.
+/// A design's time, less the time of the harness, and the design's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Figure {
     /// Nanoseconds of one thread for one reference taken and returned.
@@ -71,7 +71,8 @@ pub struct Figures {
     pub xarray: Figure,
     pub kernel: Figure,
     pub region: Figure,
-    /// The figure of the arrays; `None` if they would take more memory than [`DESIGN_BYTES_MAX`].
+    /// The figure of an array of counters for each connection. `None`: these arrays would take more
+    /// memory than [`DESIGN_BYTES_MAX`].
     pub arrays: Option<Figure>,
 }
 

@@ -14,9 +14,9 @@
 //! | a page's count, in the page's own cache line, by an atomic | `tcp_recvmsg_dmabuf()` adds to `net_iov.pp_ref_count`, `napi_pp_put_page()` takes off |
 //! | the lock is let go for each 16 returns | `sock_devmem_dontneed()` gathers 16 pages under it and puts them outside |
 //!
-//! The table beside it also does what the last rows say: it counts pages, in bytes that one owner
-//! writes. The kernel has further costs that are not in the model: softirqs off, `READ_ONCE` and
-//! RCU checks, retpolines, and the page pool's recycling.
+//! [`weir_lease::Table`], which runs beside this model, counts a page's references too. Its counts
+//! are bytes that one owner writes. The kernel has further costs that are not in the model:
+//! softirqs off, `READ_ONCE` and RCU checks, retpolines, and the page pool's recycling.
 
 use std::hint::spin_loop;
 use std::sync::Arc;
@@ -162,7 +162,8 @@ fn find_free(tree: &Tree, slab: &mut Slab) -> At {
         index |= offset << node.shift;
         match id_of(node.slots[offset as usize]) {
             Some(below) if node.shift > 0 => id = below,
-            // This is a leaf, or a subtree that does not exist yet. The search begins at index 1.
+            // The search ends at a leaf, or at a subtree that does not exist yet. Index 0 is never
+            // given out, so the lowest result is 1.
             _ => return At { index: index.max(1), node: id, offset: offset as u8 },
         }
     }
@@ -390,7 +391,8 @@ fn locked<T>(tree: &mut Tree, body: impl FnOnce(&mut Tree) -> T) -> T {
 }
 
 impl KernelXArrays {
-    /// Erases under the lock, puts the pages outside of it, and calls `put` for each page.
+    /// Erases entries under the lock, and puts their pages outside of it. Calls `put` with each
+    /// page, and with whether its last reference went.
     fn give_each(&mut self, connection: u32, tokens: &[Token], mut put: impl FnMut(u32, bool)) {
         let tree = &mut self.trees[connection as usize];
         for tokens in tokens.chunks(PUT) {
@@ -466,7 +468,7 @@ mod tests {
         let mut random = 1u64;
         for step in 1..60_000u32 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // The tree grows past two levels, shrinks to nothing, and so on.
+            // The tree grows past two levels and shrinks to nothing, several times.
             if (step / 6_000) % 2 == 0 || model.is_empty() {
                 let index = alloc(&mut tree, &mut slab, RESERVED);
                 if step % 64 == 0 {

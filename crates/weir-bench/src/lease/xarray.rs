@@ -276,7 +276,7 @@ mod tests {
         let mut random = 1u64;
         for step in 1..100_000u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // The tree grows past two levels, shrinks to nothing, and so on.
+            // The tree grows past two levels and shrinks to nothing, several times.
             let grow = (step / 10_000) % 2 == 0;
             if grow || model.is_empty() {
                 let index = alloc(&mut slab, &mut head, step);

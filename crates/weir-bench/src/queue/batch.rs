@@ -51,7 +51,7 @@ impl Shared {
     }
 }
 
-/// The design with its worker.
+/// This design of a queue, with its worker thread.
 pub(super) struct BatchQueue {
     shared: Arc<Shared>,
     worker: JoinHandle<()>,

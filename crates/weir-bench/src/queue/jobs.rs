@@ -73,7 +73,8 @@ impl Tally {
         self.finished.load(Relaxed)
     }
 
-    /// Number of times that the worker slept in the round, which was its first.
+    /// Number of times that the worker slept in the round. Each round has a new worker, so the
+    /// kernel's count begins at 0.
     pub(super) fn sleeps(&self) -> u64 {
         self.sleeps.load(Relaxed)
     }
@@ -90,8 +91,8 @@ pub(super) fn nanos() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64 + 1
 }
 
-/// Number of voluntary context switches of the calling thread. It is the same count for every
-/// design, whatever the design itself counts.
+/// Number of voluntary context switches of the calling thread. The kernel counts them alike for
+/// every design.
 fn own_sleeps() -> u64 {
     // SAFETY: a rusage of zeros is valid, and getrusage writes no more than one.
     let usage = unsafe {

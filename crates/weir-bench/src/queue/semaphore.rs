@@ -72,7 +72,7 @@ impl Shared {
     }
 }
 
-/// The design with its worker.
+/// This design of a queue, with its worker thread.
 pub(super) struct SemaphoreQueue {
     shared: Arc<Shared>,
     worker: JoinHandle<()>,

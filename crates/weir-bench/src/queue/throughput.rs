@@ -114,8 +114,8 @@ fn round<D: Design>(jobs: &'static [D::Job], producers: usize) -> Result<Round, 
         })
         .collect();
     TALLY.wait();
-    // The time counts from the first producer's start: this thread may have been late at either
-    // end.
+    // The time counts from the first producer's start to the last job's end. This thread reads no
+    // clock for it, since it may run late at both times.
     let begun = threads.into_iter().map(|thread| thread.join().expect("a producer does not panic")).min();
     let ns = begun.map_or(0, |begun| TALLY.finished() - begun) as f64;
     let wakes = TALLY.sleeps() as f64;

@@ -22,8 +22,8 @@ pub(super) const VALUES: &str = "weir-values";
 /// Number of values that a sender has room for: this channel is bounded, and the others are not.
 const ROOM: usize = 1 << 14;
 
-/// Number of looks that the spinning worker makes before it sleeps: some milliseconds, longer than
-/// any gap between items.
+/// Number of times that the spinning worker looks for an item before it sleeps. They take some
+/// milliseconds, longer than any gap between items.
 const LOOKS: u32 = 100_000;
 
 /// A job with its item, which is as large as an item of the list design.

@@ -53,8 +53,7 @@ pub(super) fn svg(report: &Report) -> Result<String, ReportError> {
     draw(report, &bars).map_err(|error| failed(error.to_string()))
 }
 
-/// Draws the bars. The axis is logarithmic: half of the control's figure is as far from it as twice
-/// that.
+/// Draws the bars. The axis is logarithmic: ratios of 1/2 and of 2 lie equally far from 1.
 fn draw(report: &Report, bars: &[Bar<'_>]) -> Result<String, Box<dyn std::error::Error>> {
     let ends = bars.iter().flat_map(|bar| [bar.ratio, bar.goal.unwrap_or(1.0), 1.0]).map(f64::log2);
     let (low, high) = ends.fold((-0.5f64, 0.5f64), |(low, high), end| (low.min(end), high.max(end)));

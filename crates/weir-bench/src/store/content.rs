@@ -16,7 +16,7 @@ pub fn stamp(page: &mut PageBytes, number: u32, generation: u32) {
     }
 }
 
-/// Whether `page` has that content, in every line.
+/// Whether `page` has the content of `generation` of page `number`, in every line.
 #[inline]
 pub fn is_stamped(page: &PageBytes, number: u32, generation: u32) -> bool {
     let word = identity(number, generation);

@@ -101,7 +101,8 @@ impl Copier<'_> {
     }
 }
 
-/// The mapped copy alone, at random pages of as many as the store's rows use.
+/// The mapped copy without a lane around it, at random pages. It goes over as many pages as the
+/// store's rows use.
 pub struct BareCopy {
     bare: Bare,
     random: super::content::Random,

@@ -13,13 +13,13 @@ use weir_store::{Done, Fault, Lane, Progress, Store};
 
 /// Number of pages in one batch when the chunks are filled.
 const BATCH: u32 = 64;
-/// Number of threads that use the rest.
+/// Number of threads that use the chunks that are not given back.
 const USERS: usize = 4;
-/// Number of pages that the programs use.
+/// Number of pages that these threads use.
 const USED: u32 = 1 << 18;
 
-/// The effort of a give-back: the pages that one draining thread reads at once delay the pages of
-/// the others.
+/// The effort of a give-back. The more pages a draining thread reads at once, the longer other
+/// threads wait for their pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Effort {
     /// Number of threads that read chunks.
@@ -50,9 +50,9 @@ impl std::fmt::Display for Effort {
 pub struct Outcome {
     /// Bytes given back a second.
     pub rate: f64,
-    /// The users' 99th percentile before the give-back, in microseconds.
+    /// The 99th percentile of the users' latencies before the give-back, in microseconds.
     pub quiet_p99: f64,
-    /// The users' 99th percentile during the give-back, in microseconds.
+    /// The 99th percentile of the users' latencies during the give-back, in microseconds.
     pub busy_p99: f64,
     /// The mean time to release an emptied chunk, in milliseconds.
     pub release_ms: f64,
@@ -143,7 +143,7 @@ fn drain(
     let memory = store.reclaim().ok_or(BenchError::Fault(Fault::Unsupported))?;
     let slots = memory.chunk_slots();
     let mut lane = store.lane(2 * batch as usize)?;
-    // The pages' new memory is touched before it is needed.
+    // Filling the memory touches its pages, so that the reads below cause no page faults.
     let mut host = vec![1u8; slots as usize * PAGE_SIZE];
     loop {
         let chunk = next.fetch_add(1, Ordering::Relaxed);

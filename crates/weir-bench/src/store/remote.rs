@@ -1,6 +1,6 @@
 //! A page from a node of a fleet, beside the client crate's own GET of 4 KiB from the same engine.
 //!
-//! Reads and GETs take turns, one at a time, so that whatever else the machine does meets both. In
+//! Reads and GETs take turns, one at a time, so that other load of the machine slows both alike. In
 //! the rows `_asleep` the thread waits for the lane's descriptor, as a program does and as the
 //! client crate does. In the rows `_spinning` it polls.
 
@@ -44,7 +44,7 @@ pub fn rows(plan: &Plan) -> Result<Vec<Row>, BenchError> {
             part.fill(&mut lane)?;
             let (mut ours, mut gets) = (Vec::new(), Vec::new());
             for turn in 0..count {
-                // Each of the two goes first equally often.
+                // The read goes first in every second turn, and the GET in the others.
                 for first in [turn % 2 == 0, turn % 2 != 0] {
                     if first {
                         ours.push(part.once(&mut lane, Kind::Read)?.as_nanos() as u64);
@@ -69,7 +69,7 @@ pub fn rows(plan: &Plan) -> Result<Vec<Row>, BenchError> {
         rows.push(Row::lower(id, "p99_us", tail).beside("client-get", get_tail));
     }
     client.clean_up()?;
-    // Figures of a busy machine say less of the store.
+    // Other load makes the figures less reliable, so a row shows how busy the machine was.
     rows.extend(load_average().map(|load| Row::lower("machine", "load_1m", load)));
     Ok(rows)
 }
@@ -100,7 +100,7 @@ impl Pages for Waiter {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let limit = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.subsec_nanos().into() };
         if let Some(fd) = self.lane.wake_fd().filter(|_| self.asleep) {
-            // The lane is asked in any case.
+            // The result does not matter, because the lane is polled in any case.
             let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&limit));
         }
         self.lane.poll(now, done);

@@ -145,7 +145,8 @@ impl Bench<'_> {
             .collect()
     }
 
-    /// The time of the mapped copy alone, in the same rhythm: the part that is not the store's.
+    /// The time of the mapped copy alone, with the same pauses. The rest of an operation's time is
+    /// the store's own.
     fn bare_times(&self, kind: Kind, count: usize, pause: Option<Duration>) -> Option<f64> {
         let mut copy = BareCopy::open(self.gpu.as_ref()?, self.pages)?;
         (0..100).for_each(|_| _ = copy.once(kind));
@@ -233,7 +234,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Measures the same with 1, 2, 4, ... threads, up to the number of the deep rows.
+    /// Measures deep reads and writes with 1, 2, 4, ... threads, up to the number of the deep rows.
     fn scaling(&mut self) -> Result<(), BenchError> {
         let most = self.plan.threads;
         let doubled = std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&it| it < most);
@@ -271,7 +272,7 @@ impl Bench<'_> {
         Ok(pair)
     }
 
-    /// Measures a megabyte of neighbours at a time.
+    /// Measures operations on 1 MiB of neighbouring pages.
     fn large(&mut self) -> Result<(), BenchError> {
         for (id, reads, kind) in [("large_read", 100, Kind::Read), ("large_write", 0, Kind::Write)] {
             if !self.wanted(id) {
@@ -359,7 +360,7 @@ impl Bench<'_> {
     }
 
     /// Measures give-back: 16 GiB of chunks are read and released while four threads use the rest.
-    /// With several efforts, each gives back a quarter of that.
+    /// If several efforts are compared, each gives back only 4 GiB.
     fn give_back(&mut self) -> Result<(), BenchError> {
         let Some(memory) = self.store.reclaim() else { return Ok(()) };
         let slots = memory.chunk_slots();

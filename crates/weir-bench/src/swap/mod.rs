@@ -188,7 +188,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let controls = &ways.iter().find(|(kind, _)| kind.name() == RAM_LOOP).expect("measured first").1;
     for (kind, ways) in ways.iter().filter(|(kind, _)| kind.name() != RAM_LOOP) {
         for ((cluster, way), control) in plan.page_clusters.iter().zip(ways).zip(controls) {
-            // A single value needs no name.
+            // A row's name has the value of vm.page-cluster only if several values are measured.
             let name = match plan.page_clusters.len() {
                 1 => kind.name().to_owned(),
                 _ => format!("{}_cluster_{cluster}", kind.name()),
@@ -214,7 +214,8 @@ fn rows(name: &str, kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
             p99 = p99.goal(Goal::Value(150.0));
         }
         Kind::Weir { spin_us: 1.., store: Some(_) } => {
-            // The goal adds the cost of a page in GPU memory over a page in host memory.
+            // As with host memory the goal is 1.6 times the control. A page in GPU memory may take
+            // 6 us more.
             p50 = p50.goal(Goal::Value(control.fault_p50.median() * 1.6 + 6.0));
             p99 = p99.goal(Goal::Value(150.0));
         }

@@ -23,7 +23,8 @@ const STRETCH: usize = 16;
 const FAULTS_MAX: usize = 200_000;
 /// Largest number of attempts to run a child, if the kernel kills it.
 const TRIES: u32 = 4;
-/// Number of touches whose page was in RAM after which swap counts as empty.
+/// Largest number of touches in a row that find their page in RAM. After so many, swap counts as
+/// empty.
 const VAIN_MAX: u32 = 100_000;
 
 /// The figures of a child.
@@ -66,8 +67,8 @@ pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
     Ok(attempt(plan, device, true)?.expect("the last attempt ends"))
 }
 
-/// Runs one child. Returns `None` if the kernel killed it at its limit. The kernel does so when
-/// none of the writes that it has started to the device has ended: their thread had no processor.
+/// Runs one child. Returns `None` if the kernel killed it at its limit. The kernel does so if the
+/// device's thread gets no processor, so that none of the started writes ends.
 fn attempt(plan: &Plan, device: &Device, is_last: bool) -> Result<Option<Touch>, SwapError> {
     let failed = |what: &str| SwapError::failed(format!("{}: {what}", device.name()));
     let cgroup = Cgroup::new(std::process::id(), plan.limit.0)

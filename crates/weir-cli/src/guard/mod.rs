@@ -35,8 +35,8 @@ const AGAIN: Duration = Duration::from_millis(250);
 /// The start of the names that a child makes.
 const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 
-/// Runs `work` in a child, and undoes what it leaves. `elsewhere` is a directory in which it makes
-/// files, besides the usual ones.
+/// Runs `work` in a child, and undoes the changes that the child leaves. `elsewhere` is one more
+/// directory in which the child makes files.
 ///
 /// # Errors
 /// Fails with the errors of `work`, and when it was interrupted or something cannot be undone.
@@ -237,8 +237,9 @@ fn names(process: Pid, paths: &[PathBuf]) -> bool {
     paths.iter().any(is_named)
 }
 
-/// Ends processes, and waits for them; uses SIGKILL if they take too long. A server goes on while
-/// its device is in use, and the kernel releases that a moment later: so the signal is repeated.
+/// Ends processes, and waits for them. Uses SIGKILL if they take too long. A server goes on while
+/// its device is in use, and the kernel releases the device a moment later. So the signal is
+/// repeated.
 fn end(processes: &[Pid], signal: Signal) {
     let mut left = processes.to_vec();
     let (begun, mut told) = (Instant::now(), None::<Instant>);
@@ -266,8 +267,8 @@ fn is_gone(process: Pid) -> bool {
     }
 }
 
-/// Whether a process is about to exit. An exit takes as long as there is memory to free, and the
-/// environment is freed first.
+/// Whether a process is about to exit. The kernel frees its environment first, which names the
+/// guard. Then the exit takes as long as there is memory to free.
 fn is_exiting(process: Pid) -> bool {
     // The flag's value is from include/linux/sched.h.
     const PF_EXITING: u32 = 4;
@@ -280,7 +281,8 @@ fn is_exiting(process: Pid) -> bool {
 /// The paths of all mount points.
 fn mounts() -> Vec<PathBuf> {
     let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    // The names here have no blanks, which the table would write otherwise.
+    // The table would write a blank in a path as an escape, but no path that matters here has
+    // blanks.
     table.lines().filter_map(|line| line.split(' ').nth(1).map(PathBuf::from)).collect()
 }
 
@@ -303,7 +305,7 @@ mod tests {
         let mut sleeper =
             Command::new("sh").args(["-c", "sleep 60", "sh"]).arg(directory.join("x")).spawn().unwrap();
         let pid = Pid::from_child(&sleeper);
-        // A new child runs this program until its exec.
+        // A new child has this program's command line until its exec.
         let begun = Instant::now();
         while !names(pid, std::slice::from_ref(&directory)) && begun.elapsed() < PATIENCE {
             thread::sleep(Duration::from_millis(1));

@@ -31,7 +31,7 @@ struct Report {
 struct Bad {
     page: u32,
     disk: String,
-    /// Byte on the disk.
+    /// The page's offset on the disk, in bytes.
     offset: u64,
     could_be_read: bool,
 }

@@ -266,7 +266,8 @@ impl Service for Daemon {
             }
             Request::Detach => {
                 self.detach(tell)?;
-                // Only the waiting thread reads this byte, and it sends no answer.
+                // The byte wakes the thread that waits for the cache's end. That thread sends no
+                // answer.
                 let _ = std::io::Write::write(&mut &self.tell, &[0]);
                 Ok(())
             }
@@ -277,7 +278,7 @@ impl Service for Daemon {
 /// A thread that works behind the cache: it writes dirty pages home, or cleans the log.
 struct Background {
     thread: thread::JoinHandle<()>,
-    /// Closed to end the thread.
+    /// The end of a socket pair that is closed to end the thread.
     stop: UnixStream,
     ends: Arc<AtomicBool>,
 }

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 
-/// Without a terminal, a line says this often how far a detach is.
+/// Time between two lines about a detach's progress where no bar can be drawn.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Runs the subcommand.

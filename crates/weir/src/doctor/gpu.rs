@@ -66,7 +66,7 @@ fn nvidia(machine: &Machine) -> Option<String> {
     Some(format!("/dev/{}, driver {}", cards.join(", /dev/"), driver.unwrap_or("unknown")))
 }
 
-/// A line for each card, or for the reason why it cannot be reached.
+/// A finding for each card, or one finding with the reason why no card can be reached.
 fn cards(card: bool, looked: &Looked) -> Vec<Finding> {
     /// The names of the lines about cards. Further cards have no line of their own.
     const IDS: [&str; 8] = ["card0", "card1", "card2", "card3", "card4", "card5", "card6", "card7"];
@@ -117,7 +117,7 @@ fn vulkan(machine: &Machine, card: bool, looked: &Looked) -> Finding {
     }
 }
 
-/// The result of the loader and its drivers once they are asked to open a card.
+/// The finding about Vulkan: whether its loader and drivers open a card.
 fn opened(card: bool, looked: &Looked, drivers: &str) -> Finding {
     let Looked::Seen(seen) = looked else {
         return Finding::ok("vulkan", format!("loader, and drivers {drivers}; what they open is said below"));
@@ -156,7 +156,7 @@ fn library(machine: &Machine, id: &'static str, name: &str, why: &str) -> Findin
     }
 }
 
-/// The look at the cards of a machine that has none.
+/// The drivers' answer on a machine without a card.
 #[cfg(test)]
 pub fn no_cards() -> Looked {
     use weir_daemon::cards::Seen;

@@ -110,7 +110,7 @@ enum Habit {
 pub struct Thread {
     pub waits_for: Option<usize>,
     pub waits_for_event: bool,
-    /// The last is the next.
+    /// The actions that the thread still has to do. The last of them is the next one.
     todo: Vec<Action>,
     object: usize,
     habit: Habit,
@@ -330,7 +330,7 @@ impl Program {
         (!object.busy.contains(&page) && object.pages[page] != Must::Nothing).then_some(page)
     }
 
-    /// A gap of so many pages, at an odd place or at a block's boundary.
+    /// Finds a gap of `pages` pages that begins at a random page or at a block's boundary.
     fn gap(&self, world: &mut World, pages: usize) -> Option<usize> {
         for _ in 0..40 {
             let mut at = FIRST + world.random.below((PAGES - FIRST - pages) as u64) as usize;
@@ -409,7 +409,8 @@ impl Program {
                 let (start, end) = (object.at, object.at + object.pages.len());
                 object.is_readonly = !object.is_readonly && object.users == 0;
                 let is_readonly = object.is_readonly;
-                // Only a part of the mapping becomes another one.
+                // Only the second half of the range becomes read-only, so that it becomes a mapping
+                // of its own.
                 let start = if is_readonly { (start + end) / 2 } else { start };
                 world.change(start, end, |area| area.is_readonly = is_readonly);
             }
@@ -652,7 +653,7 @@ impl Program {
                 world.say(0..PAGES, "fork");
                 self.fork(world);
             }
-            // Only some time later.
+            // The child or the device lets its pages go only some time later.
             Action::LetGo if !world.random.one_in(300) => {
                 todo.push(action);
                 return false;

@@ -20,7 +20,7 @@ pub struct Faults {
     pub dead_after: Option<u64>,
 }
 
-/// The counts that others ask for.
+/// The counts that the checks of the simulated program need.
 #[derive(Debug, Default)]
 pub struct Said {
     /// Reads that failed.

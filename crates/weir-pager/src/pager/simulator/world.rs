@@ -94,7 +94,7 @@ impl World {
         }
     }
 
-    /// For people who look for the reason of a failure.
+    /// Prints an event of the traced page, for people who look for the reason of a failure.
     pub fn say(&self, pages: Range<usize>, what: impl Display) {
         if self.page.is_some_and(|page| pages.contains(&page)) {
             println!("{:?} {}..{} {what}", self.now, pages.start, pages.end);

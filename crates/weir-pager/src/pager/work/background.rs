@@ -71,7 +71,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.writing = Some(Transfer { id, slot, next: 0 });
                 return Some(());
             }
-            // While the address space changes, no block can go. This one keeps its turn.
+            // While the address space changes, no block can go. This block keeps its turn.
             if self.kernel.is_changing() {
                 return None;
             }
@@ -124,7 +124,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if next == BLOCK_PAGES && result.is_ok() {
             result = self.store.settle();
             if self.is_broken {
-                // An earlier call noticed the error, and could not name the page.
+                // An earlier call got the store's error, which names no page. So this block may be
+                // incomplete in the store.
                 result = Err(io::ErrorKind::Other.into());
             }
         }
@@ -240,7 +241,8 @@ mod tests {
         work.store.doom(1);
         work.write();
         work.store.doom(0);
-        // Another block is given up meanwhile. That waits for all writes and hears of the failure.
+        // Release another block's room meanwhile. That call waits for all writes, and gets the
+        // error of the failed one.
         let other = work.blocks.add(address(first + 2 * BLOCK_PAGES), State::Stored);
         work.blocks.get_mut(other).room = work.store.claim();
         work.rooms += 1;

@@ -106,7 +106,7 @@ pub(super) struct Work<K: Kernel, S> {
     /// page is no longer single and in place is old.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
-    /// The time when no block could make room for single pages.
+    /// The time of the last attempt in which no block could make room for single pages.
     stuck: Option<Duration>,
     /// The address of memory for one single page on its way.
     single: usize,
@@ -304,7 +304,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         } else {
             self.advise_spans(Advice::LinuxDontFork);
         }
-        // If memory has moved meanwhile, the advice went to its old place.
+        // If memory has moved meanwhile, the advice went to its old place. So the caller must try
+        // again.
         if self.has_changed() {
             return Err(Changed);
         }

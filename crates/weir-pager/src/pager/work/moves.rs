@@ -24,8 +24,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     some = bytes;
                 }
                 Ok(()) if some < bytes => return Err(Stopped { why: Errno::INVAL, done: some }),
-                // For any error: the request before this one may have moved more pages than it
-                // reported.
+                // After any error, count the pages that have moved. An earlier request may have
+                // moved more pages than it reported.
                 Err(Stopped { why, done: 0 }) => {
                     return Err(Stopped { why, done: self.moved_unsaid(to, from, bytes) });
                 }

@@ -155,7 +155,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let Some(slot) = self.find(Slot::Vacant) else { return false };
         let mut gone = Vec::with_capacity(BATCH);
         let mut refused = 0;
-        // An old entry costs little, and there may be many of them.
+        // The loop may pass every entry: old entries cost little, and there may be many of them.
         for _ in 0..self.singles.len() {
             if gone.len() == BATCH || refused == REFUSED_MAX {
                 break;
