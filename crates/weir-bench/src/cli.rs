@@ -136,7 +136,7 @@ pub enum Bench {
 
     /// Shows results that were saved; with --report or --plots, draws them.
     Show {
-        /// The JSON files; with --json or --report, one.
+        /// The JSON files; only one with --json or --report.
         #[arg(required = true)]
         files: Vec<PathBuf>,
         /// Write a picture of each file into this directory, as FILE.svg: each figure that has a
@@ -408,8 +408,8 @@ pub struct BenchBlockOptions {
     #[arg(long, value_name = "N", default_value_t = 50)]
     pub spin_us: u32,
 
-    /// A case to run, such as qd1_read, or several by what they begin with (qd1); may be repeated
-    /// [default: all].
+    /// A case to run, such as qd1_read, or the first part of several names, such as qd1. May be
+    /// repeated [default: all].
     #[arg(long, value_name = "CASE")]
     pub only: Vec<String>,
 }

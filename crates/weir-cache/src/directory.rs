@@ -253,7 +253,7 @@ impl Directory {
                 if entry.page() != page || entry.kind() == Kind::Empty {
                     break;
                 }
-                // Of two claims the one with the lower frame wins. It ends the other.
+                // Of two claims, the one with the lower frame wins and ends the other.
                 if entry.kind() != Kind::Claimed || frame < mine {
                     return give_up();
                 }

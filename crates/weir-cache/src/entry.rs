@@ -10,7 +10,7 @@
 use std::fmt;
 use weir_core::PageNo;
 
-/// One frame's word.
+/// A frame's entry, as one word.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry(pub u64);
 

@@ -94,8 +94,8 @@ fn say(reason: &str) {
     let _ = writeln!(io::stderr(), "weir: {}", with_next_step(&one_line(reason)));
 }
 
-/// Adds the next step to an error that says descriptors ran out: it can happen anywhere, and the
-/// next step is always the same.
+/// Adds the next step to an error that says descriptors ran out. Any call can fail so, and the next
+/// step is always the same.
 fn with_next_step(reason: &str) -> String {
     let none_left = io::Error::from(rustix::io::Errno::MFILE).to_string();
     let what = if reason == none_left { "cannot start: " } else { "" };

@@ -19,7 +19,7 @@ const LISTED_MAX: usize = 1000;
 pub struct BadPage {
     /// The page's number in the log.
     pub page: u32,
-    /// Its slot in the store below.
+    /// The page's slot in the store below.
     pub slot: u32,
     /// Whether the slot could be read at all.
     pub was_read: bool,

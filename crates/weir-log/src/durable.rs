@@ -90,5 +90,5 @@ impl Durable {
     }
 }
 
-/// The number of EIO.
+/// The error number EIO.
 const EIO: i32 = rustix::io::Errno::IO.raw_os_error();

@@ -288,7 +288,7 @@ impl Segments {
         &self.all[segment as usize].row
     }
 
-    /// Number of segments closed since this one.
+    /// Number of segments closed since this segment was closed.
     pub fn age(&self, segment: u32) -> u32 {
         self.clock.load(Relaxed).wrapping_sub(self.all[segment as usize].next_or_closed.load(Relaxed))
     }

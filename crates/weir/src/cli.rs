@@ -504,7 +504,7 @@ pub struct MountOptions {
     pub announce: bool,
 }
 
-/// How `doctor` reports.
+/// The form of `doctor`'s report.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct DoctorOptions {
     /// Print one JSON object ("schema": 1) instead of lines.

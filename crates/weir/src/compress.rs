@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use weir_volume::Compression;
 
-/// An algorithm.
+/// An algorithm that compresses pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Algorithm {
     /// Takes the least time.

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time that a server may take until it listens: it touches host memory page by page first.
+/// Time that a server may take until it listens. Before that, a server touches its host memory page
+/// by page.
 const START: Duration = Duration::from_secs(30);
 
 /// A directory that is removed with everything in it.

@@ -181,7 +181,8 @@ fn use_pages(mut client: Client, time: Duration) -> u64 {
     let (begun, mut pages, mut next) = (Instant::now(), 0, Instant::now());
     while begun.elapsed() < time {
         for page in 0..BURST {
-            // This is a full-period congruence, so that no two bursts are alike (Knuth 3.2.1.2).
+            // A full-period congruence gives the page numbers, so that no two bursts are alike
+            // (Knuth 3.2.1.2).
             let page = ((pages as u32 + page).wrapping_mul(1_664_525) >> 8) as usize % SOURCE_PAGES;
             client.ask_read(page as u32, page as u64).expect("the ring has room for a burst");
         }

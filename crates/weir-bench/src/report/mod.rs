@@ -30,7 +30,7 @@ pub struct Report {
     pub commit: String,
     /// The time when the report was begun: UTC, RFC 3339, to the second.
     pub date: String,
-    /// The machine on which it ran.
+    /// The machine on which the benchmark ran.
     pub machine: Machine,
     /// Number of runs of each row.
     pub runs: usize,

@@ -68,7 +68,7 @@ impl Shape {
 pub struct Sweep {
     /// The path of this program, for the child processes.
     pub program: PathBuf,
-    /// The card.
+    /// The card under test.
     pub store: VramUrl,
     /// Seconds for each load.
     pub seconds: u64,

@@ -6,8 +6,8 @@
 //! gives the latency of a major page fault. Then it reads all of them in order, then stretches of
 //! 16 at random places. At last it touches one each 20 ms, which is what a desktop does.
 //!
-//! A page fault brings only its own page (vm.page-cluster 0) on every device, unless other values
-//! are asked for; then each device is measured at each. Every page is checked. The benchmark needs
+//! A page fault brings only its own page (vm.page-cluster 0) on every device. If other values are
+//! asked for, each device is measured at each value. Every page is checked. The benchmark needs
 //! root, loop devices, a memory cgroup of either version, and no other program that swaps
 //! meanwhile.
 

@@ -104,7 +104,7 @@ fn is_left(pid: u32) -> Result<bool, Failure> {
     let mut variables = environment.split(|byte| *byte == 0);
     let guard = variables.find_map(|it| it.strip_prefix(format!("{ENVIRONMENT}=").as_bytes()));
     let guard = guard.and_then(|number| Pid::from_raw(std::str::from_utf8(number).ok()?.parse().ok()?));
-    // A process without a guard is another program, which got the number since.
+    // A process without a guard is another program, which has got the same process number since.
     if guard.is_some_and(is_gone) || is_exiting(process) {
         end(&[process], Signal::KILL);
         // The process may be in a system call that changes the machine after everything was undone.

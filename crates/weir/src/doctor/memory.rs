@@ -23,7 +23,7 @@ fn memory(machine: &Machine) -> Finding {
 }
 
 fn swap(machine: &Machine) -> Finding {
-    // "Filename Type Size Used Priority", sizes in KiB.
+    // The table's columns are "Filename Type Size Used Priority", with sizes in KiB.
     let Some(table) = machine.text("/proc/swaps") else {
         return Finding::warn("swap", "the kernel has no swap", "use a kernel with CONFIG_SWAP");
     };

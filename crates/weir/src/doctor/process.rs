@@ -7,7 +7,7 @@ use weir_core::ByteSize;
 use weir_core::swap_safety::{self, Unprotected};
 use weir_system::Machine;
 
-// include/uapi/linux/capability.h
+// The numbers of capabilities are from include/uapi/linux/capability.h.
 const CAP_IPC_LOCK: u32 = 14;
 const CAP_SYS_ADMIN: u32 = 21;
 const CAP_SYS_RESOURCE: u32 = 24;

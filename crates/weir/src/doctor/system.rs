@@ -27,7 +27,7 @@ fn has_unit(machine: &Machine, name: &str) -> bool {
 }
 
 fn systemd(machine: &Machine) -> Finding {
-    // sd_booted(3)
+    // This directory exists if systemd is the init system (sd_booted(3)).
     if !machine.has("/run/systemd/system") {
         Finding::ok("systemd", "not the init here: weir on runs the daemon by itself")
     } else if !has_unit(machine, "weir.service") {
@@ -55,8 +55,8 @@ fn driver_saves(machine: &Machine) -> Option<bool> {
     Some(kept == "1")
 }
 
-/// Whether systemd runs weir-sleep.service before the machine sleeps. The unit's file alone does
-/// not make it so.
+/// Whether systemd runs weir-sleep.service before the machine sleeps. It does not run a unit that
+/// is only installed, and not enabled.
 fn has_sleep_unit(machine: &Machine) -> bool {
     let hooked = |kind| has_unit(machine, &format!("sleep.target.{kind}/weir-sleep.service"));
     machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)

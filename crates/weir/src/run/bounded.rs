@@ -135,7 +135,7 @@ fn find(pid: u32) -> Result<(PathBuf, Program), Failure> {
     })
 }
 
-/// Asks every run at once, so that runs that do not answer cost the patience for one.
+/// Asks every run at once, so that several runs that do not answer cost no more time than one.
 fn found() -> Vec<(PathBuf, Program)> {
     let sockets = fs::read_to_string("/proc/net/unix").map(|text| sockets(&text)).unwrap_or_default();
     let ask = |socket: PathBuf| {

@@ -253,7 +253,7 @@ impl Program {
         true
     }
 
-    /// The kernel and devices do something to pages behind everybody's back.
+    /// The kernel and devices change pages, and tell neither the program nor the pager.
     fn background(&mut self, world: &mut World) {
         if world.random.one_in(200) {
             let page = FIRST + world.random.below((PAGES - FIRST) as u64) as usize;

@@ -286,7 +286,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return;
         }
         if self.writing.is_none() && self.begin_write().is_none() {
-            // Only a prefetched block can go at once.
+            // Only a prefetched block can go at once, because the store has it too.
             if let Some(id) = self.unused() {
                 self.drop_copy(id);
             }

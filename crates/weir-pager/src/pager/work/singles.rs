@@ -60,8 +60,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 count(&shared.counters.singles, 1);
                 kernel.copy(at, *single, PAGE_SIZE).map_err(|stopped| stopped.why)
             }
-            // The page cannot be read. The caller brings the whole block, and finds all lost pages
-            // so.
+            // The page cannot be read. The caller brings the whole block, and so finds all pages
+            // that are lost.
             _ => return Ok(false),
         };
         match brought {
