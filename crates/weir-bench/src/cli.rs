@@ -336,7 +336,7 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
 
-    /// Operations that each of these threads has in flight.
+    /// Operations that each thread of the deep rows has in flight.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub depth: usize,
 

@@ -3,7 +3,8 @@
 //! The same pages go through three volumes on host memory in turns: plain (the control), lz4, zstd.
 //! The pages are of four kinds, also in turns: this program's own file, numbers below 2^24 in 64
 //! bits, words, and noise. They are written 32 to a batch, as a kernel that swaps does, and read
-//! one by one in random order. Times are the thread's processor time, since compression takes that.
+//! one by one in random order. Times are the thread's processor time, because compression costs
+//! only that.
 //!
 //! Then pages are replaced at random, each four times on average, in two volumes by turns. One
 //! volume is left alone: the control. The other compacts its sparse packs whenever a daemon's

@@ -26,7 +26,7 @@ use weir_core::{Memory, PageNo};
 pub const WAYS: u32 = 64;
 /// Number of young pages of a set at which one of them must leave.
 const YOUNG_MAX: u32 = WAYS / 10;
-/// Largest number of sets that the list of sets without room has.
+/// Largest number of entries in the list of sets without room.
 const PRESSED: usize = 64;
 
 /// A frame's number: the page number, in the cache's volume, of the frame's content.
@@ -373,7 +373,8 @@ impl Directory {
                     let hands = entry.ghost() & !(0xff << shift) | next << shift;
                     Some(entry.with_ghost(hands))
                 });
-                // The frame's word may be the one with the hands, so it is loaded again.
+                // The change above is to the set's first word, which may also be this frame's word.
+                // So load the frame's word again.
                 return Some((frame, self.load(frame))).filter(|(_, entry)| entry.is_evictable());
             }
             let aged =

@@ -140,7 +140,7 @@ impl CacheLane {
         &self.parts.cache
     }
 
-    /// Reads a page that is not cached from the home.
+    /// Reads an uncached page from the home.
     fn read_home(
         &mut self,
         at: u16,

@@ -2,11 +2,11 @@
 //!
 //! A commit has four steps, each of which waits for the disks:
 //!
-//! 1. It looks which records no commit has, and which segments have died since. Then the store
-//!    below flushes: every page with such a record is safe after that.
-//! 2. It writes the records to the journal, in one row.
+//! 1. The committer looks which records no commit has, and which segments have died since. Then the
+//!    store below flushes: every page with such a record is safe after that.
+//! 2. The committer writes the records to the journal, in one row.
 //! 3. The store below flushes again. The commit is complete.
-//! 4. The dead segments that it names are free: their old pages cannot come back.
+//! 4. The dead segments that the commit names are free: their old pages cannot come back.
 //!
 //! Then a page beside the first superblock confirms the commit. No flush waits for that page. It
 //! tells a commit that was damaged later from a commit that was under way at a power cut.
@@ -38,7 +38,7 @@ const DEPTH: usize = 256;
 /// pages.
 const FLUSH: Ticket = Ticket::MAX;
 const CONFIRM: Ticket = Ticket::MAX - 1;
-/// Attempts to write the journal before flushes fail.
+/// Number of attempts to write the journal, after which flushes fail.
 const ATTEMPTS: u32 = 8;
 /// Time until the committer tries to free segments again, after a failed commit.
 const AGAIN: Duration = Duration::from_millis(100);

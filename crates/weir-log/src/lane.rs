@@ -37,7 +37,7 @@ struct Parts {
     /// Reads that have a step to issue or a result to hand over.
     again: Vec<u16>,
     flush: Option<Ticket>,
-    /// The number of the flush, for a durable log's flush.
+    /// For a flush of a durable log, the flush's number.
     flush_number: u64,
     /// Whether a write has found no free segment since the last poll.
     is_starved: bool,

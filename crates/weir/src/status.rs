@@ -7,7 +7,7 @@ use serde_json::json;
 use weir_cli::failure::Failure;
 use weir_daemon::control::SCHEMA;
 
-/// Prints the daemon's answer, and the programs that runs of their own bound.
+/// Prints the daemon's answer, and then the programs that `weir run` bounds.
 pub fn run(options: &StatusOptions) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(on::parts::find);
     // A daemon that was named is asked for itself alone.

@@ -71,8 +71,8 @@ impl Asked {
 /// Runs every case on every server, in turns.
 ///
 /// # Errors
-/// Fails when there is no directory for the sockets. A server that fails is left out from then on,
-/// and if it is Weir's, it misses its goals.
+/// Fails when there is no directory for the sockets. A server that fails is left out from then on.
+/// If that server is Weir's, its rows miss their goals.
 pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     let sockets = Directory::new().map_err(BlockError::Directory)?;
     let echo = Echo::start(plan, &sockets)?;

@@ -17,7 +17,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use weir_core::ByteSize;
 
-/// Time that a daemon may take to serve, and that any answer may take.
+/// Longest time until a daemon serves, and until it answers a request.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The plan of the give-back benchmark.

@@ -211,8 +211,8 @@ struct Connection {
     base: u32,
     taken: u32,
     completed: u32,
-    /// A byte on this socket wakes the client. Dropping the connection closes it, which the client
-    /// notices.
+    /// A byte on this socket wakes the client. If the connection is dropped, the socket closes,
+    /// which the client notices.
     socket: OwnedFd,
 }
 

@@ -326,7 +326,7 @@ fn alloc(tree: &mut Tree, slab: &mut Slab, entry: u64) -> u32 {
     let mut at = find_free(tree, slab);
     store(tree, slab, &mut at, entry);
     clear_mark(slab, &at, FREE);
-    // The lowest index of a missing subtree is its first.
+    // The lowest free index of a missing subtree is the subtree's first index.
     let leaf = slab.at(at.node);
     debug_assert_eq!(leaf.shift, 0);
     at.index
@@ -450,7 +450,7 @@ impl Design for KernelXArrays {
         self.give_each(connection, tokens, |page, _| back.push(page));
     }
 
-    /// Bytes of the trees. Each design has structures for pages, so these do not count.
+    /// Bytes of the trees. The structures for pages do not count, since every design has them.
     fn bytes(&self) -> usize {
         self.slab.in_use() * 576 + self.trees.len() * 16
     }

@@ -35,7 +35,7 @@ struct Bench<'a> {
     pages: u32,
 }
 
-/// Figures over the runs, of the store and of the control.
+/// The figures of all runs, of the store and of its control.
 #[derive(Default)]
 struct Pair {
     ours: Runs,

@@ -141,7 +141,8 @@ pub fn status(path: &Path) -> Result<Report, Failure> {
 /// Sends the cache a request, and calls `tell` for each line before the last.
 ///
 /// # Errors
-/// Fails when no cache answers there, or with the cache's own words when it cannot do it.
+/// Fails when no cache answers there, or with the cache's own error when it cannot do what was
+/// asked.
 pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(&Answer)) -> Result<(), Failure> {
     for line in send(path, request)?.lines() {
         let line = line.and_then(|line| Ok(serde_json::from_str::<Answer>(&line)?));

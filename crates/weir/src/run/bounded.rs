@@ -75,7 +75,7 @@ pub fn evict(options: EvictOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The failure of an order that was passed on, and not done within the patience.
+/// The failure if a program has got an order, and has not followed it in time.
 fn silent(program: &Program, later: &str) -> Failure {
     let Program { pid, silent_s, .. } = *program;
     let stopped = fs::read_to_string(format!("/proc/{pid}/stat"))
