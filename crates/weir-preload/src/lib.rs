@@ -2,9 +2,9 @@
 //!
 //! The pager finds memory by itself, and the kernel tells it of changes. The libc functions that
 //! are replaced here do what they always did, and also call the pager. After a large allocation the
-//! pager looks for new memory at once, so that a program does not fill memory that the pager has
-//! not seen. The pager also learns of calls after which the kernel still reads pages of the
-//! program. Only these calls must not be missed.
+//! pager looks for new memory at once. So a program does not fill memory that the pager has not
+//! seen. The pager also learns of calls after which the kernel still reads pages of the program.
+//! Only these calls must not be missed.
 //!
 //! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager began and
 //! so is never managed.
