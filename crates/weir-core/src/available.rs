@@ -9,7 +9,7 @@ pub fn available() -> Option<u64> {
     available_below(Path::new("/"))
 }
 
-/// Does the same as [`available`], for the machine whose files are below `root`.
+/// Does the same as [`available`], for the machine whose `/proc` and `/sys` are below `root`.
 pub fn available_below(root: &Path) -> Option<u64> {
     available_to_all_below(root).into_iter().chain(of_cgroups(root)).min()
 }
@@ -62,8 +62,8 @@ fn of_cgroups(root: &Path) -> Option<u64> {
     groups.lines().filter_map(group).min()
 }
 
-/// The least room left in the limits of a cgroup and those above it. In a container the path may be
-/// one of the host's, of which only the topmost is visible.
+/// The least room left in the limits of a cgroup and of those above it. In a container the path may
+/// name a cgroup of the host. Cgroups that the container cannot see are skipped.
 fn left(version: &Version, mount: &Path, path: &str) -> Option<u64> {
     let group = mount.join(path.trim_start_matches('/'));
     let groups = group.ancestors().take_while(|group| group.starts_with(mount));

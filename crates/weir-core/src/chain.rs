@@ -8,7 +8,7 @@ pub fn chain(error: &dyn Error) -> String {
     let mut cause = error.source();
     while let Some(error) = cause {
         let more = error.to_string();
-        // Some errors name their source themselves.
+        // Some errors end with the text of their source already. Do not repeat it.
         if !text.ends_with(&more) {
             text = format!("{text}: {more}");
         }

@@ -81,7 +81,8 @@ impl Throttle {
     }
 }
 
-/// Returns whether the line was taken, or will never be.
+/// Writes a line to standard error. Returns false only if standard error has no room for the line
+/// now.
 fn say(line: fmt::Arguments<'_>) -> bool {
     let mut text = Line::default();
     // A line that does not fit is cut: `Line` reports the overflow, and holds the part that fits.

@@ -89,8 +89,8 @@ impl Distribution {
         self.counts.iter().sum()
     }
 
-    /// Every duration that occurred, with its count, rising. A duration is the upper bound of its
-    /// bucket, in nanoseconds.
+    /// Every duration that occurred and its count, in rising order. A duration is the upper bound
+    /// of its bucket, in nanoseconds.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + Clone {
         let occurred = self.counts.iter().enumerate().filter(|&(_, &count)| count > 0);
         occurred.map(|(at, &count)| (upper_bound(at), count))
@@ -103,8 +103,8 @@ impl Distribution {
     }
 }
 
-/// The value that `share` (0 to 1) of all did not exceed. `buckets` has the values with their
-/// counts, rising. `None` if there are none.
+/// The value that `share` (0 to 1) of all values did not exceed. `buckets` has the values with
+/// their counts, in rising order. `None` if there are no values.
 pub fn quantile(buckets: impl Iterator<Item = (u64, u64)> + Clone, share: f64) -> Option<u64> {
     let all: u64 = buckets.clone().map(|(_, count)| count).sum();
     let rank = (all as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;

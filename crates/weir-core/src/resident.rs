@@ -7,8 +7,8 @@ use std::ptr::NonNull;
 
 /// The first pages of a file, held in memory until this is dropped.
 ///
-/// The kernel swaps the pages of a memfd, or of a file on tmpfs, out like any other memory. If a
-/// file must be read while the swap device is down, it must be held so.
+/// The kernel swaps out the pages of a memfd, or of a file on tmpfs, like any other memory. So a
+/// file that must be read while the swap device is down must be held here.
 #[derive(Debug)]
 pub struct Resident {
     start: NonNull<u8>,

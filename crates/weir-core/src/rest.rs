@@ -1,4 +1,4 @@
-//! Rests of a thread that waits for another.
+//! Pauses of a thread that waits for another thread.
 //!
 //! The other thread may take only a microsecond, so the waiting thread looks again at once. But the
 //! other thread may also wait for this very processor. `sched_yield` does not help then: a
@@ -6,9 +6,9 @@
 
 use std::time::Duration;
 
-/// Number of looks without a nap: a fraction of a millisecond.
+/// Number of looks before the first nap; together they take a fraction of a millisecond.
 const EAGER: u32 = 1000;
-/// Length of a nap of a thread that has looked often enough.
+/// Length of each nap after that.
 const NAP: Duration = Duration::from_micros(50);
 
 /// Counts the looks without a result during one wait.
@@ -18,8 +18,8 @@ pub struct Rest {
 }
 
 impl Rest {
-    /// Rests until the next look. At first it takes some processor cycles. After many looks it is a
-    /// nap, in which a thread of lower priority can run.
+    /// Pauses until the next look. At first a pause takes some processor cycles. After many looks
+    /// it is a nap, in which a thread of lower priority can run.
     pub fn until_next(&mut self) {
         if self.looks < EAGER {
             self.looks += 1;

@@ -113,7 +113,7 @@ pub enum Children {
 }
 
 /// Makes the calling thread a real-time thread of the lowest priority. The kernel lets such a
-/// thread use the memory that it reserves below `vm.min_free_kbytes`, and beyond its reserve
+/// thread use two of its reserves: the memory below `vm.min_free_kbytes`, and the memory set aside
 /// against fragmentation (mm/page_alloc.c, `gfp_to_alloc_flags`: `rt_task`; `zone_watermark_fast`).
 /// The thread also runs as soon as there is work.
 ///

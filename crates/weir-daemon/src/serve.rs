@@ -114,7 +114,8 @@ fn serve(
             Ok(((control, metrics), daemon))
         });
     if let Some(signal) = start.ended_by() {
-        // No client has connected yet.
+        // No client has connected yet, so none needs this daemon's pages. The keeper need not start
+        // another daemon.
         if let Some(link) = &link {
             let _ = link.ending();
         }
@@ -205,7 +206,7 @@ fn needs_keeper(options: &Config, log: &Log) -> bool {
         }
         match cards::look(url) {
             Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
-            // The problem is reported when the store is opened, or the opening waits as long.
+            // Assume the worse. The opening of the store will report the problem, or wait as long.
             Looked::NoAnswer(_) | Looked::Died(_) => true,
         }
     };

@@ -88,9 +88,9 @@ pub trait PageLane: Send {
     /// [`write`](PageLane::write).
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize;
 
-    /// Begins to write the first of `pages` to `first` and the pages after it, as many as are
-    /// cheaper as one operation. Returns their number. Write the others by
-    /// [`write`](PageLane::write). All have one completion together.
+    /// Begins to write `pages` to page `first` and the pages after it, as one operation if that is
+    /// cheaper. Returns the number of pages begun, from the first on. Write the others by
+    /// [`write`](PageLane::write). All pages that were begun have one completion together.
     fn queue_writes(&mut self, _ticket: Ticket, _first: PageNo, _pages: &[PageBytes]) -> usize {
         0
     }
@@ -107,7 +107,8 @@ pub trait PageLane: Send {
     fn discard(&mut self, _first: PageNo, _count: u32) {}
 
     /// Makes pages `first..first + count` zeros that count as written, or with `holes` as
-    /// discarded. It is a write. In time that grows with `count`.
+    /// discarded. Either way the call counts as a write of these pages. Its time grows with
+    /// `count`.
     fn zero(&mut self, _first: PageNo, _count: u32, _holes: bool) {}
 
     /// Completes once every write is safe that any lane acknowledged before, as far as the device
@@ -128,7 +129,7 @@ pub trait PageLane: Send {
         true
     }
 
-    /// Whether the page is known to read as zeros without looking for it.
+    /// Whether the page is known to read as zeros, without a look into a store.
     fn known_zero(&self, page: PageNo) -> bool;
 
     /// Starts the queued operations, and ends the batch if nothing is in flight.
@@ -158,7 +159,8 @@ pub trait PageGuard {
     /// Prefetches a page for a coming [`view`](PageGuard::view), one or two pages ahead.
     fn prefetch(&self, _page: PageNo) {}
 
-    /// Counts `pages` pages as read that this guard has shown, with `faults` failures.
+    /// Counts as read the `pages` pages that this guard has shown. `faults` of them could not be
+    /// read.
     fn count_reads(&self, _pages: u64, _faults: u64) {}
 }
 

@@ -1,11 +1,11 @@
 //! Spinning: a thread looks for the next request for a short time before it sleeps.
 //!
 //! Waking a sleeping thread takes several microseconds, more than serving a page. A client that
-//! waits for each reply sends its next request sooner than that. So a thread that spins for as long
-//! as such a client takes answers twice as fast. Three limits bound the cost. Each spin has a time
-//! limit. At most half of the machine's processors spin at once. And each attempt without success
-//! halves the next one, down to none. It grows again when a request comes so soon after the thread
-//! fell asleep that spinning would have caught it. An idle connection costs nothing.
+//! waits for each reply sends its next request sooner than that. A thread that spins until that
+//! request comes answers such a client twice as fast. Three limits bound the cost. Each spin has a
+//! time limit. At most half of the machine's processors spin at once. And each attempt without
+//! success halves the next one, down to none. It grows again when a request comes so soon after the
+//! thread fell asleep that spinning would have caught it. An idle connection costs nothing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};

@@ -36,7 +36,7 @@ pub enum ImageError {
     Geometry(Geometry),
     /// The memory is shorter than [`Geometry::image_words`] says.
     TooShort {
-        /// Number of words in the memory.
+        /// Number of words that the geometry needs.
         needed: usize,
         /// Number of words in the memory.
         found: usize,

@@ -226,8 +226,8 @@ impl<T: Send> Sender<T> {
     #[inline]
     pub fn try_send(&mut self, value: T) -> Result<(), SendError<T>> {
         let Some(slot) = self.slot() else {
-            // Ask the stack from which only this sender takes: a take by the receiver opens `full`
-            // for an instant.
+            // Look at the stack `empty`, which only this sender takes from. While the receiver
+            // takes all of `full`, a closed `full` looks open for an instant.
             let closed = self.lane.empty.0.is_closed();
             return Err(if closed { SendError::Closed(value) } else { SendError::Full(value) });
         };

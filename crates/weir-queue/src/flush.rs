@@ -45,7 +45,7 @@ impl Core {
         let markers: [Marker<'_>; MAX_SHARDS] =
             core::array::from_fn(|_| Marker { item: RawItem::new(arrive), waiter: &waiter });
         let mut open = true;
-        // An item that refused this thread may not be in its stack yet.
+        // An item that was pending when this thread scheduled it may not be in its stack yet.
         while self.unplaced.0.load(Acquire) > 0 {
             thread::yield_now();
         }

@@ -36,15 +36,15 @@ pub(crate) struct RawItem {
 const PENDING: usize = 1;
 /// The item was pushed: its place in the queue is decided.
 const PLACED: usize = 2;
-/// A thread was refused before the item had a place, and [`Unplaced`] counts the item.
+/// A thread found the item pending before the item had a place, and [`Unplaced`] counts the item.
 const AWAITED: usize = 4;
 const RELEASES: usize = 8;
 
-/// The number of a queue's items that refused a thread before they had a place.
+/// The number of a queue's items that a thread found pending before they had a place.
 ///
-/// A thread that is refused may flush next, and must find the item before its flush. The item's
-/// scheduler claims it first and pushes it then, so a flush waits until this is 0. It is 0 unless
-/// a thread was refused within the few instructions between.
+/// A thread that finds an item pending may flush next, and the flush must wait for that item.
+/// Another thread has claimed the item, and is about to push it. So a flush first waits until this
+/// number is 0. It is above 0 only for the few instructions between claim and push.
 pub(crate) type Unplaced = AtomicUsize;
 
 /// The right to push an item: its state once it was claimed.

@@ -10,7 +10,7 @@
 //! - an item is out of the queue before its function runs, so the function may schedule it again,
 //!   or drop it;
 //! - [`Queue::flush`] returns once everything scheduled before it has run, and everything that
-//!   those runs scheduled; an item that refused its caller was scheduled before it;
+//!   those runs scheduled; an item that was pending when its caller scheduled it counts too;
 //! - [`Queue::stop`] refuses later items and runs earlier ones.
 //!
 //! ```

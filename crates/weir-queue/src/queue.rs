@@ -1,4 +1,4 @@
-//! Number of looks at empty stacks before the worker sleeps.
+//! The queue itself: a worker thread with the contract of `nv_kthread_q`.
 
 use std::io;
 use std::sync::Arc;

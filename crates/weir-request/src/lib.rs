@@ -57,7 +57,7 @@ pub enum Op {
     Discard,
     /// Zeroes the range; the pages count as written.
     Zero,
-    /// It becomes zeros that count as written and take no room: [`Zero`](Op::Zero) with holes.
+    /// Zeroes the range; the pages count as discarded, and take no room.
     Hole,
     /// Makes all acknowledged writes as safe as the device can. Has no range.
     Flush,
@@ -404,7 +404,7 @@ impl<L: PageLane> Requests<L> {
         let Requests { lane, flight, .. } = self;
         let (span, mut at) = (work.request.span, work.next);
         let pages = span.pages();
-        // A single page is as well read by itself.
+        // A run of one page has no advantage over a single read.
         if M::LINEAR
             && pages - at > 1
             && let Some(first) = memory.place(id, span.first() + u64::from(at))
@@ -529,8 +529,8 @@ impl Flight {
             let from = piece.from as usize;
             let whole = span.whole_from(at) as usize;
             if runs && whole > 1 {
-                // The rest of the run goes by the lane's other path. So do not try a run again for
-                // each page.
+                // Pages that `write_run` leaves go by the lane's other calls. So do not try a run
+                // again for each page.
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
                 continue;

@@ -49,7 +49,8 @@ pub enum OpenErrorKind {
     Io,
 }
 
-/// Said where the system gives a store no descriptor, thread, key or memory. The cause follows.
+/// The message when the system gives a store no descriptor, thread, key or memory. The cause
+/// follows it.
 pub const DENIED: &str =
     "the system denies a descriptor, a thread or memory; raise the limits of this process (ulimit -a)";
 

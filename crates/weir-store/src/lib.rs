@@ -207,8 +207,8 @@ pub trait Lane: Send {
         0
     }
 
-    /// The number of writes after which a [`submit`](Lane::submit) is cheapest, and the number for
-    /// each further one. `None`: all numbers are equally good.
+    /// The number of writes that makes the next [`submit`](Lane::submit) cheapest, and the number
+    /// for each one after it. `None`: all numbers are equally good.
     fn best_runs(&self) -> Option<(usize, usize)> {
         None
     }

@@ -5,19 +5,21 @@ use crate::Machine;
 /// The process that locked a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Owner {
-    /// It runs.
+    /// The process runs.
     Living,
-    /// It has ended. The kernel closes the files of an io_uring after its process has ended, and a
-    /// process may have handed the locked file on.
+    /// The process has ended. The kernel closes the files of an io_uring after its process has
+    /// ended, and a process may have handed the locked file on.
     Ended,
-    /// The kernel lists none: nobody locked the file, or a process of another PID namespace did.
+    /// The kernel lists no owner: nobody locked the file, or a process of another PID namespace
+    /// did.
     Unlisted,
 }
 
 /// The owner of the locks of the file with this inode number, on any file system.
 pub fn owner(machine: &Machine, inode: u64) -> Owner {
     let locks = machine.text("/proc/locks").unwrap_or_default();
-    // As in `1: FLOCK  ADVISORY  WRITE 4312 fe:00:10027 0 EOF`; one that waits has `->` first.
+    // A line is as in `1: FLOCK  ADVISORY  WRITE 4312 fe:00:10027 0 EOF`; for a process that waits
+    // for the lock, `->` comes first.
     let processes = locks.lines().filter_map(|line| {
         let words: Vec<_> = line.split_whitespace().collect();
         let at = words.iter().position(|word| *word == "FLOCK")?;

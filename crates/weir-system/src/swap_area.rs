@@ -48,8 +48,8 @@ pub fn make(device: &Path, size: ByteSize) -> io::Result<()> {
 /// Writes the header of a swap area that takes the whole device, of `bytes`.
 ///
 /// # Errors
-/// The error of the write to the device; `InvalidInput` if it is too small or too large for a swap
-/// area.
+/// Fails with the error of the write to the device; with `InvalidInput` if the device is too small
+/// or too large for a swap area.
 fn write(device: &File, bytes: u64) -> io::Result<()> {
     let page = header(bytes / PAGE_SIZE as u64, random_uuid()?).ok_or(io::ErrorKind::InvalidInput)?;
     device.write_all_at(&page, 0)?;

@@ -75,10 +75,10 @@ pub fn on(path: &Path, priority: i32) -> io::Result<()> {
     swapon(path, priority | SWAP_FLAG_DISCARD | SWAP_FLAG_DISCARD_PAGES)
 }
 
-/// Likewise, and discards nothing.
+/// Starts to swap on a device as [`on`] does, but without discards.
 ///
 /// # Errors
-/// As [`on`].
+/// Fails as [`on`] does.
 pub fn on_without_discard(path: &Path, priority: i32) -> io::Result<()> {
     swapon(path, priority)
 }

@@ -57,7 +57,7 @@ pub enum GiveBackError {
     /// A lane has been busy for longer than any operation should take.
     #[error("a lane has been busy for {LANES_WAIT:?}")]
     Busy,
-    /// [`Mover::stop`](crate::Mover::stop) ended it.
+    /// [`Mover::stop`](crate::Mover::stop) ended the task.
     #[error("it was stopped")]
     Stopped,
     /// The store cannot release or take memory.

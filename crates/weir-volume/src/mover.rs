@@ -2,7 +2,7 @@
 //!
 //! A task takes milliseconds to seconds, and waits for stores and for other lanes. So it is a state
 //! machine. Each [`step`](Mover::step) does a bounded piece of work and says what the task needs
-//! next. A mover neither sleeps nor reads a clock: who drives it does, or a simulator.
+//! next. A mover neither sleeps nor reads a clock: the worker that drives it does, or a simulator.
 
 use crate::chunks::{ChunkState, extents};
 use crate::entry::Place;
@@ -15,50 +15,51 @@ use std::time::Instant;
 use weir_core::{PageNo, Slot};
 use weir_store::{Fault, OpenError, Progress};
 
-/// Slots or pages that one task upwards, or of compaction, looks at, at most: a store may be large
-/// and empty.
+/// Largest number of slots or pages that one task of promotion or compaction looks at, since a
+/// store may be large and empty.
 const SEARCH: u32 = 1 << 16;
-/// Slots or pages that one step looks at, at most.
+/// Largest number of slots or pages that one step looks at.
 const LOOKS: u32 = 1 << 12;
 
 /// The work of a [`Mover`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
-    /// Empties a chunk that [`Pool::begin_give_back`] has closed into the other slots of the
-    /// pool, and releases its memory. Several movers may do so at once, each with chunks of its
-    /// own. Where that fails the chunk is open again, whole, with every page in it or safely
-    /// elsewhere.
+    /// Empties a chunk that [`Pool::begin_give_back`] has closed into the other slots of the pool,
+    /// and releases its memory. Several movers may do so at once, each with chunks of its own. If
+    /// the task fails, the whole chunk is open again. Each page then lies in the chunk, or in its
+    /// new slot.
     GiveBack {
-        /// The store's place in the order.
+        /// The store's index in the pool's order.
         store: usize,
         /// The chunk.
         chunk: u32,
     },
-    /// Moves pages out of one of so many equal parts of such a chunk, so that several movers can
-    /// empty it together. Pages that stay are left to [`Task::GiveBack`], which follows all parts.
+    /// Moves pages out of one part of such a chunk, which is divided into equal parts. So several
+    /// movers can empty it together. Pages that stay are left to [`Task::GiveBack`], which follows
+    /// all parts.
     MoveOut {
-        /// The store's place in the order.
+        /// The store's index in the pool's order.
         store: usize,
         /// The chunk.
         chunk: u32,
         /// The part's number, and the number of parts.
         part: (u32, u32),
     },
-    /// Moves pages of a store up into faster stores, as long as these have room: a batch's worth.
+    /// Promotes pages of a store, as many as one batch takes and the faster stores have room for.
     /// The faster stores keep the room that writes under way need.
     MoveUp {
-        /// The store's place in the order.
+        /// The store's index in the pool's order.
         from: usize,
-        /// Looks at slots from here on (where there are packs, at pages): 0 at first, then
-        /// [`Mover::next`].
+        /// The first slot that the task looks at, or the first page if the store has packs: 0 at
+        /// first, then [`Mover::next`].
         next: u32,
     },
-    /// Empties packs that are sparse: a batch's worth. A page that cannot be moved stays where it
-    /// is; [`Mover::failed`] has it.
+    /// Empties sparse packs, as many as one batch takes. A page that cannot be moved stays in its
+    /// slot, and [`Mover::failed`] names it.
     Compact {
-        /// The store's place in the order.
+        /// The store's index in the pool's order.
         store: usize,
-        /// Looks at slots from here on: 0 at first, then [`Mover::next`].
+        /// The first slot that the task looks at: 0 at first, then [`Mover::next`].
         next: u32,
         /// The packs to empty.
         sparse: Sparse,
@@ -71,12 +72,12 @@ pub enum Task {
 pub enum Step {
     /// The task goes on at the next step, and waits for nothing.
     More {
-        /// Number of pages that were moved since the last such step.
+        /// Number of pages that were moved since the last step with this result.
         moved: u32,
     },
-    /// The next step finds nothing to do before that event, or this time, at which it gives up.
+    /// The next step would do nothing before this event. The task gives up at this time.
     Waits(Awaited, Instant),
-    /// The task has ended. With an error every page is where it was, or where it was to go.
+    /// The task has ended. After an error each page lies in its old slot or in its new one.
     Ended(Result<Moved, GiveBackError>),
 }
 
@@ -85,10 +86,10 @@ pub enum Step {
 pub enum Awaited {
     /// Answers of stores, which take microseconds to milliseconds.
     Stores,
-    /// Other lanes that are within a batch, mostly for microseconds.
+    /// The ends of batches that other lanes have begun, which mostly take microseconds.
     Lanes,
-    /// Programs that use pages in place. They may take as long as they like, and each look goes
-    /// through the whole chunk.
+    /// Programs that use pages in place to return them. They may take as long as they like, and
+    /// each look goes through the whole chunk.
     Loans,
 }
 
@@ -101,8 +102,8 @@ pub struct Moved {
     pub more: bool,
 }
 
-/// A lane that moves pages, as many at a time as [`Config::depth`](crate::Config::depth) says:
-/// gives memory back, takes it again, brings pages up and together.
+/// A lane that moves pages, as many at a time as [`Config::depth`](crate::Config::depth) says. It
+/// gives memory back, takes it again, promotes pages, and compacts packs.
 pub struct Mover {
     lane: Lane,
     job: Option<Job>,
@@ -116,12 +117,12 @@ struct Job {
     phase: Phase,
     /// The slots that the task looks at, or the page numbers.
     range: Range<u32>,
-    /// Moves of a batch.
+    /// Largest number of moves in a batch.
     batch: u32,
-    /// Moves begun in this batch, and in this pass over a chunk.
+    /// Number of moves begun in this batch, and in this pass over a chunk.
     queued: u32,
     passed: u32,
-    /// Pages moved in this batch, and in all.
+    /// Number of pages moved in this batch, and by the whole task.
     moved: u32,
     total: u32,
     /// Whether this pass has met a slot in use.
@@ -140,7 +141,7 @@ struct Job {
 enum Phase {
     /// Waits until every lane has ended its batch. The epoch is the one in which the wait began.
     Lanes(Option<u64>),
-    /// Waits like `Lanes`, after no page is left in the chunk.
+    /// Waits in the same way, once no page is left in the chunk.
     LastLanes(Option<u64>),
     /// Moves the pages of slots, from this slot on.
     Slots(u32),
@@ -183,13 +184,13 @@ impl Pool {
 }
 
 impl Mover {
-    /// The pool whose pages it moves.
+    /// The pool whose pages this mover moves.
     pub fn pool(&self) -> &Arc<Pool> {
         self.lane.volume().pool()
     }
 
-    /// Goes on with a removal: discards the next pages. Returns whether it has ended, and another
-    /// volume may take the range.
+    /// Goes on with a volume's removal: discards the next pages. Returns whether the removal has
+    /// ended, so that another volume may take the range.
     pub fn remove(&mut self, removal: &mut Removal) -> bool {
         debug_assert!(Arc::ptr_eq(self.pool(), removal.pool()), "the mover is of another pool");
         let (first, count) = removal.next(LOOKS);
@@ -206,10 +207,10 @@ impl Mover {
     /// Begins a task; [`step`](Mover::step) does it.
     ///
     /// # Errors
-    /// When there is no such store or chunk.
+    /// Fails when there is no such store or chunk.
     ///
     /// # Panics
-    /// When another task is under way.
+    /// Panics when another task is under way.
     pub fn begin(&mut self, task: Task) -> Result<(), GiveBackError> {
         assert!(self.job.is_none(), "a mover has one task at a time");
         let job = self.job(task)?;
@@ -222,26 +223,26 @@ impl Mover {
         Ok(())
     }
 
-    /// Has the task under way end once its batch has: with [`GiveBackError::Stopped`], unless it
-    /// was at its end.
+    /// Ends the task under way after its present batch. The task fails with
+    /// [`GiveBackError::Stopped`], unless that batch completes it.
     pub fn stop(&mut self) {
         if let Some(job) = &mut self.job {
             job.stops = true;
         }
     }
 
-    /// Pages that the last task could not move, and what their stores said. Of a pack that could
-    /// not be read, its slot.
+    /// The pages that the last task could not move, with the faults of their stores. For a pack
+    /// that could not be read, the slot's number stands in place of a page.
     pub fn failed(&self) -> &[(PageNo, Fault)] {
         &self.failed
     }
 
-    /// The number that the last task upwards, or of compaction, has come to.
+    /// The slot or page at which the last task of promotion or compaction has stopped.
     pub fn next(&self) -> u32 {
         self.next
     }
 
-    /// Does a bounded piece of the task. Without a task it has ended.
+    /// Does a bounded piece of the task. Returns [`Step::Ended`] if there is no task.
     pub fn step(&mut self, now: Instant) -> Step {
         let Some(mut job) = self.job.take() else { return Step::Ended(Ok(Moved::default())) };
         match self.advance(&mut job, now) {
@@ -254,8 +255,8 @@ impl Mover {
         }
     }
 
-    /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that
-    /// was not.
+    /// Takes memory for a chunk that was given back, and uses the chunk again. Does nothing for a
+    /// chunk that is held.
     ///
     /// # Errors
     /// Fails when the store cannot get the memory now.
@@ -297,8 +298,8 @@ impl Mover {
             }
             Task::Compact { store, next, .. } => {
                 let tier = pool.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk: 0 })?;
-                // Slots are free after a batch, not before: where there are few, a new pack or two
-                // at a time.
+                // A batch frees slots only at its end. So if few slots are free, a batch opens only
+                // a few packs.
                 let room = pool.tiers[..=store].iter().map(|tier| tier.records.open_free(|_| true));
                 let batch = (room.fold(0, u32::saturating_add) / 2).clamp(2, OPENED_MAX as u32);
                 (Phase::Open(next, 0), next..next.saturating_add(SEARCH).min(tier.records.slots()), batch)
@@ -353,7 +354,7 @@ impl Mover {
         }
     }
 
-    /// Goes on once every lane has ended the batch it was in.
+    /// Goes on once every lane has ended the batch that it was in.
     fn await_lanes(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
         let (Phase::Lanes(begun) | Phase::LastLanes(begun)) = job.phase else { unreachable!("it waits") };
         let is_last = matches!(job.phase, Phase::LastLanes(_));
@@ -408,7 +409,8 @@ impl Mover {
         self.go_on(job, now)
     }
 
-    /// Moves pages from `at` on that lie in the slots of a chunk; of a task upwards, in its store.
+    /// Moves pages from `at` on that lie in the chunk's slots. A promotion moves those in its
+    /// store.
     fn move_pages(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
         let pool = Arc::clone(self.pool());
         let store = job.task.store();
@@ -439,7 +441,7 @@ impl Mover {
         self.go_on(job, now)
     }
 
-    /// Reads packs in slots from `at` on that are sparse; `found` were until now.
+    /// Reads sparse packs in slots from `at` on. `found` is the number of packs read before.
     fn open_packs(
         &mut self,
         job: &mut Job,
@@ -490,7 +492,7 @@ impl Mover {
         Ok(Step::More { moved: 0 })
     }
 
-    /// Begins to move a page from where it lies. False where the lane is full.
+    /// Begins to move a page from its present place. Returns false if the lane is full.
     fn begin_move(&mut self, job: &mut Job, page: PageNo, here: Place) -> bool {
         if self.lane.in_flight() == 0 {
             self.lane.plan(job.batch as usize, job.batch as usize);
@@ -643,18 +645,18 @@ impl Job {
     /// Decides what follows a pass over a chunk.
     fn end_pass(&mut self, moved: u32, now: Instant) -> Result<Step, GiveBackError> {
         if !self.left {
-            // Others may have freed slots since lanes were awaited, under a lane that had found a
-            // page there.
+            // Since the last wait, lanes may have freed slots here that other lanes still read. So
+            // wait once more.
             self.phase = Phase::LastLanes(None);
             return Ok(Step::More { moved });
         }
-        // Lanes that claimed a slot here before it was closed publish it, or free it, before their
-        // pin ends.
+        // A lane that claimed a slot here before the chunk was closed publishes or frees it before
+        // its pin ends.
         self.phase = Phase::Lanes(None);
         if self.passed > 0 {
             return Ok(Step::More { moved });
         }
-        // Pages that are lent out: they are no longer anywhere else, and somebody reads them in
+        // Only lent slots are left. Their pages have moved, and programs still read the slots in
         // place.
         let until = self.began.unwrap_or(now) + LANES_WAIT;
         if now > until { Err(GiveBackError::Busy) } else { Ok(Step::Waits(Awaited::Loans, until)) }

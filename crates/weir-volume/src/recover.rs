@@ -22,16 +22,16 @@ use weir_store::Store;
 pub struct Kept {
     /// The page map.
     pub map: Memory,
-    /// The descriptors of the memory in [`Kept`], for the keeper.
+    /// The slot records, one for each store, in order.
     pub records: Vec<Memory>,
 }
 
-/// The descriptors of what [`Kept`] maps, for the keeper.
+/// The descriptors of the memory in [`Kept`], for the keeper.
 #[derive(Debug)]
 pub struct KeptFds<'a> {
     /// The page map.
     pub map: BorrowedFd<'a>,
-    /// A bitmap with one bit a slot.
+    /// The slot records, one for each store, in order.
     pub records: Vec<BorrowedFd<'a>>,
 }
 

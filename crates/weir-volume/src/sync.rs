@@ -11,7 +11,7 @@ pub(crate) use std::sync::atomic::{
     AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
 
-/// A model's `OnceLock`, which loom has not: another thread sees the value by loom's rules of
+/// A `OnceLock` for models, since loom has none. Another thread sees the value by loom's rules of
 /// memory order.
 #[cfg(loom)]
 pub(crate) struct OnceLock<T> {
@@ -31,7 +31,7 @@ impl<T> OnceLock<T> {
 
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         if self.get().is_none() {
-            // Of two threads that make one, the first to get here has its own kept.
+            // If two threads make a value, both get the value of the first that comes here.
             let made = make();
             self.value.get_or_init(|| made);
             self.is_set.swap(true, Ordering::AcqRel);

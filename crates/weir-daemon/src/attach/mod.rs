@@ -29,7 +29,8 @@ use weir_system::device_use;
 /// The largest request that the kernel sends, in KiB. One connection's buffer has room for it.
 const MAX_SECTORS_KB: &str = "256";
 
-/// Time without a change after which a device that is reconnected by hand counts as at rest.
+/// Time for which the number of a device's readers must not change before a reconnection by hand
+/// goes on.
 const STEADY: Duration = Duration::from_millis(200);
 
 /// Longest time that the kernel takes to publish a device or to take it away.

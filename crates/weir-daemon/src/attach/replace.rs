@@ -68,7 +68,8 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// The pace for a device whose requests fail `reconnect_timeout` after its last connection.
+    /// The pace for a device whose requests fail once it has had no connection for
+    /// `reconnect_timeout`.
     pub fn within(reconnect_timeout: Duration) -> Pace {
         Pace {
             steady: Duration::from_millis(100),

@@ -26,8 +26,8 @@ use weir_system::device_use;
 /// The keeper's name for the list of attached devices.
 pub const NOTE: &str = "attached";
 
-/// Times of further looks after a start or an event. Earlier, neither end may have noticed that a
-/// connection is gone, or memory may be short.
+/// Pauses before the further looks at a device, after a start or an event. At an earlier look,
+/// neither end may know yet that a connection is gone, or memory may be short.
 const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(3)];
 
 /// The devices that are attached to this daemon.

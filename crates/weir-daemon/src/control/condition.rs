@@ -75,7 +75,7 @@ impl fmt::Display for Condition {
             write!(f, ", for {ago} s: {why}")?;
         }
         for Missing { way, why: without } in missing {
-            // `why` may have the reason already.
+            // `why` may contain this reason already. Do not print it twice.
             if !why.as_ref().is_some_and(|why| why.contains(without.as_str())) {
                 write!(f, "; not by {way}: {without}")?;
             }

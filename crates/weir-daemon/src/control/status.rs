@@ -585,8 +585,8 @@ impl Status {
 }
 
 impl Status {
-    /// An example status after reading and writing `pages`. The first page took 9 us, each later
-    /// one 1.5 us; the quantiles stand for those since the start.
+    /// An example status after reading and writing `pages` pages. The first page took 9 us, and
+    /// each later page 1.5 us. The quantiles are the same for any number of pages.
     #[doc(hidden)]
     pub fn example(pages: u64) -> Self {
         let slow = pages.min(1);

@@ -161,8 +161,8 @@ impl Fuse {
             spin: options.spin,
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
-            // A file that must outlive its daemon cannot have a ring. With a time to spin, threads
-            // read the device instead.
+            // A server with an io_uring cannot be taken over, so a file under a keeper has none.
+            // Threads that spin read `/dev/fuse`, and use no io_uring either.
             ring: keeper.is_none() && !options.swap && options.spin.is_zero(),
             allow_other: false,
         };
@@ -224,7 +224,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// Listens at its path.
+    /// Starts the share server, which listens at the path in the options.
     ///
     /// # Errors
     /// Fails when the socket cannot be made.

@@ -72,7 +72,8 @@ pub fn run(swap: bool) -> io::Error {
         Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
     let error = become_copy().unwrap_or_else(|error| error);
-    // The program then comes to this line again, with that name, and goes on.
+    // The program starts anew under that name. When it comes here again, `name` equals `own`, and
+    // the program goes on.
     if name != own {
         return named(Path::new("/proc/self/exe")).exec();
     }

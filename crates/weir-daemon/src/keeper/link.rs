@@ -16,8 +16,8 @@ pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 /// The environment variable with the number of processors that the keeper found.
 pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
 
-/// The environment variable with the time when the last daemon was gone (nanoseconds of [`now`]),
-/// and the nanoseconds that its end took from the first sign on.
+/// The environment variable about the last daemon's end. It has the time when that daemon was gone
+/// (nanoseconds of [`now`]), and the nanoseconds from the first sign of its end until then.
 pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
 
 /// The time now, in nanoseconds of a clock that all processes share. If a person sets that clock,

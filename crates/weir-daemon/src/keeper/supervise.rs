@@ -196,20 +196,21 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     }
 }
 
-/// The pause before the next daemon after this many in a row that died before they served. One of
-/// them may have been killed during its takeover, while requests wait for the next.
+/// The pause before the next daemon, after `stillborn` daemons in a row died before they served.
+/// After one such death there is no pause. That daemon may have been killed during its takeover,
+/// and requests wait for the next.
 fn pause_after(stillborn: u32) -> Option<Duration> {
     (stillborn > 1).then_some(PAUSE)
 }
 
-/// The choice of the next daemon's program. If an upgrade has replaced the keeper's own program, it
-/// is the installed one, else the keeper's own. To start the keeper's own takes no disk, and it
-/// remains if the installed one fails.
+/// The choice of the next daemon's program. If an upgrade has replaced the installed program, the
+/// choice is the new one, else the keeper's own copy. The copy starts without a disk, and it
+/// remains if the installed program fails.
 #[derive(Debug)]
 struct Programs {
     own: PathBuf,
     installed: PathBuf,
-    /// The stamp of the installed program at the keeper's start from it.
+    /// The stamp that the installed program had when the keeper was started from it.
     stamp: Option<Stamp>,
     /// The stamp of the new program to be started.
     new: Option<Stamp>,
@@ -491,7 +492,7 @@ fn own_memory(daemon: Pid) -> usize {
     (of("RssAnon") + of("VmPTE")).max(SET_ASIDE_LEAST)
 }
 
-/// Returns the pages held in memory. Logs it if they cannot be held.
+/// Returns a file's pages that are held in memory. Logs a warning if they cannot be held.
 fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> {
     match pages {
         Ok(pages) => Some(pages),

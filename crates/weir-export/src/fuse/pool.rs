@@ -144,7 +144,7 @@ impl Pool {
     /// Has every thread leave once it has answered its request.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
-        // The counter has room for 2^64 - 1 rings, so this cannot fail.
+        // The write fails only if the bell's counter is full, after 2^64 rings.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         for thread in self.threads.iter().filter_map(OnceLock::get) {
             thread.unpark();

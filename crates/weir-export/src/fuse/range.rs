@@ -137,7 +137,8 @@ impl<L: PageLane> Ranges<L> {
     /// Fails with the error that refuses the request. Some of its pages may be written.
     pub fn write(&mut self, what: &WriteIn, data: &[u8], places: impl Places) -> Result<(), Errno> {
         let span = Span { offset: what.offset, length: data.len() as u64 };
-        // `O_SYNC` contains the bit of `O_DSYNC`. (`rustix` gives both the bits of `O_SYNC`.)
+        // `O_SYNC` contains the bit of `O_DSYNC`, so one test finds both. (In `rustix` both
+        // constants have all bits of `O_SYNC`.)
         let fua = what.flags & libc::O_DSYNC as u32 != 0;
         let Ranges { requests, pages, pool } = self;
         finish(requests, pool, Request { op: Op::Write, span, fua }, &mut Io { pages, data, places })

@@ -101,7 +101,8 @@ pub enum Request<'a> {
     Lseek {
         what: LseekIn,
     },
-    /// A program no longer waits for another request. That request is answered all the same.
+    /// Tells that a program no longer waits for an earlier request. The server answers that request
+    /// all the same.
     Interrupt,
     /// Any other operation.
     Unknown {

@@ -95,7 +95,8 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
 
     /// Serves requests until there are no more.
     pub fn run(&mut self) -> Ending {
-        // The ring is dropped by a caller that may free memory.
+        // Keep the ring outside of the closure: dropping it frees memory, which an I/O thread must
+        // not do.
         let mut ring = self.ring.take();
         weir_core::seal::on_io_thread(|| {
             self.pool.join(self.number);

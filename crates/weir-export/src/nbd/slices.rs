@@ -6,8 +6,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-/// Largest number of slices of one `sendmsg`; the kernel takes 1024. This is enough for a piece of
-/// a read with many short ones, and cheap to set up.
+/// Largest number of slices of one `sendmsg`; the kernel takes 1024. This number is enough for a
+/// piece of a long read together with many short reads, and cheap to set up.
 pub(super) const SLICES_MAX: usize = 256;
 
 /// The slices of one `sendmsg`, at most `MAX`. A list for few slices is made in less time.

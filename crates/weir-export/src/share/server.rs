@@ -73,7 +73,7 @@ pub struct Config {
     pub spin: Duration,
     /// Largest number of pages of all clients that may be lent in place, in the stores' memory, at
     /// a time; 0: none. A client that asks for it can read all of the stores' memory. Further pages
-    /// are copied into frames. The lender takes so much of the volume's
+    /// are copied into frames. The lender takes this many slots of the volume's
     /// [slack](weir_volume::Config::slack).
     pub in_place: u32,
     /// Whether clients may only read, as when the pages are a kernel's swap.
@@ -360,7 +360,8 @@ impl Porter {
         if self.requests.is_busy() {
             worked |= self.complete();
         }
-        // This comes after the lane's pin has ended, so no writer of the volume waits for it.
+        // Publish only after the lane's pin has ended, so that no writer of the volume waits
+        // meanwhile.
         if worked {
             for seat in &mut self.seats[..self.used] {
                 if let Seat::Taken { socket, session } = seat {

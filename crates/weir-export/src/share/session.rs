@@ -18,8 +18,8 @@ use super::stats::{Stats, add};
 
 /// Number of submissions taken from one client before the next one's turn.
 const TURN: u32 = 64;
-/// Number of submissions ahead of the present one at which a page's entry is prefetched; and the
-/// number at which its head is.
+/// Distance, in submissions, at which a page's entry in the map is prefetched; and the distance at
+/// which its record and its first bytes are.
 const PLACE_AHEAD: u32 = 6;
 const HEAD_AHEAD: u32 = 2;
 

@@ -27,8 +27,8 @@ use weir_volume::Volume;
 const STACK_BYTES: usize = 256 << 10;
 /// Time that the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Time after which a request counts as put back by an interrupted processor, if the kernel does
-/// not report it.
+/// Time after which every processor is taken to have put its request back, if the kernel cannot
+/// report that; see [`let_requests_return`].
 const RETURN: Duration = Duration::from_millis(250);
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(2);
@@ -399,8 +399,8 @@ impl Thread {
         let _ = ready.send(Ok(()));
         let served = weir_core::seal::on_io_thread(|| queue.serve());
         if let Err(error) = served {
-            // The requests of this queue would wait for ever. So panic: the process decides what to
-            // end, and the next daemon gets the requests again.
+            // The requests of this queue would wait for ever. So panic: the program's panic hook
+            // can end the process. The next daemon gets the requests again.
             panic!("ublk: queue {number} serves no more: {error}");
         }
     }

@@ -390,7 +390,8 @@ impl Backing {
         Ok(())
     }
 
-    /// Writes at most `zeros` at `at`, and returns how many bytes.
+    /// Writes zeros from `at` to `end`, but no more bytes than `zeros` has. Returns the number of
+    /// bytes.
     fn write_zeros(&self, zeros: &[Page], at: u64, end: u64) -> std::io::Result<u64> {
         let length = (end - at).min(size_of_val(zeros) as u64) as usize;
         // SAFETY: `Page` is 4096 bytes without padding, so a row of them is a row of bytes.
@@ -456,7 +457,7 @@ impl Backing {
             done = done.and_then(|()| self.write_out(offset, bytes, &mut unwatched));
         }
         if done.is_err() {
-            // Half a chunk is useless.
+            // A chunk that is only partly allocated is useless. So free the part.
             let _ = self.punch(offset, bytes);
         }
         done

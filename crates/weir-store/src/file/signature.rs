@@ -4,7 +4,7 @@
 //! Offsets and marks are libblkid's (util-linux, libblkid/src/superblocks and partitions). A device
 //! with a mark holds somebody's data, and is taken only with an explicit option.
 
-/// This mark comes last: FAT and others end their boot sector with it too.
+/// A mark at an offset from the device's start, or from its end if the offset is negative.
 struct Mark {
     of: &'static str,
     at: i64,
@@ -48,16 +48,15 @@ const MARKS: &[Mark] = &[
     Mark { of: "a partition table (GPT)", at: 0x200, bytes: b"EFI PART" },
     Mark { of: "a partition table (GPT, 4 KiB sectors)", at: 0x1000, bytes: b"EFI PART" },
     Mark { of: "a partition table (GPT, backup)", at: -0x200, bytes: b"EFI PART" },
-    // Bytes of a device's start, and of its end, that must be searched.
+    // This mark comes last: FAT and others end their boot sector with it too.
     Mark { of: "a boot sector (partition table or FAT)", at: 0x1fe, bytes: b"\x55\xaa" },
 ];
 
-/// The owner of a mark in the first or last [`LOOK`] bytes; a smaller device is searched as a
-/// whole.
+/// Bytes of a device's start, and of its end, that must be searched.
 pub(super) const LOOK: usize = 192 << 10;
 
-/// The owner of the mark in the first [`LOOK`] bytes or the last, or in all there is of a smaller
-/// device.
+/// The owner of a mark in the first or last [`LOOK`] bytes; a smaller device is searched as a
+/// whole.
 pub(super) fn find(start: &[u8], end: &[u8]) -> Option<&'static str> {
     let found = |mark: &Mark| {
         let (place, at) = match usize::try_from(mark.at) {

@@ -128,8 +128,8 @@ fn same(a: &[Path], b: &[Path]) -> bool {
     a.len() == b.len() && a.iter().all(|path| b.contains(path))
 }
 
-/// The fastest path. The last winner stays (or else the first path wins), unless another is faster
-/// by the margin.
+/// The fastest path. The last winner, or else the first path, stays unless another is faster by the
+/// margin.
 fn winner(contenders: &[Path], rates: &[f64], before: Option<Path>) -> Path {
     let favourite = before.unwrap_or(contenders[0]);
     let handicapped = |(path, rate): &(Path, f64)| if *path == favourite { rate * MARGIN } else { *rate };

@@ -259,7 +259,8 @@ impl Gpu {
             return CutOff::ByTheWindow;
         }
         if self.is_kept() && self.state() != State::Lost && cuda.dead_for() < answer_limit() {
-            // The thread that kills this process may have a lower priority than this one.
+            // Sleep, because the thread that kills this process may have a lower priority than this
+            // one.
             std::thread::sleep(Duration::from_millis(1));
             return CutOff::Waits;
         }

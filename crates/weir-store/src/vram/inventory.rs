@@ -61,7 +61,7 @@ fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[GpuMemory]) -> Vec<G
 }
 
 /// AMD's cards by sysfs alone, in the order of their PCI addresses. The part of the RAM that an
-/// integrated GPU has for its own is told like a card's memory.
+/// integrated GPU has for its own counts as a card's memory.
 fn amd(machine: &Machine) -> Vec<GpuMemory> {
     let is_card = |name: &str| {
         name.strip_prefix("card").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit()))

@@ -33,7 +33,7 @@ impl KeptGpu {
     /// Checks whether these pages lie on the card of this UUID, and by a driver that is there.
     ///
     /// # Errors
-    /// Fails with a sentence that says what is another, or is missing.
+    /// Fails with a sentence: the card is another one, or its driver is missing.
     pub fn fits(&self, uuid: [u8; 16], has_vulkan: bool) -> Result<(), String> {
         if self.uuid != uuid {
             return Err("the pages lie on another GPU than the one found here".to_owned());

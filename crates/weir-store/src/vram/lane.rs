@@ -250,8 +250,8 @@ impl GpuLane {
             .unwrap_or(if self.gpu.has(Path::Mapped) { Path::Mapped } else { Path::Engine })
     }
 
-    /// The path to take when the ring is away or full: the lane has room for its depth, whatever
-    /// the ring has.
+    /// The path to take when the ring is away or full. The other paths have room for all operations
+    /// of the lane, whatever is in the ring.
     fn otherwise(&self) -> Path {
         match &self.ring {
             _ if self.near.cut_off => Path::Mapped,

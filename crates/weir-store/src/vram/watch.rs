@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Time between two looks of the watching thread: while many pages move or the resident kernel is
-/// on the card; while few pages move; after a second without a page. In the last case the next page
-/// wakes the thread.
+/// Time between two looks of the watching thread. The first is for times when many pages move, or
+/// the resident kernel is on the card. The second is for times when few pages move. The third
+/// begins after a second without a page, and the next page then wakes the thread.
 const TICK_BUSY: Duration = Duration::from_millis(1);
 const TICK_IDLE: Duration = Duration::from_millis(20);
 const TICK_ASLEEP: Duration = Duration::from_secs(1);
@@ -23,9 +23,9 @@ const TICK_ASLEEP: Duration = Duration::from_secs(1);
 const QUIET: Duration = Duration::from_secs(1);
 /// Number of pages between two looks from which on the load counts as heavy.
 const MANY: u64 = 32;
-/// Time between two questions for the free memory and, while the kernel is there, for other users
-/// of the card; while many pages move, and otherwise. The driver takes milliseconds to answer, more
-/// than a hundred pages do.
+/// Time between two questions to the driver about the free memory, and about other users while the
+/// resident kernel is on the card. The first is for times when many pages move, the second for all
+/// others. The driver takes milliseconds to answer, more than a hundred pages do.
 const ASK_BUSY: Duration = Duration::from_millis(250);
 const ASK_IDLE: Duration = Duration::from_secs(1);
 
@@ -138,7 +138,8 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let seen =
             Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
-        // The other users were handled; NVML is asked again before the kernel enters again.
+        // The policy has seen the other users. The watcher asks NVML again before the kernel enters
+        // again.
         others = 0;
         match step {
             Step::Stay => {}

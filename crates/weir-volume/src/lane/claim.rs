@@ -88,10 +88,7 @@ impl SlotWait {
     }
 }
 
-/// Claims a free slot in the first store that takes pages and has one. If all slots are taken,
-/// other lanes are about to free some: every lane's pin ends, and the volume promised a slot for
-/// each page. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it holds
-/// slots that other lanes wait for.
+/// The last [`HINTS`] slots that this lane freed, oldest first.
 pub(super) struct Hints {
     pub(super) slots: [Slot; HINTS],
     pub(super) first: usize,
@@ -99,10 +96,10 @@ pub(super) struct Hints {
 }
 
 impl Lane {
-    /// A free slot in the first store that takes pages and has one. Where all are taken, other
-    /// lanes are about to free some: every lane's pin ends, and the volume promised a slot for each
-    /// page. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it holds
-    /// others up itself.
+    /// Claims a free slot in the first store that takes pages and has one. If all slots are taken,
+    /// other lanes are about to free some: every lane's pin ends, and the volume promised a slot
+    /// for each page. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it
+    /// holds slots that other lanes wait for.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         // A worker that closes a chunk waits for the pins of lanes that may not have seen it
         // closed. A poll also sends a pack, and at that time the lane may have no pin.

@@ -55,7 +55,7 @@ impl Lane {
         let first = self.run_at(first, pages.len());
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);
-        // Compressed pages wait for others in a pack, by another way.
+        // A compressed page waits in a pack for other pages, and only `write` does that.
         if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
             return 0;
         }

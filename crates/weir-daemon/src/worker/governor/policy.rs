@@ -288,7 +288,8 @@ mod tests {
             assert_eq!(card.taken, 0, "seed {seed}: what somebody uses is not taken");
             card.others = 0;
             card.rest(Duration::from_secs(6) + 70 * MS * chunks);
-            // The spare and one chunk of distance are left to the card's owner.
+            // The policy leaves the spare and one chunk more to the card's owner, so up to two
+            // chunks stay away.
             assert!(card.away <= 2, "seed {seed}: {} chunks have not come back", card.away);
             card.rest(NEAR_FOR);
             let looks = card.looks;

@@ -4,8 +4,8 @@
 //! requests come by rings, the rings' commands also hold the descriptor, and they end with their
 //! ring. Linux 6.18 once let a ring wait for its commands as long as the connection lived: for
 //! twenty minutes, until it was ended by hand. All programs that used the mount waited too. A
-//! forced unmount ends a connection. So only such a mount gets one: a connection that a keeper
-//! holds between two servers must live.
+//! forced unmount ends such a connection. Weir forces it only if no process has a descriptor of the
+//! connection. A connection that a keeper holds between two servers must live.
 
 use rustix::io::Errno;
 use std::ffi::OsStr;

@@ -63,8 +63,8 @@ impl Incoming {
         let operation = self.operation(memory.len() - PAYLOAD_AT);
         let front = InHeader::BYTES + operation.unwrap_or(0);
         let (header, bytes) = if self.header.opcode == opcode::WRITE {
-            // Put the headers before the data, which begin at a page. The answer must not overwrite
-            // them while they are read.
+            // Put the headers directly before the data, which begin at a page. The parsed request
+            // refers to them, so its answer goes into other memory.
             let start = PAYLOAD_AT - front;
             memory.copy_within(OPERATION_AT..OPERATION_AT + front - InHeader::BYTES, start + InHeader::BYTES);
             memory.copy_within(..InHeader::BYTES, start);

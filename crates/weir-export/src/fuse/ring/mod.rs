@@ -6,7 +6,7 @@
 //! thread serves the queues of some neighbouring processors, and is pinned to these. The caller and
 //! the thread that answers then share a cache, and neither wakes another processor. One command
 //! answers a request and takes the next one. `FORGET` and `INTERRUPT` still come by `/dev/fuse`. If
-//! the kernel refuses an entry, all requests do.
+//! the kernel refuses an entry, all requests come by `/dev/fuse`.
 //!
 //! Requests that a dead server had in a ring fail, so the next daemon cannot take such a server
 //! over. A server that must be taken over uses `/dev/fuse`.
@@ -130,7 +130,7 @@ pub(super) struct Uring {
     memory: Buffer,
     payload: usize,
     queues: Range<usize>,
-    /// Memory to put a request together that is no write.
+    /// Memory in which a request other than a write is put together.
     scratch: Box<[u8; SMALL_MAX]>,
 }
 
@@ -197,7 +197,7 @@ impl Uring {
             let mut command = self.command(REGISTER, at, 0, vectors.as_ptr() as u64);
             set_len(&mut command, vectors.len() as u32);
             self.push(&command);
-            // The kernel reads the vectors now, so they may go afterwards.
+            // The kernel reads the vectors during this call, so they may be dropped afterwards.
             self.io.submit()?;
         }
         if let Some(refused) = self.io.completion().find(|completion| completion.result() < 0) {

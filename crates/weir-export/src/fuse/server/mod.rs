@@ -326,8 +326,8 @@ impl Server {
                 }
                 match worker.run() {
                     Ending::Unmounted => worker.pool.gone(),
-                    // The requests of a dead thread would wait for ever. So panic: the process
-                    // decides what to end.
+                    // Requests that only this thread serves would wait for ever. So panic: the
+                    // program's panic hook can end the process.
                     Ending::Broken(errno) if !worker.pool.is_stopping() => {
                         panic!("fuse: thread {number} cannot serve: {errno}");
                     }

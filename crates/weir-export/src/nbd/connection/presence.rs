@@ -99,7 +99,8 @@ impl<L: PageLane> Connection<'_, L> {
     /// Whether a client that sends no more ended with a request to disconnect. If the socket holds
     /// more bytes than fit here, the client has not waited for its answers, and counts as gone.
     fn ends_with_goodbye(&mut self) -> bool {
-        // The buffer is empty while a send waits, and outside of a round.
+        // Look into the buffer of headers, which is empty while a send waits, and outside of a
+        // round.
         let waiting = &mut self.desk.heads[..];
         let Ok((count, _)) =
             rustix::net::recv(self.socket, &mut *waiting, RecvFlags::PEEK | RecvFlags::DONTWAIT)
@@ -119,7 +120,7 @@ impl<L: PageLane> Connection<'_, L> {
 fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // If that cannot be known, the client counts as there: the next send will fail otherwise.
+    // If the poll fails, the client counts as there. If it is not, the next send will fail.
     rustix::event::poll(&mut fds, Some(&now)).is_ok()
         && fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
 }

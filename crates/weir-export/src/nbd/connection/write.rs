@@ -29,7 +29,7 @@ impl<L: PageLane> Connection<'_, L> {
         let write = self.desk.write.expect("the parser gives payload after its write");
         let (mut offset, mut bytes) = (payload.offset, payload.bytes);
         while let Some(index) = write.index.filter(|_| !bytes.is_empty()) {
-            // The write may have waited for a slot for long.
+            // The write may have waited long for a slot, so the client may have gone meanwhile.
             self.see_client()?;
             let issued = self.desk.requests.write_piece(index, offset, bytes);
             (offset, bytes) = (offset + issued as u64, &bytes[issued..]);

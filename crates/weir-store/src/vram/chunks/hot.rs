@@ -62,7 +62,7 @@ pub struct Pin {
     pub(super) open: AtomicBool,
     /// The chunk that the lane accesses right now, plus 1.
     pub(super) touching: AtomicU32,
-    /// Counts of all operations queued and handed over, by engine and by ring; each pair in the
+    /// Number of operations queued, by engine and by ring; and number of those handed over, in the
     /// same order.
     pub(super) queued: [AtomicU64; 2],
     pub(super) finished: [AtomicU64; 2],

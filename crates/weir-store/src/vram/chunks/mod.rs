@@ -59,8 +59,8 @@ impl Chunks {
 
     /// Number of chunks that have memory.
     pub fn held(&self) -> usize {
-        // Count what lanes see: then the caller need not wait for a chunk that is being imported or
-        // removed.
+        // Count the addresses that lanes see, which needs no lock. So the caller need not wait for
+        // a chunk that is being imported or removed.
         self.hot.places().iter().filter(|place| place.is_shown()).count()
     }
 

@@ -379,7 +379,7 @@ impl Drop for BatchLane {
     fn drop(&mut self) {
         let BatchLane { context, stream, batches, .. } = self;
         context.end(|driver| {
-            // A driver that does not answer would be waited for without a limit.
+            // If the context is lost, the driver may never answer. So do not wait for it.
             if !context.is_lost() {
                 let _ = stream.synchronize();
             }

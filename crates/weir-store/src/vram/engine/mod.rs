@@ -573,7 +573,7 @@ impl OwnStream {
     /// Waits until all work in the stream has ended.
     ///
     /// # Errors
-    /// Fails with the error of the first that failed.
+    /// Fails with the error of the first copy or kernel in the stream that failed.
     pub fn synchronize(&self) -> Result<(), CallError> {
         self.context.enter()?;
         // SAFETY: the stream is alive.
@@ -584,7 +584,7 @@ impl OwnStream {
     /// Whether all work in the stream has ended.
     ///
     /// # Errors
-    /// Fails with the error of the first that failed.
+    /// Fails with the error of the first copy or kernel in the stream that failed.
     pub fn is_idle(&self) -> Result<bool, CallError> {
         self.context.enter()?;
         // SAFETY: the stream is alive.
