@@ -52,8 +52,9 @@ pub unsafe fn page_to_shared(shared: *mut u8, page: &PageBytes) {
 
 /// Copies `page` to shared memory past the caches, for many pages at once that are not read soon.
 /// Memory that is not in the cache is written without being read first (230 ns a page on the test
-/// host, 400 by [`page_to_shared`]). But the stores have no order. Other threads may read only
-/// after [`settle`], which waits for all of them; any atomic read-modify-write does too.
+/// host, 400 by [`page_to_shared`]). But other threads may see these stores in any order. They may
+/// read only after [`settle`], which waits for all of the stores; any atomic read-modify-write does
+/// too.
 ///
 /// # Safety
 /// The same as for [`page_to_shared`]; and `shared` must be 16-byte aligned.

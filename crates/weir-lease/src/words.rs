@@ -69,8 +69,8 @@ impl SlotWord {
     }
 }
 
-/// The word of a chunk of 64 slots: free, or belonging to a connection, as its slots from `64 *
-/// position` on.
+/// The word of a chunk of 64 slots. The chunk is free, or has a connection's slots from
+/// `64 * position` on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ChunkWord(pub u64);
 

@@ -255,7 +255,7 @@ impl<L: PageLane> Requests<L> {
         }
     }
 
-    /// Starts what has been issued.
+    /// Starts the operations that were issued.
     pub fn submit(&mut self) {
         self.lane.submit();
     }

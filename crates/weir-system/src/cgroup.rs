@@ -38,7 +38,7 @@ impl Cgroup {
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", "+memory");
         }
         if let Err(error) = fs::create_dir(&cgroup.0) {
-            // Another owner will remove the cgroup.
+            // If the cgroup exists, its owner removes it. So do not remove it here.
             let path = std::mem::ManuallyDrop::new(cgroup).0.clone();
             return Err(say(&path)(error));
         }

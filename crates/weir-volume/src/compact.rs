@@ -24,7 +24,7 @@ pub struct Sparse {
 }
 
 impl Sparse {
-    /// Chooses packs that are at most so many sixteenths full. [`Pool::sparse`] makes a better
+    /// Chooses packs that are at most `sixteenths` sixteenths full. [`Pool::sparse`] makes a better
     /// choice.
     pub fn up_to(sixteenths: u32) -> Self {
         Sparse { fill_most: sixteenths.min(WHOLE) }
@@ -42,8 +42,8 @@ const WHOLE: u32 = 16;
 const FILL_MOST: u32 = 11;
 /// Least number of wasted slots that is worth compaction.
 const WASTE_LEAST: u64 = 32;
-/// Compaction begins when one of so many slots with packs is wasted: the first number usually, the
-/// second when the store has little room.
+/// Compaction begins when one of this many slots with packs is wasted. The first number is the
+/// usual one, and the second is for a store with little room.
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
 /// A store has little room if fewer than one in this many slots are free.
 const ROOM_ONE_IN: u32 = 16;

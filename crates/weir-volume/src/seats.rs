@@ -77,7 +77,7 @@ impl LaneSeat {
         self.taken.load(Ordering::Acquire)
     }
 
-    /// The counts of a lane in this seat, of a pool with so many stores.
+    /// The counts of a lane in this seat, of a pool with `stores` stores.
     pub fn metrics(&self, stores: usize) -> Arc<LaneMetrics> {
         Arc::clone(self.metrics.get_or_init(|| Arc::new(LaneMetrics::new(stores))))
     }

@@ -1,13 +1,17 @@
 //! The daemon's control socket: one request a connection, a line of JSON each way.
 //!
-//! `{"schema":1,"request":"status"}` is answered by a [`Status`] on one line.
-//! `{"schema":1,"request":"give-back","bytes":N}` and `take` (without bytes: all), `sleep` and
-//! `wake` are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
-//! `{"schema":1,"result":{...}}`. `{"schema":1,"request":"attached",...}` with the fields of an
-//! [`Attachment`], and `{"schema":1,"request":"detached","device":N}`, are answered by
-//! `{"schema":1}`, as are `{"schema":1,"request":"limit","pid":N,"bytes":N}` and `evict`, once the
-//! program's pager has been told. Whatever cannot be done is answered by
-//! `{"schema":1,"error":"..."}`. The socket is its owner's alone (mode 0600).
+//! A request is `{"schema":1,"request":NAME,...}`. Its name decides on the answer:
+//!
+//! - `status`: a [`Status`] on one line;
+//! - `give-back` and `take` (with `"bytes":N`, or without: all), `sleep` and `wake`: any number of
+//!   lines `{"schema":1,"progress":{...}}`, then one line `{"schema":1,"result":{...}}`;
+//! - `attached` (with the fields of an [`Attachment`]) and `detached` (with `"device":N`):
+//!   `{"schema":1}`;
+//! - `limit` (with `"pid":N,"bytes":N`) and `evict` (with `"pid":N`): `{"schema":1}`, once the
+//!   program's pager has been told.
+//!
+//! A request that the daemon cannot do gets the answer `{"schema":1,"error":"..."}`. Only the
+//! socket's owner may use it (mode 0600).
 
 mod client;
 mod condition;

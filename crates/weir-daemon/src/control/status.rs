@@ -401,7 +401,7 @@ impl fmt::Display for Compress {
 }
 
 impl Store {
-    /// The status of one store of a volume of which `reads` pages have been read.
+    /// The status of one store. `reads` is the number of pages read from the whole volume.
     pub fn of(status: &weir_volume::StoreStatus, reads: u64) -> Self {
         Store {
             url: status.name.clone(),

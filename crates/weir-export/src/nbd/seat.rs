@@ -202,8 +202,9 @@ impl Seats {
         busy
     }
 
-    /// Number of connections that may be the kernel's: all but those that another living process
-    /// has. This process itself may have made a connection for the kernel.
+    /// Number of connections that may be the kernel's: all that no other living process has open.
+    /// One that this process has open counts too, since this process may have made it for the
+    /// kernel.
     pub fn kernels(&self) -> usize {
         self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
     }

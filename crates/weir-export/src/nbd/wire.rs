@@ -221,8 +221,8 @@ pub enum Errno {
 }
 
 impl Errno {
-    /// The error for a number on the wire. A number that the specification does not list counts as
-    /// [`Errno::Invalid`], as it demands of clients. `None` for 0.
+    /// The error for a number on the wire; `None` for 0. A number that the specification does not
+    /// list counts as [`Errno::Invalid`], as the specification demands of clients.
     pub fn from_wire(value: u32) -> Option<Errno> {
         Some(match value {
             0 => return None,

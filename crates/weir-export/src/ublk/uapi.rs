@@ -222,7 +222,7 @@ plain! {
         physical_shift: u8 = 5,
         /// The best size of a request, as a power of two.
         optimal_shift: u8 = 6,
-        /// The least good size of a request, as a power of two.
+        /// The smallest efficient size of a request, as a power of two.
         minimal_shift: u8 = 7,
         /// The longest request, in sectors.
         max_sectors: u32 = 8,

@@ -1,7 +1,7 @@
 //! The ledger: for each slot the stamp of its newest write that a node has kept, and a mark for
 //! each copy that lacks it.
 //!
-//! A copy lacks a write if its node was away, has not answered yet, or is another process since. A
+//! A copy lacks a write if its node was away, has not answered yet, or has another process since. A
 //! marked copy may still be there, but an unmarked copy was certainly written.
 
 use super::url::COPIES_MAX;

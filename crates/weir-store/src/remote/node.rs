@@ -171,9 +171,9 @@ impl Node {
         Ok(connection)
     }
 
-    /// Notes the process that answers. If it is not the process of before, its copies count as
-    /// lacking, or the node is refused if it may not be trusted with pages. Returns a message about
-    /// the node, if there is one.
+    /// Notes the process that answers. If it has taken the place of an earlier process, all copies
+    /// on the node count as lacking. If it may not be trusted with pages, the node is refused.
+    /// Returns a message about the node, if there is one.
     fn meet(&self, run: &str, connection: &mut Connection, core: &Core) -> RedisResult<Option<String>> {
         let mut known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         if *known == run {
@@ -206,8 +206,8 @@ impl Node {
         Ok(note)
     }
 
-    /// Notes a write that the process `run` has kept. Returns false if the node is another process
-    /// since.
+    /// Notes a write that the process `run` has kept. Returns false if another process has taken
+    /// its place since.
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
@@ -533,8 +533,8 @@ impl Worker {
         }
     }
 
-    /// Answers a job with the answer of the process `run`. Fails if the node is another process
-    /// since.
+    /// Answers a job with the answer of the process `run`. Fails if another process has taken its
+    /// place since.
     fn answer(&self, run: &str, job: &Job, value: Value, page: &mut PageBytes) -> RedisResult<()> {
         let core = &self.core;
         if let (Some(cluster), Value::ServerError(error)) = (&core.cluster, &value)

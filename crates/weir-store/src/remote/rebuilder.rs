@@ -21,8 +21,8 @@ use weir_core::Slot;
 /// Time limit of a batch. After it the next batch begins.
 const BATCH_LIMIT: Duration = Duration::from_secs(5);
 /// Time between two probes of all nodes, and between two searches for writes that one node alone
-/// has kept. Without a probe, nobody would notice that an unused node is gone, or is another
-/// process.
+/// has kept. Without a probe, an unused node could go, or get another process, and nobody would
+/// notice.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// Time between two requests for a cluster's map while one of its nodes is away.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);

@@ -42,7 +42,7 @@ pub struct Injected {
     pub damaged_reads: u64,
     /// Operations that found the store gone.
     pub gone: u64,
-    /// Operations that found their chunk released: its user's mistake.
+    /// Operations that found their chunk released: a mistake of the store's user.
     pub released: u64,
 }
 

@@ -12,7 +12,7 @@ use weir_system::Machine;
 /// A card before anybody opens it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct GpuMemory {
-    /// Its PCI address as the kernel writes it: `0000:03:00.0`.
+    /// The card's PCI address as the kernel writes it: `0000:03:00.0`.
     pub address: String,
     /// The card's memory, all of it.
     pub total: ByteSize,

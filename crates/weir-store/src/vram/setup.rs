@@ -52,7 +52,7 @@ impl Gpu {
     /// Opens one card: finds it, reserves its memory, measures its paths.
     ///
     /// # Errors
-    /// Fails when there is no such card, or not so much memory.
+    /// Fails when there is no such card, or too little memory on it.
     pub(super) fn open(options: &VramUrl, drivers: &Drivers) -> Result<Arc<Self>, OpenError> {
         let url = options.to_string();
         let fail = |kind, what: String| OpenError::new(kind, &url, what);

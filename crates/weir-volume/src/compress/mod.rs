@@ -75,7 +75,7 @@ impl Codec {
         Ok(Codec { compress, expand_zstd })
     }
 
-    /// The algorithm that it compresses with.
+    /// The algorithm that this codec compresses with.
     pub fn compression(&self) -> Option<Compression> {
         self.compress.as_ref().map(|compressor| match compressor {
             Compressor::Lz4(_) => Compression::Lz4,

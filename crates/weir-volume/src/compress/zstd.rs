@@ -87,7 +87,7 @@ impl Expander {
         Self::within(unsafe { sys::ZSTD_estimateDCtxSize() })
     }
 
-    /// Makes an expander with so many bytes of memory.
+    /// Makes an expander with `bytes` bytes of memory.
     fn within(bytes: usize) -> io::Result<Self> {
         let mut workspace = Workspace::new(bytes);
         // SAFETY: as for the compressor: the memory is aligned, long enough, never moves, and

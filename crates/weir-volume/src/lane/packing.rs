@@ -89,7 +89,7 @@ impl Packing {
         })))
     }
 
-    /// Whether it compresses pages, or only expands those that an earlier daemon compressed.
+    /// Whether the lane compresses pages, or only expands those that an earlier daemon compressed.
     pub fn compresses(&self) -> bool {
         self.codec.compression().is_some()
     }

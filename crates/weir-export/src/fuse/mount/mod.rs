@@ -196,7 +196,7 @@ impl Drop for Mount {
 #[derive(Debug)]
 pub struct Left {
     point: PathBuf,
-    /// Whether the path was empty. Then a file there now was made by a server.
+    /// Whether nothing was at the path. If a file is there now, a server made it.
     vacant: bool,
 }
 

@@ -147,7 +147,7 @@ pub(super) enum Event {
     Request(usize),
     /// A request is at the device, or no more will come.
     Device,
-    /// The bell that was named has rung.
+    /// The bell that the ring watches has rung.
     Bell,
     /// An entry does not come back: mostly because the connection has ended.
     Gone(Errno),

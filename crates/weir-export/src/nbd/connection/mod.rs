@@ -40,8 +40,8 @@ use weir_store::Fault;
 /// stream through the buffer.
 const INPUT_BYTES: usize = 256 << 10;
 /// Bytes of payload in one `sendmsg`, and of the longest piece of a read that is verified and sent
-/// at once from where it lies. The piece stays in the second-level cache between the two. Bytes
-/// that the client does not take are copied, so a buffer for the whole piece is borrowed.
+/// at once from where it lies. Between the two steps the piece stays in the second-level cache.
+/// Bytes that the client does not take are copied, so a buffer for the whole piece is borrowed.
 const PIECE_MAX: u32 = 512 << 10;
 /// The same limit without a borrowed buffer: the size of the connection's own buffer.
 const OWN_PIECE_MAX: u32 = 64 << 10;

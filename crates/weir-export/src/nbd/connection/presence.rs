@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use weir_device::PageLane;
 
-/// The time when the client was last seen, and how it leaves.
+/// The time when the client was last seen, and whether it is leaving in order.
 pub(super) struct Presence<'a> {
     /// The time by the coarse clock, which takes a few nanoseconds to read.
     seen: Duration,

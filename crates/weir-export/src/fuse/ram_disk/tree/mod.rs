@@ -485,7 +485,7 @@ impl Tree {
         Ok(freed)
     }
 
-    /// The first byte from `offset` on that is data, or that is a hole.
+    /// The first byte from `offset` on that is data; without `data`, the first that is a hole.
     pub fn seek(&self, node: u64, offset: u64, data: bool) -> Result<u64> {
         let file = self.file(node)?;
         if offset >= file.size {
