@@ -36,7 +36,7 @@
 //! let body = table.take(&reader, Place { region: 1, page: 42, fragment: 1 })?;
 //! table.take(&reader, Place::page(0, 7))?;
 //!
-//! // Both come back in one range; the page's last return is said once.
+//! // Both come back in one range, and the page's last return is reported once.
 //! let mut free = Vec::new();
 //! let both = TokenRange { start: header, count: 2 };
 //! let returned = table.give_batch(&reader, &[both], |place, last| {

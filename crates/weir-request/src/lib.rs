@@ -36,8 +36,8 @@ const PAGE_BITS: u32 = 16;
 /// Largest number of pages that a read or a write may touch.
 pub const PAGES_MAX: u32 = (1 << PAGE_BITS) - 1;
 
-/// Operations that one [`Requests::write_piece`] issues, at most, besides a run that is done at
-/// once.
+/// Largest number of operations that one [`Requests::write_piece`] issues. A run that is done at
+/// once does not count.
 const PIECE: u32 = 16;
 
 /// Number of pages that a discard or a zeroing changes in one turn, which takes a fraction of a

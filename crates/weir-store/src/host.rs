@@ -195,8 +195,8 @@ impl Host {
         let taken = self.shared.memory.take(offset as usize, bytes as usize, &mut unwatched);
         taken.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
         if let Some(keep) = self.shared.keep.get() {
-            // Tell the keeper. Otherwise no process maps these pages when this one dies, and they
-            // are swapped out first. A keeper that is gone holds nothing.
+            // Tell the keeper. Otherwise no process maps these pages when this one dies, and the
+            // kernel swaps them out first of all. A keeper that is gone holds nothing.
             let _ = keep.took(HANDOFF, offset, bytes);
         }
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);

@@ -152,8 +152,8 @@ pub enum State {
 /// A lane: one thread's access to a store.
 ///
 /// Operations that are in flight together have no order, even in different lanes. A read beside a
-/// write of its slot finds either content or a mixture, and two writes leave either. A caller that
-/// needs an order waits for the first.
+/// write of its slot finds the old content, the new content or a mixture. Of two writes beside each
+/// other, either may be the last. A caller that needs an order waits for the first.
 ///
 /// A dropped lane has no more effect: its operations in flight have finished, or never will. Only a
 /// device that hangs may still write slots whose writes had not [settled](Lane::settled).

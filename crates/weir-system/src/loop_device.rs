@@ -194,8 +194,8 @@ impl LoopDevice {
             .collect()
     }
 
-    /// Whether the device was set up for a file of this name. Opening it reads nothing from it: it
-    /// has no partitions to look for.
+    /// Whether the device was set up for a file of this name. Opening the device reads nothing from
+    /// it, since it has no partitions to look for.
     fn was_made_of(&self, file: &Path) -> bool {
         if file.as_os_str().len() >= Info::EMPTY.file_name.len() {
             return false; // The kernel has no more than its beginning.

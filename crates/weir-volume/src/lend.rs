@@ -104,8 +104,8 @@ enum Back {
 /// one thread.
 ///
 /// A lent slot stays taken even if its page is written anew, so it takes room that the pool has
-/// promised to writers. Therefore a lender takes a part of the slack, as lanes do, and lends at
-/// most as many slots at a time.
+/// promised to writers. Therefore a lender takes a part of the slack, as lanes do. It never lends
+/// more slots than that part has.
 #[derive(Debug)]
 pub struct Lender {
     pool: Arc<Pool>,

@@ -1,18 +1,18 @@
 //! The messages between keeper and daemon: datagrams on a socket pair. Each has a word and a name,
 //! and some also carry a descriptor.
 //!
-//! | from | datagram | means |
+//! | from | datagram | meaning |
 //! |---|---|---|
-//! | keeper | `have KIND NAME` + fd | you, or one before you, gave me this |
-//! | keeper | `begin FORMAT` | that was all, and is of this [`FORMAT`] |
-//! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
-//! | daemon | `took NAME OFFSET BYTES` | the memory kept under that name has pages there again: lock them too |
-//! | daemon | `drop NAME` | close what is kept under that name; answered by `dropped` |
-//! | daemon | `opening` | I am about to listen: from here on somebody may have pages here |
-//! | daemon | `ready` | I serve; said again, I have more memory than I had |
-//! | daemon | `ending` | I was told to stop, and nobody needs the pages: do not start another |
-//! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
-//! | daemon | `replacing` | I was told to make way for the program that is installed now |
+//! | keeper | `have KIND NAME` + fd | an earlier daemon gave this to the keeper |
+//! | keeper | `begin FORMAT` | the new daemon has got everything; it is of this [`FORMAT`] |
+//! | daemon | `hold KIND NAME` + fd | hold this; answered by `held` or `refused REASON` |
+//! | daemon | `took NAME OFFSET BYTES` | the memory under that name has new pages in this range: lock them too |
+//! | daemon | `drop NAME` | close the descriptor under that name; answered by `dropped` |
+//! | daemon | `opening` | the daemon is about to listen: from here on clients may have pages in it |
+//! | daemon | `ready` | the daemon serves; sent again after it has taken more memory |
+//! | daemon | `ending` | the daemon was told to stop, and no client needs its pages: start no other |
+//! | daemon | `staying` | the daemon was told to stop, and is in use: if it dies, start another |
+//! | daemon | `replacing` | the daemon was told to make way for the program that is installed now |
 //!
 //! The word KIND is `memory` (a sealed memfd, to be mapped and locked) or `descriptor` (to be held
 //! open).

@@ -30,7 +30,7 @@ const ACCEPT_BURST: usize = 16;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The bytes of unread replies that the system is asked to hold; it doubles this for its own
 /// overhead. It is one piece of a long read: while the client copies a piece, the next is verified.
-/// With 64 KiB the two wake each other twice as often.
+/// With 64 KiB, client and server wake each other twice as often.
 const SEND_BUFFER_BYTES: usize = 512 << 10;
 
 const WAKE: u64 = u64::MAX;

@@ -429,8 +429,8 @@ impl Porter {
             match event.data.u64() {
                 LISTENER => self.admit(),
                 STOP => {}
-                // Each ring of a bell is one event. To read the bell could block, since the client
-                // can change its flags too.
+                // Each ring of a bell is one event. A read of the bell could block, since the
+                // client can change its flags too.
                 bell if bell & BELL != 0 => {}
                 seat => self.hear(seat as usize),
             }

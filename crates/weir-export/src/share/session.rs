@@ -122,7 +122,7 @@ pub(super) struct Session {
     seat: usize,
     area: Area,
     /// The eventfd that the client writes to wake the server. The server never reads it, since the
-    /// client can change its flags too.
+    /// client can change its flags so that a read blocks.
     pub server_bell: OwnedFd,
     connection: Connection,
     /// The first page number of the table's region that stands for a frame of this area.

@@ -9,7 +9,7 @@
 //! | file | holds |
 //! |---|---|
 //! | [`uapi`] | the driver's numbers and layouts |
-//! | [`request`] | what a descriptor asks for, and in which order a batch is served: pure functions |
+//! | [`request`] | the request of a descriptor, and the order of a batch: pure functions |
 //! | [`control`] | control commands, over a ring or over a fake |
 //! | `device` | the order of commands that makes, takes over and removes a device |
 //! | `engine` | a queue's requests against its lane of the volume, without a ring |

@@ -26,7 +26,7 @@ const COUNT_MAX: u32 = u32::MAX / 2;
 /// ```
 /// use weir_lease::{Geometry, Place, SharedCounts, Table};
 ///
-/// // A table for each of two threads; both lend of one region of 1,000 pages.
+/// // Two threads have a table each. Both tables lend pages of one region of 1,000 pages.
 /// let counts = SharedCounts::new(&[1_000]);
 /// let geometry = Geometry { connections: 8, references: 512, quota: 64 };
 /// let mut tables = [Table::new(geometry, counts.clone())?, Table::new(geometry, counts.clone())?];
@@ -36,7 +36,7 @@ const COUNT_MAX: u32 = u32::MAX / 2;
 /// let (a, b) = (one.take(&here, Place::page(0, 7))?, two.take(&there, Place::page(0, 7))?);
 /// assert_eq!(counts.of(Place::page(0, 7)), Some(2));
 ///
-/// // Whoever returns it last hears of it, whichever table that is.
+/// // The table that gets the last reference back reports that.
 /// assert!(!one.give(&here, a).expect("held").last);
 /// assert!(two.give(&there, b).expect("held").last);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -403,8 +403,8 @@ impl Backing {
     /// Writes blocks that the file system has only set aside, and that read as a hole. They hold no
     /// data.
     ///
-    /// Without this, the first write into such an extent splits it and ends in a transaction. That
-    /// takes memory and the journal, just when memory is short.
+    /// Without this, the first write into such a block is a transaction of the file system. That
+    /// takes memory and room in the journal, just when memory is short.
     fn write_out(&self, offset: u64, bytes: u64, watch: Watch<'_>) -> std::io::Result<()> {
         if self.is_device {
             return Ok(());

@@ -187,7 +187,7 @@ impl Sim {
     }
 
     /// Cuts the power. Each slot written since the last flush then holds one of its contents since
-    /// that flush. `choose` picks it for each slot, given their number.
+    /// that flush. `choose` picks one for each slot, and gets the number of contents.
     pub fn cut_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, contents) in std::mem::take(unflushed) {

@@ -120,7 +120,8 @@ impl<L: PageLane> Connection<'_, L> {
 fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // If the poll fails, the client counts as there. If it is not, the next send will fail.
+    // If the poll fails, the client counts as there. If the client has gone, the next send will
+    // fail.
     rustix::event::poll(&mut fds, Some(&now)).is_ok()
         && fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
 }
