@@ -206,7 +206,8 @@ fn needs_keeper(options: &Config, log: &Log) -> bool {
         }
         match cards::look(url) {
             Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
-            // Assume the worse. The opening of the store will report the problem, or wait as long.
+            // Assume that a keeper is needed. The opening of the store will report the problem, or
+            // wait as long as this look did.
             Looked::NoAnswer(_) | Looked::Died(_) => true,
         }
     };

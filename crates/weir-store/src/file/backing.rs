@@ -254,8 +254,8 @@ impl Backing {
         if !self.is_device {
             return Ok(Content::Other("data that is not Weir's"));
         }
-        // Look at the last bytes from a page's boundary on, as O_DIRECT requires; marks at the end
-        // count from the very end.
+        // Read the last bytes from a page's boundary on, as O_DIRECT requires. The offsets of marks
+        // at the end count from the device's last byte.
         let from = (bytes - look) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
         let end = self.read(name, from, (bytes - from) as usize)?;
         Ok(signature::find(&start, &end).map_or(Content::Nothing, Content::Other))

@@ -9,7 +9,7 @@ use weir_core::Slot;
 /// Number of hash slots of a cluster.
 pub(super) const HASH_SLOTS: usize = 1 << 14;
 
-/// Number of slots in an extent. A volume fills as many slots together, so a node that is away
+/// Number of slots in an extent. A volume fills extents of the same size, so a node that is away
 /// stops new pages only on its own extents.
 const EXTENT: u32 = 1024;
 

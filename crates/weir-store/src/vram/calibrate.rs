@@ -9,8 +9,8 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use weir_core::{Page, Slot};
 
-/// Distance between two slots. No copy can join another at this distance, and since it is odd,
-/// every slot comes up.
+/// Distance between two slots. At this distance no two copies can become one. It is odd, so every
+/// slot comes up.
 const STRIDE: u32 = 7;
 /// Number of pages in the batch that measures `each`.
 const BATCH: usize = 32;

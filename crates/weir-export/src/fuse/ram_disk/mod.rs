@@ -1,9 +1,9 @@
 //! A RAM disk: a file system for ordinary users whose files' pages lie in a volume. Its content
 //! ends with the server.
 //!
-//! Names and attributes are in [`tree`], under one lock. Reading and writing data takes it shared.
-//! A change of a name, a size or a page's place takes it exclusively. So a page is never read or
-//! written after it was given to another file.
+//! Names and attributes are in [`tree`], under one lock. A thread that reads or writes data takes
+//! the lock shared. A thread that changes a name, a size or a page's place takes it exclusively. So
+//! a page is never read or written after it was given to another file.
 
 mod room;
 mod tree;
