@@ -44,7 +44,7 @@ impl FromStr for HomeUrl {
 }
 
 impl HomeUrl {
-    /// The disk of a slot of a log without headers, and the byte on it.
+    /// Finds the disk on which a slot of a log without headers lies, and the slot's byte there.
     pub fn position(&self, slot: u32) -> (&Path, u64) {
         let (paths, segment_pages) = (self.paths(), (SEGMENT.0 / PAGE_SIZE as u64) as u32);
         let (segment, place) = (slot / segment_pages, slot % segment_pages);
@@ -281,7 +281,7 @@ fn refuse_served(path: &Path) -> Result<(), Failure> {
 
 fn open_raw(options: &CreateOptions, path: &Path) -> Result<Home, Failure> {
     let open = || FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)));
-    // Open the disks before anything is erased: this fails for a disk that another program uses.
+    // Open the disk before anything is erased. Opening fails for a disk that another program uses.
     let mut disks = open()?;
     let marks = marks::find(path)?;
     if !marks.is_empty() && !options.keep_content {
@@ -313,8 +313,8 @@ fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_
     Ok(Home { disks, log: Some(log), is_scratch: true })
 }
 
-/// Erases the marks of disks for a log, where the options name the disk for that. Looks at all
-/// disks before it erases one.
+/// Erases the marks on a log's disks, if `--wipe` names the disk. Looks at all disks before it
+/// erases one.
 fn erase(options: &CreateOptions, paths: &[PathBuf]) -> Result<(), Failure> {
     let mut carry = Vec::new();
     for path in paths.iter().filter(|path| holds_something(path)) {
@@ -329,7 +329,7 @@ fn erase(options: &CreateOptions, paths: &[PathBuf]) -> Result<(), Failure> {
         carry.push(path);
     }
     for path in carry {
-        // This fails for a disk that another program uses, and changes nothing.
+        // Opening fails for a disk that another program uses, and changes nothing.
         drop(FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?);
         marks::wipe(path)?;
     }
