@@ -3,7 +3,7 @@
 
 use crate::available::available;
 use crate::swap_safety::locks_all_memory;
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
 use rustix::mm::{Advice, MapFlags, MlockFlags, MprotectFlags, ProtFlags};
 use std::fmt;
 use std::io;
@@ -20,7 +20,8 @@ pub struct Memory {
     start: NonNull<u8>,
     bytes: usize,
     fd: Option<OwnedFd>,
-    locked: bool,
+    /// Bytes of the parts that were taken and could not be locked.
+    unlocked: AtomicU64,
 }
 
 // SAFETY: a `Memory` is an address range and a descriptor; neither belongs to a thread.
@@ -57,12 +58,42 @@ impl Memory {
     /// Fails as [`Memory::shared`] does, and with the error of `watch`; the memory is freed first.
     pub fn shared_watched(name: &str, bytes: usize, watch: Watch<'_>) -> io::Result<Self> {
         let bytes = new_pages(bytes)?;
-        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, bytes as u64)?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let memory = Self::map(bytes, Some(fd))?;
+        let memory = Self::map(bytes, Some(sealed(name, bytes)?))?;
         memory.take(0, bytes, watch)?;
         Ok(memory)
+    }
+
+    /// Maps `bytes` bytes behind a descriptor as [`Memory::shared`] does, and takes no page yet:
+    /// [`Memory::take_more`] does, part by part. Other processes map it by [`Memory::adopt`].
+    ///
+    /// # Errors
+    /// Fails with the error of `memfd_create`, `ftruncate` or `mmap`.
+    pub fn sparse(name: &str, bytes: usize) -> io::Result<Self> {
+        let bytes = whole_pages(bytes)?;
+        Self::map(bytes, Some(sealed(name, bytes)?))
+    }
+
+    /// Takes the pages of a part of [`sparse`](Memory::sparse) memory, if the machine has that
+    /// much.
+    ///
+    /// # Errors
+    /// Fails as [`Memory::take`] does, and with `ENOMEM` if the machine has too little.
+    ///
+    /// # Panics
+    /// Panics when the range is outside of the mapping.
+    pub fn take_more(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        self.take(offset, new_pages(bytes)?, &mut unwatched)
+    }
+
+    /// Gives the whole pages of a part back to the system, here and in every process that has
+    /// mapped them. They read as zeros from here on.
+    ///
+    /// # Errors
+    /// Fails with the error of `fallocate`, and with `EBADF` for memory without a descriptor.
+    pub fn punch(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        let fd = self.fd().ok_or(rustix::io::Errno::BADF)?;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(fd, flags, offset as u64, bytes as u64)?)
     }
 
     /// Maps the whole of a memfd that another process made with [`Memory::shared`]. Only pages that
@@ -105,7 +136,7 @@ impl Memory {
             }
         };
         let start = NonNull::new(start.cast()).expect("mmap never returns null");
-        let mut memory = Memory { start, bytes, fd, locked: true };
+        let memory = Memory { start, bytes, fd, unlocked: AtomicU64::new(0) };
         let at = memory.start.as_ptr().cast();
         // SAFETY: the range is the mapping just made, and neither this call nor those below change
         // its content.
@@ -114,11 +145,10 @@ impl Memory {
         // times as fast. A failure is not worth an error. SAFETY: the range is the mapping just
         // made.
         let _ = unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxHugepage) };
-        // SAFETY: the range is the mapping just made.
-        memory.locked =
-            unsafe { rustix::mm::mlock_with(at, bytes, MlockFlags::ONFAULT) }.is_ok() || locks_all_memory();
-        if !memory.locked {
-            UNLOCKED.fetch_add(bytes as u64, Ordering::Relaxed);
+        if locks_all_memory() {
+            // The mapping is locked already. From here on a page comes when it is taken, or not at
+            // all. SAFETY: the range is the mapping just made.
+            let _ = unsafe { rustix::mm::mlock_with(at, bytes, MlockFlags::ONFAULT) };
         }
         // SAFETY: the range is the mapping just made, and nothing refers to it yet.
         unsafe { rustix::mm::mprotect(at, bytes, MprotectFlags::READ | MprotectFlags::WRITE)? };
@@ -135,6 +165,7 @@ impl Memory {
     /// # Panics
     /// Panics when the range is outside of the mapping.
     pub fn take(&self, offset: usize, bytes: usize, watch: Watch<'_>) -> io::Result<()> {
+        self.lock(offset, bytes);
         let populate = |at, bytes| self.advise(offset + at, bytes, Advice::LinuxPopulateWrite);
         in_pieces(bytes, &populate, watch)
     }
@@ -148,6 +179,21 @@ impl Memory {
     /// # Panics
     /// Panics when the range is outside of the mapping.
     pub fn populate_again(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        self.each_part(offset, bytes, |at, bytes| {
+            self.lock(at, bytes);
+            // A page fault for reading also maps the pages around its own, and one for writing maps
+            // only its own. So reading takes half the time, while a kernel may wait for the memory.
+            self.advise(at, bytes, Advice::LinuxPopulateRead)
+        })
+    }
+
+    /// Calls `of` with each part of a range that has pages.
+    fn each_part(
+        &self,
+        offset: usize,
+        bytes: usize,
+        mut of: impl FnMut(usize, usize) -> io::Result<()>,
+    ) -> io::Result<()> {
         let (mut at, end) = (offset, offset + bytes);
         let fd = self.fd().ok_or(rustix::io::Errno::BADF)?;
         while at < end {
@@ -159,12 +205,23 @@ impl Memory {
                 break;
             }
             let hole = (rustix::fs::seek(fd, SeekFrom::Hole(data as u64))? as usize).min(end);
-            // A page fault for reading also maps the pages around its own, and one for writing maps
-            // only its own. So reading takes half the time, while a kernel may wait for the memory.
-            self.advise(data, hole - data, Advice::LinuxPopulateRead)?;
+            of(data, hole - data)?;
             at = hole;
         }
         Ok(())
+    }
+
+    /// Has the pages of a part stay in RAM as they come, if that is allowed. Only parts with pages
+    /// count against `RLIMIT_MEMLOCK`.
+    fn lock(&self, offset: usize, bytes: usize) {
+        assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
+        // SAFETY: the range is inside the mapping, and locking changes no content.
+        let locked =
+            unsafe { rustix::mm::mlock_with(self.as_ptr().add(offset).cast(), bytes, MlockFlags::ONFAULT) };
+        if locked.is_err() && !locks_all_memory() {
+            self.unlocked.fetch_add(bytes as u64, Ordering::Relaxed);
+            UNLOCKED.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
     }
 
     /// Populates a range: MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, while
@@ -196,10 +253,10 @@ impl Memory {
         self.bytes == 0
     }
 
-    /// Whether the memory is locked in RAM. It is not if `RLIMIT_MEMLOCK` forbids it, which is fine
-    /// for a test, but not for swap.
+    /// Whether all that was taken is locked in RAM. It is not if `RLIMIT_MEMLOCK` forbids it, which
+    /// is fine for a test, but not for swap.
     pub fn is_locked(&self) -> bool {
-        self.locked
+        self.unlocked.load(Ordering::Relaxed) == 0
     }
 
     /// A descriptor for [`Memory::shared`] memory that others can map for reading, and not for
@@ -227,9 +284,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if !self.locked {
-            UNLOCKED.fetch_sub(self.bytes as u64, Ordering::Relaxed);
-        }
+        UNLOCKED.fetch_sub(*self.unlocked.get_mut(), Ordering::Relaxed);
         // SAFETY: this value made the mapping, and users of its pointer borrowed or owned `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
@@ -242,7 +297,7 @@ impl fmt::Debug for Memory {
             "Memory({}, {}{})",
             crate::ByteSize(self.bytes as u64),
             if self.fd.is_some() { "shared" } else { "private" },
-            if self.locked { ", locked" } else { "" }
+            if self.is_locked() { ", locked" } else { "" }
         )
     }
 }
@@ -316,6 +371,14 @@ fn in_pieces(
     })
 }
 
+/// A memfd of this size without a page, whose size cannot change.
+fn sealed(name: &str, bytes: usize) -> io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&fd, bytes as u64)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(fd)
+}
+
 /// Whether this process replaces a daemon that had as much memory.
 static TAKES_OVER: AtomicBool = AtomicBool::new(false);
 
@@ -365,12 +428,24 @@ mod tests {
         }
     }
 
-    /// The value of a field in smaps for a mapping of this process.
+    /// The sum of a field in smaps over all parts of a mapping of this process.
     fn smaps(memory: &Memory, key: &str) -> String {
+        let kib = |value: String| value.trim_end_matches(" kB").parse::<u64>().expect("a size");
+        format!("{} kB", smaps_parts(memory, key).into_iter().map(kib).sum::<u64>())
+    }
+
+    /// The field of each part: a lock, or its absence, makes parts of one mapping.
+    fn smaps_parts(memory: &Memory, key: &str) -> Vec<String> {
+        let range = memory.as_ptr().addr()..memory.as_ptr().addr() + memory.len();
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let at = format!("{:x}-", memory.as_ptr().addr());
-        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&at)).skip(1);
-        lines.find_map(|line| line.strip_prefix(key)).expect("a mapping of ours").trim().to_owned()
+        let (mut values, mut is_ours) = (Vec::new(), false);
+        for line in smaps.lines() {
+            let start = line.split_once('-').and_then(|(start, _)| usize::from_str_radix(start, 16).ok());
+            is_ours = start.map_or(is_ours, |start| range.contains(&start));
+            values.extend(line.strip_prefix(key).filter(|_| is_ours).map(|value| value.trim().to_owned()));
+        }
+        assert!(!values.is_empty(), "a mapping of ours");
+        values
     }
 
     fn blocks(memory: &Memory) -> i64 {
@@ -397,12 +472,36 @@ mod tests {
     }
 
     #[test]
+    fn sparse_memory_has_only_the_pages_that_were_taken_and_a_second_mapping_of_it_too() {
+        let page = crate::PAGE_SIZE;
+        let first = Memory::sparse("weir-test", 16 << 30).unwrap();
+        assert_eq!(blocks(&first), 0);
+        first.take_more(1 << 30, 8 * page).unwrap();
+        first.take_more(15 << 30, 4 * page).unwrap();
+        // SAFETY: the page is inside the mapping and was taken; only this thread uses it.
+        unsafe { first.as_ptr().add(1 << 30).write(7) };
+        let second = Memory::adopt(first.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        assert_eq!(blocks(&first) as usize * 512, 12 * page);
+        assert_eq!(smaps(&second, "Rss:"), "48 kB");
+        // SAFETY: as above.
+        assert_eq!(unsafe { second.as_ptr().add(1 << 30).read() }, 7);
+        second.punch(1 << 30, 8 * page).unwrap();
+        assert_eq!(blocks(&first) as usize * 512, 4 * page);
+        assert_eq!(smaps(&first, "Rss:"), "16 kB", "gone from both");
+        first.take_more(1 << 30, page).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { first.as_ptr().add(1 << 30).read() }, 0);
+        assert!(Memory::anonymous(page).unwrap().punch(0, page).is_err(), "it has no descriptor");
+    }
+
+    #[test]
     fn no_memory_is_part_of_a_core_file() {
         let shared = Memory::shared("weir-test", 10_000).unwrap();
         let adopted = Memory::adopt(shared.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
         for memory in [&shared, &adopted, &Memory::anonymous(10_000).unwrap()] {
-            let flags = smaps(memory, "VmFlags:");
-            assert!(flags.split(' ').any(|flag| flag == "dd"), "{memory:?}: {flags}");
+            for flags in smaps_parts(memory, "VmFlags:") {
+                assert!(flags.split(' ').any(|flag| flag == "dd"), "{memory:?}: {flags}");
+            }
         }
     }
 
