@@ -5,6 +5,7 @@ use crate::available::available;
 use crate::swap_safety::locks_all_memory;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
 use rustix::mm::{Advice, MapFlags, MlockFlags, MprotectFlags, ProtFlags};
+use rustix::process::{Resource, Rlimit};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -187,8 +188,12 @@ impl Memory {
         })
     }
 
-    /// Calls `of` with each part of a range that has pages.
-    fn each_part(
+    /// Calls `of` with the offset and length of each part of a range that has pages.
+    ///
+    /// # Errors
+    /// Fails with the error of `lseek` or of `of`, and with `EBADF` for memory without a
+    /// descriptor.
+    pub fn each_part(
         &self,
         offset: usize,
         bytes: usize,
@@ -374,9 +379,24 @@ fn in_pieces(
 /// A memfd of this size without a page, whose size cannot change.
 fn sealed(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    allow_size(bytes as u64)?;
     rustix::fs::ftruncate(&fd, bytes as u64)?;
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(fd)
+}
+
+/// Lets a memfd have this size, though the limit on file sizes is lower, if the hard limit allows
+/// it. Beyond the hard limit the kernel would end the process by a signal.
+fn allow_size(bytes: u64) -> io::Result<()> {
+    let limit = rustix::process::getrlimit(Resource::Fsize);
+    let is_above = |limit: Option<u64>| limit.is_some_and(|limit| bytes > limit);
+    if is_above(limit.maximum) {
+        return Err(rustix::io::Errno::FBIG.into());
+    }
+    if is_above(limit.current) {
+        rustix::process::setrlimit(Resource::Fsize, Rlimit { current: limit.maximum, ..limit })?;
+    }
+    Ok(())
 }
 
 /// Whether this process replaces a daemon that had as much memory.

@@ -101,6 +101,7 @@ impl Daemon {
         let volume_options = VolumeOptions {
             stores: &options.stores,
             backing: &options.backing,
+            name: &options.name,
             size: options.size,
             lanes,
             depth: DEPTH,

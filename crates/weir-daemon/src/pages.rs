@@ -2,17 +2,19 @@
 
 use crate::backing::Backing;
 use crate::error::{Error, ErrorKind};
-use crate::keeper::{Held, Link};
+use crate::keeper::{Held, Link, read_note, write_note};
 use crate::stages::Stages;
 use crate::start::Start;
+use serde::{Deserialize, Serialize};
 use std::fmt::Display;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_store::{Keep, OpenError, Report, Room, Store, StoreUrl};
-use weir_volume::{Compression, Config, Kept, PAGES_MAX, Volume};
+use weir_volume::{Compression, Config, CreateError, Kept, PAGES_MAX, Pool, Volume};
 
 /// The parts of a volume.
 #[derive(Debug)]
@@ -21,6 +23,8 @@ pub struct VolumeOptions<'a> {
     pub stores: &'a [StoreUrl],
     /// The backing, which takes pages when the stores are full or give their memory back.
     pub backing: &'a [Backing],
+    /// The volume's name.
+    pub name: &'a str,
     /// The device's size; `None`: as much as the stores hold.
     pub size: Option<ByteSize>,
     /// The number of threads that will use the volume.
@@ -62,7 +66,7 @@ pub(crate) fn open(
         None => create(options, start)?,
         Some((link, held)) if held.is_empty() => {
             let volume = create(options, start)?;
-            keep(&volume, link).map_err(unkept)?;
+            keep(options, &volume, link).map_err(unkept)?;
             volume
         }
         Some((link, held)) => take_over(options, link, held, stages, log)?,
@@ -106,13 +110,18 @@ fn take_over(
         let name = records_name(index);
         records.push(map(held.take(&name).ok_or_else(|| missing(&name))?)?);
     }
+    let note = held.take(VOLUMES).ok_or_else(|| missing(VOLUMES))?;
+    let noted = read_note::<Vec<Noted>>(note).map_err(unkept)?;
+    let ranges: Vec<_> = noted.iter().map(Noted::range).collect();
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
     let config = config(options, &stores)?;
+    let refused = |error| Error::of(ErrorKind::Volume, error);
+    fits(options, &config, &noted).map_err(|what| refused(CreateError::Kept(what)))?;
     // Do this before the volume is opened: the volume continues the dead daemon's give-back, and
     // the keeper must hear of that.
     keep_stores(&stores, link, true).map_err(unkept)?;
-    let (volume, lost) =
-        Volume::take_over(config, stores, kept).map_err(|error| Error::of(ErrorKind::Volume, error))?;
+    let (_, mut volumes, lost) = Pool::take_over(config, stores, kept, &ranges).map_err(refused)?;
+    let volume = volumes.pop().expect("it was noted");
     stages.end("map");
     let status = volume.status();
     (log)(
@@ -126,8 +135,38 @@ fn take_over(
     Ok(volume)
 }
 
+/// Refuses volumes that this daemon would not serve as they are. This comes before anything is
+/// changed: what is taken over for other volumes loses pages.
+fn fits(options: &VolumeOptions<'_>, config: &Config, noted: &[Noted]) -> Result<(), String> {
+    match noted {
+        [volume] if volume.pages == config.pages => Ok(()),
+        [volume] => {
+            let [had, asked] = [volume.pages, config.pages].map(size);
+            Err(format!("volume {} is {had} large, and {asked} is asked for", options.name))
+        }
+        _ => Err(format!("it had {} volumes, and this program has one", noted.len())),
+    }
+}
+
+/// A volume, as the next daemon must know it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+struct Noted {
+    name: String,
+    first: u32,
+    pages: u32,
+}
+
+impl Noted {
+    fn range(&self) -> Range<u32> {
+        self.first..self.first.saturating_add(self.pages)
+    }
+}
+
 /// Hands the keeper everything that [`take_over`] needs.
-fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
+fn keep(options: &VolumeOptions<'_>, volume: &Volume, link: &Link) -> std::io::Result<()> {
+    let Range { start: first, end } = volume.range();
+    let note = write_note(&[Noted { name: options.name.to_owned(), first, pages: end - first }])?;
+    link.hold_memory(VOLUMES, note.as_fd())?;
     let fds = volume.kept_fds();
     link.hold_memory(MAP, fds.map)?;
     for (index, fd) in fds.records.into_iter().enumerate() {
@@ -174,6 +213,7 @@ impl Keep for Shelf {
 }
 
 const MAP: &str = "map";
+const VOLUMES: &str = "volumes";
 
 fn records_name(store: usize) -> String {
     format!("records.{store}")
@@ -256,8 +296,11 @@ fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<Conf
     Ok(config)
 }
 
+fn size(pages: u32) -> ByteSize {
+    ByteSize(u64::from(pages) * PAGE_SIZE as u64)
+}
+
 fn too_small(slots: u32, config: &Config) -> Error {
-    let size = |pages: u32| ByteSize(u64::from(pages) * PAGE_SIZE as u64);
     let what = format!(
         "the stores hold {}, and {} connections or threads keep {} of that for writes under way: give more --store, or fewer of them",
         size(slots),
@@ -275,4 +318,78 @@ fn pages(size: ByteSize) -> Result<u32, Error> {
             format!("--size cannot be {size}: accepted: a multiple of 4KiB above 0, at most 8TiB less 32MiB");
         Error::new(ErrorKind::Config, what)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keeper::played::Keeper;
+    use weir_core::{PageBytes, PageNo};
+    use weir_store::Progress;
+
+    const PAGES: u32 = 700;
+
+    fn content(page: u32) -> PageBytes {
+        std::array::from_fn(|at| (at as u32 * 7 + page) as u8)
+    }
+
+    fn start(keeper: &Keeper, held: &mut Held, size: Option<u64>) -> Result<Arc<Volume>, Error> {
+        let stores = ["host:4MiB".parse().expect("a store")];
+        let options = VolumeOptions {
+            stores: &stores,
+            backing: &[],
+            name: "disk",
+            size: size.map(|pages| ByteSize(pages * PAGE_SIZE as u64)),
+            lanes: 2,
+            depth: 16,
+            compress: None,
+            room: Room::Reserved,
+        };
+        let log: Log = Arc::new(|_, _| {});
+        let link = keeper.link();
+        open(&options, Some((&link, held)), &mut Stages::default(), &mut Start::silent(), &log)
+    }
+
+    #[test]
+    fn volumes_that_a_daemon_would_not_serve_as_they_are_stay_as_they_are() {
+        let keeper = Keeper::default();
+        let volume = start(&keeper, &mut Held::default(), Some(PAGES.into())).expect("a volume");
+        let mut lane = volume.lane().expect("a lane");
+        for page in 0..PAGES {
+            assert_eq!(lane.write(page, PageNo(page), &content(page)), Progress::Done(Ok(())));
+            lane.submit();
+        }
+        drop((lane, volume));
+        let disk = |first, pages| Noted { name: "disk".to_owned(), first, pages };
+        let sized =
+            |pages: u32| format!("volume disk is {} large, and {} is asked for", size(pages), size(PAGES));
+        let wrong = [
+            (vec![], "it had 0 volumes, and this program has one".to_owned()),
+            (vec![disk(0, 512), disk(512, 188)], "it had 2 volumes, and this program has one".to_owned()),
+            (vec![disk(0, PAGES - 1)], sized(PAGES - 1)),
+            (vec![disk(0, PAGES + 1)], sized(PAGES + 1)),
+            (vec![disk(512, 188)], sized(188)),
+        ];
+        let right = keeper.0.lock().expect("no panic").remove(VOLUMES).expect("it was noted");
+        for (noted, said) in wrong {
+            let note = write_note(&noted).expect("memory");
+            keeper.0.lock().expect("no panic").insert(VOLUMES.to_owned(), note);
+            let refused =
+                start(&keeper, &mut keeper.held(), Some(PAGES.into())).expect_err("it does not fit");
+            assert!(refused.to_string().contains(&said), "{noted:?}: {refused}");
+        }
+        keeper.0.lock().expect("no panic").insert(VOLUMES.to_owned(), right);
+        for other in [None, Some(1), Some(u64::from(PAGES) - 1), Some(u64::from(PAGES) + 1)] {
+            let refused = start(&keeper, &mut keeper.held(), other).expect_err("another size");
+            let said = format!("volume disk is {} large", size(PAGES));
+            assert!(refused.to_string().contains(&said), "--size {other:?}: {refused}");
+        }
+        let volume = start(&keeper, &mut keeper.held(), Some(PAGES.into())).expect("its volume");
+        let mut lane = volume.lane().expect("a lane");
+        for page in 0..PAGES {
+            let mut found = [0; PAGE_SIZE];
+            assert_eq!(lane.read(page, PageNo(page), &mut found), Progress::Done(Ok(())));
+            assert!(found == content(page), "page {page}");
+        }
+    }
 }

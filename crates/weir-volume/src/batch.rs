@@ -1,18 +1,15 @@
 //! A batch that a lane is about to do, counted by store. A store chooses how to do the batch by how
 //! much comes to it.
 
-use crate::Pool;
+use crate::Volume;
 use crate::entry::{Place, STORES_MAX};
 use crate::lane::StoreLane;
-use std::ops::Range;
 use weir_core::PageNo;
 
 /// The reads and writes of a batch, while they are counted. The counts are a hint: pages may move
 /// before they are read. An uncounted page may be read or written, and a counted one may not.
 pub struct BatchCounts<'a> {
-    pool: &'a Pool,
-    /// The volume's pages in the pool.
-    range: &'a Range<u32>,
+    volume: &'a Volume,
     stores: &'a mut [StoreLane],
     reads: [usize; STORES_MAX],
     writes: usize,
@@ -22,20 +19,16 @@ pub struct BatchCounts<'a> {
 }
 
 impl<'a> BatchCounts<'a> {
-    pub(crate) fn new(
-        pool: &'a Pool,
-        range: &'a Range<u32>,
-        stores: &'a mut [StoreLane],
-        taker: usize,
-    ) -> Self {
-        BatchCounts { pool, range, stores, reads: [0; STORES_MAX], writes: 0, taker }
+    pub(crate) fn new(volume: &'a Volume, stores: &'a mut [StoreLane], taker: usize) -> Self {
+        BatchCounts { volume, stores, reads: [0; STORES_MAX], writes: 0, taker }
     }
 
     /// Counts pages that will be read. Pages that lie in no store cost nothing.
     pub fn reads(&mut self, pages: impl IntoIterator<Item = PageNo>) {
-        let pages = pages.into_iter().map(|page| self.range.start + page.0);
-        for page in pages.filter(|page| *page < self.range.end).map(PageNo) {
-            if let Place::Stored { store, .. } = self.pool.map.load(page).place() {
+        let range = self.volume.range();
+        let pages = pages.into_iter().map(|page| range.start + page.0);
+        for page in pages.filter(|page| *page < range.end).map(PageNo) {
+            if let Place::Stored { store, .. } = self.volume.map.load(page).place() {
                 self.reads[store] += 1;
             }
         }

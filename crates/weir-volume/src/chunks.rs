@@ -1,5 +1,6 @@
 //! A store's chunks, whose memory can be given back to its owner, and the state of each.
 
+use crate::ranges::Ranges;
 use crate::records::EXTENT_SLOTS;
 use crate::{Pool, Tier};
 use std::ops::Range;
@@ -194,10 +195,16 @@ impl Pool {
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
-    /// Number of slots that the stores have beyond the need of the pool's size. That many can be
+    /// Number of slots that the stores have beyond the need of the volumes' sizes. That many can be
     /// given back. Slots of lost members do not count.
     pub fn spare_slots(&self) -> u32 {
-        self.open_slots().saturating_sub(self.config.slots())
+        let needed = self.needed_slots(&self.ranges());
+        self.open_slots().saturating_sub(needed)
+    }
+
+    /// Slots that were promised: to volumes, and to writes under way.
+    pub(crate) fn needed_slots(&self, ranges: &Ranges) -> u32 {
+        ranges.pages().saturating_add(self.config.slack())
     }
 
     /// Slots in chunks that are held, of members that are not lost.

@@ -88,7 +88,10 @@ impl Pool {
             tier.records.close(extents(&slots));
             Ok(())
         });
-        let result = result.and_then(|()| match self.config.slots().saturating_sub(self.open_slots()) {
+        // No volume grows meanwhile.
+        let ranges = self.ranges();
+        let needed = self.needed_slots(&ranges);
+        let result = result.and_then(|()| match needed.saturating_sub(self.open_slots()) {
             0 => Ok(()),
             missing => Err(GiveBackError::NoRoom { missing }),
         });

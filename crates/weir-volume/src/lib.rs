@@ -54,6 +54,8 @@ mod members;
 mod mover;
 mod pack;
 mod quarantine;
+#[cfg_attr(loom, allow(dead_code))]
+mod ranges;
 mod records;
 mod recover;
 #[cfg_attr(loom, allow(dead_code))]
@@ -71,8 +73,8 @@ pub use give_back::GiveBackError;
 pub use lane::{Guard, Lane};
 pub use lend::{Lender, Loan, Window};
 pub use mover::{Awaited, Moved, Mover, Step, Task};
-pub use records::PAGES_MAX;
-pub use recover::{Kept, KeptFds};
+pub use ranges::PAGES_MAX;
+pub use recover::{Kept, KeptFds, TakenOver};
 pub use status::{StoreStatus, VolumeStatus};
 #[cfg(all(debug_assertions, not(loom)))]
 pub use sync::run_within_claims;
@@ -83,10 +85,10 @@ use epoch::Epochs;
 use map::Map;
 use members::Members;
 use quarantine::Quarantine;
+use ranges::Ranges;
 use records::Records;
 use seats::{LaneSeat, Seats};
 use std::fmt;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
@@ -96,7 +98,7 @@ use weir_store::{OpenError, OpenErrorKind, Store};
 /// The shape of a pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Pages of all volumes together.
+    /// Pages that all volumes may have together.
     pub pages: u32,
     /// Lanes that may be open at once. [`slack`](Config::slack) is for so many, and a lane or a
     /// [`Lender`] takes its part of it.
@@ -151,7 +153,7 @@ pub enum CreateError {
         /// Stores given.
         stores: usize,
     },
-    /// There is no memory for the page map or the slot records.
+    /// There is no memory for the page map or the slot records, or no address space for the map.
     #[error("cannot take {size} of memory for the page map and slot records", size = ByteSize(*.bytes))]
     Memory {
         /// Bytes asked for.
@@ -160,9 +162,20 @@ pub enum CreateError {
         #[source]
         source: std::io::Error,
     },
-    /// No range of free pages is that long.
+    /// The pool has promised its room to other volumes.
     #[error(
-        "no {} of the pool lie side by side free, at most {}: make the volume smaller, or remove another",
+        "the pool has room for {} more, and {} are asked for: remove or shrink a volume, or take memory again that was given back",
+        pages_as_size(*.free), pages_as_size(*.pages)
+    )]
+    NoRoom {
+        /// Pages asked for, beside those that volumes have.
+        pages: u32,
+        /// Pages that are left.
+        free: u32,
+    },
+    /// No range of free page numbers is that long.
+    #[error(
+        "no page numbers for {} lie side by side free, at most for {}: make the volume smaller, or remove another",
         pages_as_size(*.pages), pages_as_size(*.longest)
     )]
     NoRange {
@@ -171,6 +184,12 @@ pub enum CreateError {
         /// Pages of the longest free range.
         longest: u32,
     },
+    /// The new size could not be noted for the next daemon.
+    #[error("cannot note the volume for the next daemon")]
+    Note(#[source] std::io::Error),
+    /// A volume was to shrink, or to go, while somebody holds it.
+    #[error("the volume is in use, and shrinks or goes only when nobody uses it: close what uses it first")]
+    InUse,
     /// An earlier daemon's pages do not fit this configuration.
     #[error("cannot take over the pages of the former daemon: {0}")]
     Kept(String),
@@ -184,8 +203,11 @@ fn pages_as_size(pages: u32) -> ByteSize {
 pub struct Pool {
     config: Config,
     map: Map,
-    /// The ranges of pages that volumes have, in order.
-    taken: Mutex<Vec<Range<u32>>>,
+    /// The pages that volumes have. Only a mover's lane asks for this lock: the others know that
+    /// their volume is there.
+    ranges: Mutex<Ranges>,
+    /// The holder of this lock changes a volume's size, which takes memory and a keeper's answer.
+    changing: Mutex<()>,
     tiers: Vec<Tier>,
     epochs: Epochs,
     seats: Seats,
@@ -224,10 +246,10 @@ impl Pool {
     /// records.
     pub fn create(config: Config, stores: Vec<Arc<dyn Store>>) -> Result<Arc<Self>, CreateError> {
         check(&config, &stores)?;
-        let bytes =
-            8 * (u64::from(config.pages) + stores.iter().map(|store| u64::from(store.slots())).sum::<u64>());
+        let bytes = 8 * stores.iter().map(|store| u64::from(store.slots())).sum::<u64>();
         let memory = |source| CreateError::Memory { bytes, source };
-        let map = Map::new(config.pages).map_err(memory)?;
+        let space = |source| CreateError::Memory { bytes: Map::BYTES as u64, source };
+        let map = Map::new().map_err(space)?;
         let records: Result<Vec<_>, _> =
             stores.iter().map(|store| Records::new(store.slots(), chunks::count(&**store))).collect();
         let tiers = stores
@@ -241,7 +263,8 @@ impl Pool {
         Arc::new(Pool {
             config,
             map,
-            taken: Mutex::default(),
+            ranges: Mutex::default(),
+            changing: Mutex::default(),
             tiers,
             epochs: Epochs::new(),
             seats: Seats::new(config.slack()),
@@ -258,9 +281,9 @@ impl Pool {
         &self.config
     }
 
-    /// Pages of all volumes together, taken or free.
+    /// Pages of all volumes together.
     pub fn pages(&self) -> u32 {
-        self.config.pages
+        self.ranges().pages()
     }
 
     /// Has lanes compress pages from now on, if several of them then fit into one slot. Call it
@@ -317,9 +340,9 @@ impl Pool {
         self.tiers.iter().map(|tier| &tier.store)
     }
 
-    /// Bytes of the page map.
+    /// Bytes of the page map's memory.
     pub fn map_bytes(&self) -> u64 {
-        self.map.memory().len() as u64
+        8 * self.ranges().words() + self.map.refused()
     }
 
     /// Bytes of memory that the pool takes besides its stores: page map, slot records and their
@@ -327,7 +350,7 @@ impl Pool {
     pub fn memory_bytes(&self) -> u64 {
         let records =
             self.tiers.iter().map(|tier| tier.records.memory().len() + tier.records.overhead_bytes());
-        (self.map.memory().len() + records.sum::<usize>()) as u64
+        self.map_bytes() + records.sum::<usize>() as u64
     }
 
     /// Whether map and records are locked in RAM, as swap needs.

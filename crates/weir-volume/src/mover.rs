@@ -8,7 +8,7 @@ use crate::chunks::{ChunkState, extents};
 use crate::entry::Place;
 use crate::give_back::LANES_WAIT;
 use crate::lane::OPENED_MAX;
-use crate::{GiveBackError, Lane, Pool, Removal, Sparse, Tier, Volume};
+use crate::{GiveBackError, Lane, PAGES_MAX, Pool, Removal, Sparse, Tier, Volume};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -189,11 +189,11 @@ impl Mover {
         self.lane.volume().pool()
     }
 
-    /// Goes on with a volume's removal: discards the next pages. Returns whether the removal has
-    /// ended, so that another volume may take the range.
-    pub fn remove(&mut self, removal: &mut Removal) -> bool {
+    /// Goes on with a removal: discards the next pages, at most `most`. Returns whether the removal
+    /// has ended, so that another volume may take the range.
+    pub fn remove(&mut self, removal: &mut Removal, most: u32) -> bool {
         debug_assert!(Arc::ptr_eq(self.pool(), removal.pool()), "the mover is of another pool");
-        let (first, count) = removal.next(LOOKS);
+        let (first, count) = removal.next(most);
         self.lane.discard(first, count);
         self.lane.submit();
         removal.advance(count)
@@ -292,9 +292,14 @@ impl Mover {
                 let tier = pool.tiers.get(from).ok_or(GiveBackError::NoChunk { store: from, chunk: 0 })?;
                 let room = pool.tiers[..from].iter().map(Tier::free_online).fold(0, u32::saturating_add);
                 let batch = depth.min(room.saturating_sub(pool.config.slack()));
-                let range = next..next.saturating_add(SEARCH).min(end_of(pool, tier));
-                // A pack's record does not say whose it is; the map does.
-                (if tier.records.has_packs() { Phase::Pages(next) } else { Phase::Slots(next) }, range, batch)
+                // A pack's record does not say whose it is; the map does. It is searched volume by
+                // volume.
+                let packs = tier.records.has_packs();
+                let volume = if packs { pool.ranges().from(next) } else { None };
+                let (next, end) =
+                    volume.map_or((next, end_of(pool, tier)), |it| (next.max(it.start), it.end));
+                let range = next..next.saturating_add(SEARCH).min(end);
+                (if packs { Phase::Pages(next) } else { Phase::Slots(next) }, range, batch)
             }
             Task::Compact { store, next, .. } => {
                 let tier = pool.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk: 0 })?;
@@ -389,8 +394,9 @@ impl Mover {
             let (slot, here) = (Slot(at), Place::Stored { store, slot: Slot(at) });
             let occupant = tier.records.occupant(slot);
             job.left |= occupant.is_some();
-            let page = occupant.map(|it| it.page).filter(|page| page.0 < pool.pages());
-            if let Some(page) = page.filter(|page| pool.map.load(*page).place() == here)
+            let page = occupant.filter(|it| !it.is_pack()).map(|it| it.page);
+            let there = |page: &PageNo| pool.entry(*page).is_some_and(|entry| entry.place() == here);
+            if let Some(page) = page.filter(there)
                 && !self.begin_move(job, page, here)
             {
                 job.phase = Phase::Slots(at);
@@ -417,18 +423,20 @@ impl Mover {
         let (slots, end) = if job.is_upwards() {
             (0..pool.tiers[store].records.slots(), job.range.end)
         } else {
-            (job.range.clone(), pool.pages())
+            (job.range.clone(), PAGES_MAX)
         };
         let until = at.saturating_add(LOOKS).min(end);
+        let lies_there = |here| matches!(here, Place::Stored { store: it, slot } if it == store && slots.contains(&slot.0));
         while at < until && job.queued < job.batch {
-            let here = pool.map.load(PageNo(at)).place();
-            let lies_there =
-                matches!(here, Place::Stored { store: it, slot } if it == store && slots.contains(&slot.0));
-            if lies_there && !self.begin_move(job, PageNo(at), here) {
-                job.phase = Phase::Pages(at);
-                return self.await_room(job, now);
+            match pool.find(at..until, lies_there) {
+                Ok((page, here)) if self.begin_move(job, page, here) => at = page.0 + 1,
+                Ok((page, _)) => {
+                    job.phase = Phase::Pages(page.0);
+                    return self.await_room(job, now);
+                }
+                // The numbers up to the next volume are looked at too.
+                Err(next) => at = next,
             }
-            at += 1;
         }
         job.phase = match () {
             () if at >= end => Phase::Settle(Next::EndOfPass),
@@ -619,7 +627,7 @@ impl Mover {
 
 /// The end of what a task upwards looks at.
 fn end_of(pool: &Pool, tier: &Tier) -> u32 {
-    if tier.records.has_packs() { pool.pages() } else { tier.records.slots() }
+    if tier.records.has_packs() { pool.ranges().end() } else { tier.records.slots() }
 }
 
 impl Task {

@@ -12,7 +12,7 @@
 //! written whole and never changed.
 
 use crate::compress::Compression;
-use crate::records::PAGES_MAX;
+use crate::ranges::PAGES_MAX;
 use weir_core::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo};
 
 /// Largest number of pages in a pack: a lost slot loses this many pages.

@@ -22,6 +22,7 @@
 
 use crate::lend::Lent;
 use crate::pack::MEMBERS_MAX;
+use crate::ranges::{PACKS, PAGES_MAX};
 use crate::sync::others_may_run;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -32,10 +33,8 @@ pub(crate) const EXTENT_SLOTS: u32 = 1024;
 /// Most records, and most extents, that a search for a run looks at.
 const LOOKS_MAX: u32 = 8192;
 const EXTENTS_MAX: u32 = 256;
-/// Number of pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
-pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
-/// Number of values of a pack's record: every room with every count.
-const PACKS: u32 = 64 * PACK_COUNTS;
+// The last numbers are values of a pack's record: every room with every count.
+const _: () = assert!(PACKS == 64 * PACK_COUNTS);
 /// Number of values of a pack's count of pages, with zero.
 const PACK_COUNTS: u32 = 128;
 /// Added to the count of a pack until all its pages are published. So the pack stays whole until

@@ -9,8 +9,10 @@
 
 use crate::entry::{Entry, Place};
 use crate::map::Map;
+use crate::ranges::Ranges;
 use crate::records::{Occupant, Records};
-use crate::{Config, CreateError, Pool, Tier, Volume, check, chunks};
+use crate::{Config, CreateError, Pool, Tier, Volume, check, chunks, pages_as_size};
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use weir_core::{Memory, PageNo, Slot};
@@ -35,8 +37,11 @@ pub struct KeptFds<'a> {
     pub records: Vec<BorrowedFd<'a>>,
 }
 
+/// A pool that was taken over, its volumes, and the number of pages that were lost.
+pub type TakenOver = (Arc<Pool>, Vec<Arc<Volume>>, u64);
+
 impl Volume {
-    /// Takes over a pool that has one volume of all its pages; see [`Pool::take_over`].
+    /// Takes over a pool that has one volume of all its pages, from 0 on; see [`Pool::take_over`].
     ///
     /// # Errors
     /// Fails as [`Pool::take_over`] does.
@@ -45,8 +50,9 @@ impl Volume {
         stores: Vec<Arc<dyn Store>>,
         kept: Kept,
     ) -> Result<(Arc<Self>, u64), CreateError> {
-        let (pool, lost) = Pool::take_over(config, stores, kept)?;
-        Ok((pool.reopen(0..config.pages)?, lost))
+        let all = 0..config.pages;
+        let (_, mut volumes, lost) = Pool::take_over(config, stores, kept, &[all])?;
+        Ok((volumes.remove(0), lost))
     }
 }
 
@@ -81,25 +87,42 @@ impl Pool {
     }
 
     /// Takes over the pool that an earlier daemon left. That daemon must have ended: nothing here
-    /// keeps it from writing. The map must be of `config.pages` pages, and `stores` must be the
-    /// same, in the same order.
+    /// keeps it from writing. `stores` must be the same, in the same order. `volumes` are the
+    /// [ranges](Volume::range) of its volumes. Pages of no volume are of one that was being made or
+    /// removed: they are dropped.
     ///
-    /// Returns the pool, and the number of pages that were lost.
+    /// Returns the volumes in that order.
     ///
     /// # Errors
-    /// Fails when sizes do not fit, or a store does not survive its process.
+    /// Fails when sizes or volumes do not fit, or a store does not survive its process.
     pub fn take_over(
         config: Config,
         stores: Vec<Arc<dyn Store>>,
         kept: Kept,
-    ) -> Result<(Arc<Self>, u64), CreateError> {
+        volumes: &[Range<u32>],
+    ) -> Result<TakenOver, CreateError> {
         check(&config, &stores)?;
         if kept.records.len() != stores.len() {
             let what = format!("it had {} stores, and {} were given", kept.records.len(), stores.len());
             return Err(CreateError::Kept(what));
         }
-        if kept.map.len() != Memory::whole(config.pages as usize * 8) {
-            return Err(CreateError::Kept(format!("its page map is not one of {} pages", config.pages)));
+        if kept.map.len() != Map::BYTES {
+            let what = format!("its page map has {} bytes, and one has {}", kept.map.len(), Map::BYTES);
+            return Err(CreateError::Kept(what));
+        }
+        if volumes.is_empty() {
+            return Err(CreateError::Kept("it had no volume, and pages of none are dropped".to_owned()));
+        }
+        let mut ranges = Ranges::default();
+        if let Some(volume) = volumes.iter().find(|volume| !ranges.insert((*volume).clone())) {
+            let what = format!("one volume has the pages {volume:?}, and so has another");
+            return Err(CreateError::Kept(what));
+        }
+        if ranges.pages() > config.pages {
+            let [all, most] = [ranges.pages(), config.pages].map(pages_as_size);
+            return Err(CreateError::Kept(format!(
+                "its volumes are {all} large, and there is room for {most}"
+            )));
         }
         if let Some(store) = stores.iter().find(|store| store.survive().is_none()) {
             return Err(CreateError::Kept(format!("the pages of {} ended with it", store.name())));
@@ -111,7 +134,7 @@ impl Pool {
                 return Err(CreateError::Kept(what));
             }
         }
-        let map = Map::over(kept.map, config.pages);
+        let map = Map::over(kept.map);
         let mut tiers: Vec<Tier> = stores
             .into_iter()
             .zip(kept.records)
@@ -121,9 +144,23 @@ impl Pool {
             })
             .collect();
         let mut named: Vec<Bitmap> = tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();
+        // A slot of a page that is dropped is free at once: the page was published, so no write to
+        // its slot is under way. Once the map is empty there, nothing tells that any more.
+        let mut dropped: Vec<Bitmap> = tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();
+        let look = |page, entry: Entry| {
+            if let Place::Stored { store, slot } = entry.place()
+                && let Some(tier) = tiers.get(store).filter(|tier| slot.0 < tier.records.slots())
+                && tier.records.occupant(slot).is_some_and(|it| it.is_pack() || it.page == page)
+            {
+                dropped[store].insert(slot);
+            }
+        };
+        let bytes = Map::BYTES as u64;
+        map.each_outside(&ranges, look).map_err(|source| CreateError::Memory { bytes, source })?;
+        map.keep_only(&ranges);
         let (mut lost, mut stored, mut filled, mut packed, mut packs) = (0, 0, 0, 0, 0);
         tiers.iter().for_each(|tier| tier.records.forget_pack_pages());
-        for page in (0..config.pages).map(PageNo) {
+        for page in volumes.iter().cloned().flatten().map(PageNo) {
             let entry = map.load(page);
             match entry.place() {
                 Place::Empty | Place::Lost => {}
@@ -146,10 +183,10 @@ impl Pool {
                 }
             }
         }
-        for (tier, kept) in tiers.iter_mut().zip(&mut named) {
+        for ((tier, kept), dropped) in tiers.iter_mut().zip(&mut named).zip(&dropped) {
             // Ask the store first: I/O that is over now cannot begin again.
             if !tier.is_quiet() {
-                let under_way = tier.records.claimed(|slot| kept.contains(slot));
+                let under_way = tier.records.claimed(|slot| kept.contains(slot) || dropped.contains(slot));
                 under_way.iter().for_each(|slot| kept.insert(*slot));
                 tier.quarantine.fill(under_way);
             }
@@ -157,6 +194,7 @@ impl Pool {
             tier.adopt_chunks();
         }
         let pool = Self::assemble(config, map, tiers);
+        *pool.ranges() = ranges;
         // The first seat's counters include all earlier counts: no lane has been opened yet, so no
         // other thread writes them.
         let metrics = pool.seats.seat(0).metrics(pool.tiers.len());
@@ -164,7 +202,8 @@ impl Pool {
         metrics.filled.add(filled);
         metrics.packed.add(packed);
         metrics.packs.add(packs);
-        Ok((pool, lost))
+        let volumes = volumes.iter().map(|range| Volume::over(&pool, range.clone())).collect();
+        Ok((pool, volumes, lost))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Volumes: each has a range of its pool's pages for itself.
+//! Volumes: each has a range of its pool's page numbers for itself.
 //!
 //! A page of a volume is the page of the pool that lies as far behind the range's first. So a lane
 //! translates by one addition, and pages that follow one another in a volume do so in the pool.
@@ -6,13 +6,17 @@
 //! volumes at once.
 //!
 //! A range stays its volume's until [`Mover::remove`](crate::Mover::remove) has discarded the last
-//! page. Only a volume that nobody holds can be removed, and each lane holds its own. So nothing
-//! that is late can write to the pages of the next volume there.
+//! page. Only a volume that nobody holds can shrink or be removed, and each lane holds its own. So
+//! nothing that is late can write to the pages of the next volume there.
 
-use crate::entry::Place;
+use crate::entry::{Entry, Place};
 use crate::lane::{self, Lane};
+use crate::map::words;
+use crate::ranges::{PAGES_MAX, Ranges, whole};
 use crate::{Config, CreateError, Pool};
+use std::io;
 use std::ops::{Deref, Range};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_store::{OpenError, Store};
@@ -21,15 +25,17 @@ use weir_store::{OpenError, Store};
 #[derive(Debug)]
 pub struct Volume {
     pool: Arc<Pool>,
-    range: Range<u32>,
+    first: u32,
+    pages: AtomicU32,
 }
 
-/// A volume that is being removed; [`Mover::remove`](crate::Mover::remove) goes on. If this is
-/// dropped before its end, the pages stay taken.
+/// A volume that loses its last pages, or all; [`Mover::remove`](crate::Mover::remove) goes on. If
+/// this is dropped before its end, the pages stay taken.
 #[derive(Debug)]
 pub struct Removal {
-    pool: Arc<Pool>,
-    range: Range<u32>,
+    volume: Arc<Volume>,
+    /// The pages that remain.
+    rest: u32,
     /// The first page that is not discarded yet.
     next: u32,
 }
@@ -46,14 +52,19 @@ impl Volume {
     /// Makes a pool over `stores`, and one volume of all its pages.
     ///
     /// # Errors
-    /// Fails as [`Pool::create`] does.
+    /// Fails as [`Pool::create`] and [`Pool::volume`] do.
     pub fn create(config: Config, stores: Vec<Arc<dyn Store>>) -> Result<Arc<Self>, CreateError> {
-        Pool::create(config, stores)?.reopen(0..config.pages)
+        Pool::create(config, stores)?.volume(config.pages)
     }
 
-    /// Every page of a pool, for a mover.
+    /// A volume of all numbers, for a mover.
     pub(crate) fn whole(pool: &Arc<Pool>) -> Arc<Self> {
-        Arc::new(Volume { pool: Arc::clone(pool), range: 0..pool.pages() })
+        Self::over(pool, 0..PAGES_MAX)
+    }
+
+    pub(crate) fn over(pool: &Arc<Pool>, range: Range<u32>) -> Arc<Self> {
+        let pages = AtomicU32::new(range.end - range.start);
+        Arc::new(Volume { pool: Arc::clone(pool), first: range.start, pages })
     }
 
     /// The pool that keeps its pages.
@@ -62,8 +73,9 @@ impl Volume {
     }
 
     /// The volume's size in pages.
+    #[inline]
     pub fn pages(&self) -> u32 {
-        self.range.end - self.range.start
+        self.pages.load(Ordering::Acquire)
     }
 
     /// The volume's size in bytes.
@@ -71,9 +83,9 @@ impl Volume {
         u64::from(self.pages()) * PAGE_SIZE as u64
     }
 
-    /// The volume's pages in its pool, by which [`Pool::reopen`] finds it again.
+    /// The volume's pages in its pool, by which [`Pool::take_over`] finds it again.
     pub fn range(&self) -> Range<u32> {
-        self.range.clone()
+        self.first..self.first + self.pages()
     }
 
     /// Opens a lane, which belongs to one thread. It takes [`Config::lane_slots`] of the slack.
@@ -88,87 +100,265 @@ impl Volume {
         Lane::open(Arc::clone(self), lane::PARTS, PAGE_SIZE)
     }
 
-    /// Begins to remove the volume. From here on nobody can open a lane of it.
+    /// Adds empty pages at the end, up to a size of `pages`. Lanes may be open: they know the new
+    /// size when this returns. Before that `note` is called with the volume's range then. A daemon
+    /// that dies after it must not lose what is written to the new pages. A note that fails must
+    /// have noted nothing. It may take its time, and must not change a volume itself.
     ///
     /// # Errors
-    /// Returns the volume if anybody else holds it, as a lane does.
-    pub fn remove(self: Arc<Self>) -> Result<Removal, Arc<Self>> {
-        let Volume { pool, range } = Arc::try_unwrap(self)?;
-        Ok(Removal { pool, next: range.start, range })
+    /// Fails as [`Pool::volume`] does, when another volume has the numbers behind it, or as `note`.
+    /// The size is what it was.
+    ///
+    /// # Panics
+    /// Panics when the volume is larger than that.
+    pub fn grow(
+        &self,
+        pages: u32,
+        note: impl FnOnce(Range<u32>) -> io::Result<()>,
+    ) -> Result<(), CreateError> {
+        let _alone = self.pool.changing();
+        let now = self.pages();
+        let more = pages.checked_sub(now).expect("a volume shrinks by `shrink`");
+        let new = self.first + now..self.first.saturating_add(pages);
+        if new.is_empty() {
+            return Ok(());
+        }
+        // The numbers are this volume's from here on: nobody waits for memory or for a keeper.
+        self.pool.reserve(more, |ranges| match ranges.most(self.first) {
+            longest if pages > longest => Err(CreateError::NoRange { pages, longest }),
+            _ => {
+                ranges.resize(self.first, pages);
+                Ok(())
+            }
+        })?;
+        let taken = self.pool.map.take(new.clone()).map_err(|error| unmapped(&new, error));
+        let noted = taken.and_then(|()| note(self.first..new.end).map_err(CreateError::Note));
+        if let Err(error) = noted {
+            self.pool.give(self.first, now, new.end);
+            return Err(error);
+        }
+        self.pages.store(pages, Ordering::Release);
+        Ok(())
+    }
+
+    /// Begins to take the last pages away, down to a size of `pages`; with 0 the volume is removed.
+    /// First `note` is called with the range that remains, while every page is still there. From
+    /// then on the last pages are gone, also for the next daemon, and [`Mover::remove`] discards
+    /// them. Nobody can open a lane until the [rest](Removal::rest) is there. About `note` see
+    /// [`grow`](Volume::grow).
+    ///
+    /// # Errors
+    /// Returns the volume, as it was, if anybody else holds it, as a lane does, or if `note` fails.
+    ///
+    /// # Panics
+    /// Panics when the volume is smaller than that.
+    ///
+    /// [`Mover::remove`]: crate::Mover::remove
+    pub fn shrink(
+        self: Arc<Self>,
+        pages: u32,
+        note: impl FnOnce(Range<u32>) -> io::Result<()>,
+    ) -> Result<Removal, (Arc<Self>, CreateError)> {
+        assert!(pages <= self.pages(), "a volume grows by `grow`");
+        let volume = Arc::new(Arc::try_unwrap(self).map_err(|volume| (volume, CreateError::InUse))?);
+        let rest = volume.first..volume.first + pages;
+        let noted = {
+            let _alone = volume.pool.changing();
+            note(rest.clone())
+        };
+        match noted {
+            Ok(()) => Ok(Removal { next: rest.end, rest: pages, volume }),
+            Err(error) => Err((volume, CreateError::Note(error))),
+        }
     }
 }
 
 impl Pool {
-    /// Makes a volume of `pages` pages, which are all empty.
+    /// Makes a volume of `pages` pages, which are all empty. Note it for the next daemon before it
+    /// is written to.
     ///
     /// # Errors
-    /// Fails when no range of free pages is that long.
+    /// Fails when the pool has promised too many pages to others, no range of free numbers is that
+    /// long, or there is no memory for the map.
     pub fn volume(self: &Arc<Self>, pages: u32) -> Result<Arc<Volume>, CreateError> {
         if pages == 0 {
             return Err(CreateError::Shape { pages, stores: self.tiers.len() });
         }
-        let mut taken = self.taken();
-        let (mut first, mut longest) = (0, 0);
-        for at in 0..=taken.len() {
-            let end = taken.get(at).map_or(self.pages(), |next| next.start);
-            let mut start = first;
-            for page in first..end {
-                // After a take-over, pages that nobody has named yet may be those of a volume.
-                if self.map.load(PageNo(page)).place() != Place::Empty {
-                    start = page + 1;
-                } else if page + 1 - start == pages {
-                    taken.insert(at, start..page + 1);
-                    return Ok(Arc::new(Volume { pool: Arc::clone(self), range: start..page + 1 }));
-                }
-                longest = longest.max(page + 1 - start);
-            }
-            first = taken.get(at).map_or(end, |next| next.end);
+        let range = self.reserve(pages, |ranges| {
+            let range = ranges.find(pages).map_err(|longest| CreateError::NoRange { pages, longest })?;
+            let is_free = ranges.insert(range.clone());
+            debug_assert!(is_free, "it was just found");
+            Ok(range)
+        })?;
+        if let Err(error) = self.map.take(range.clone()) {
+            self.give(range.start, 0, range.end);
+            return Err(unmapped(&range, error));
         }
-        Err(CreateError::NoRange { pages, longest })
+        Ok(Volume::over(self, range))
     }
 
-    /// Opens the volume that an earlier daemon had in this [range](Volume::range) of the pool's
-    /// pages, with all that it holds.
-    ///
-    /// # Errors
-    /// Fails when the pool has no such pages, or another volume has one of them.
-    pub fn reopen(self: &Arc<Self>, range: Range<u32>) -> Result<Arc<Volume>, CreateError> {
-        let mut taken = self.taken();
-        let at = taken.partition_point(|it| it.end <= range.start);
-        let end = taken.get(at).map_or(self.pages(), |next| next.start);
-        if range.is_empty() || range.end > end {
-            let what = format!("pages {range:?} are not free in the pool of {} pages", self.pages());
-            return Err(CreateError::Kept(what));
+    /// Takes numbers for so many more pages, if there is room for these.
+    fn reserve<T>(
+        &self,
+        pages: u32,
+        take: impl FnOnce(&mut Ranges) -> Result<T, CreateError>,
+    ) -> Result<T, CreateError> {
+        let mut ranges = self.ranges();
+        let free = self.room(&ranges);
+        if pages > free {
+            return Err(CreateError::NoRoom { pages, free });
         }
-        taken.insert(at, range.clone());
-        Ok(Arc::new(Volume { pool: Arc::clone(self), range }))
+        take(&mut ranges)
     }
 
-    fn taken(&self) -> MutexGuard<'_, Vec<Range<u32>>> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Leaves the range that begins there only so many pages, and gives the rest's memory back.
+    fn give(&self, first: u32, pages: u32, end: u32) {
+        // Movers wait for this lock: none looks where the memory has just gone.
+        let mut ranges = self.ranges();
+        self.map.give(whole(first + pages)..whole(end));
+        ranges.resize(first, pages);
+    }
+
+    /// Pages that volumes may have beside those that they have.
+    pub fn free_pages(&self) -> u32 {
+        self.room(&self.ranges())
+    }
+
+    fn room(&self, ranges: &Ranges) -> u32 {
+        let most = self.open_slots().saturating_sub(self.config.slack()).min(self.config.pages);
+        most.saturating_sub(ranges.pages())
+    }
+
+    /// The entry of a page that some volume has. Movers ask for it so: a look at any other word of
+    /// the map would take memory.
+    pub(crate) fn entry(&self, page: PageNo) -> Option<Entry> {
+        let ranges = self.ranges();
+        ranges.has(page).then(|| self.map.load(page))
+    }
+
+    /// Replaces the entry of a page that some volume has, if it is still `was`.
+    pub(crate) fn replace(&self, page: PageNo, was: Entry, entry: Entry) -> bool {
+        let ranges = self.ranges();
+        ranges.has(page) && self.map.replace(page, was, entry)
+    }
+
+    /// The first of these pages that a volume has and that lies where `there` says, with its place.
+    /// `Err`: the next page to look at.
+    pub(crate) fn find(
+        &self,
+        pages: Range<u32>,
+        there: impl Fn(Place) -> bool,
+    ) -> Result<(PageNo, Place), u32> {
+        let ranges = self.ranges();
+        let Some(volume) = ranges.from(pages.start) else { return Err(PAGES_MAX) };
+        let end = pages.end.min(volume.end).max(volume.start);
+        let places =
+            (pages.start.max(volume.start)..end).map(|at| (PageNo(at), self.map.load(PageNo(at)).place()));
+        places.into_iter().find(|(_, place)| there(*place)).ok_or(end)
+    }
+
+    pub(crate) fn ranges(&self) -> MutexGuard<'_, Ranges> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has changes of volumes come one after another, and so their notes.
+    fn changing(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Removal {
-    pub(crate) fn pool(&self) -> &Arc<Pool> {
-        &self.pool
-    }
+fn unmapped(pages: &Range<u32>, source: io::Error) -> CreateError {
+    CreateError::Memory { bytes: words(pages).1 as u64, source }
+}
 
+impl Removal {
     /// The pages to discard next, at most `most`.
     pub(crate) fn next(&self, most: u32) -> (PageNo, u32) {
-        (PageNo(self.next), most.min(self.range.end - self.next))
+        (PageNo(self.next), most.min(self.volume.range().end - self.next))
     }
 
     /// Notes that so many pages were discarded. After the last another volume may take the range;
     /// then this returns true.
     pub(crate) fn advance(&mut self, count: u32) -> bool {
         self.next += count;
-        let has_ended = self.next == self.range.end;
-        if has_ended && !self.range.is_empty() {
-            self.pool.taken().retain(|range| *range != self.range);
-            // A second end frees nothing: the range may be another's by then.
-            (self.range, self.next) = (0..0, 0);
+        let Range { start, end } = self.volume.range();
+        let has_ended = self.next == end;
+        // A second end frees nothing: the range may be another's by then.
+        if has_ended && end - start > self.rest {
+            let pool = &self.volume.pool;
+            self.next = start + self.rest;
+            self.volume.pages.store(self.rest, Ordering::Release);
+            pool.give(start, self.rest, end);
         }
         has_ended
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.volume.pool
+    }
+
+    /// The volume, with the pages that remain. `Err`: they are not all discarded yet. `None`: none
+    /// remains.
+    pub fn rest(self) -> Result<Option<Arc<Volume>>, Self> {
+        match self.volume.pages() {
+            pages if pages > self.rest => Err(self),
+            0 => Ok(None),
+            _ => Ok(Some(self.volume)),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+    use weir_core::ByteSize;
+    use weir_store::{Progress, Sim, SimUrl};
+
+    fn settle(lane: &mut Lane) {
+        while lane.in_flight() > 0 {
+            lane.submit();
+            lane.poll(Instant::now(), &mut |_| {});
+        }
+        lane.submit();
+    }
+
+    fn write(lane: &mut Lane, page: u32, with: u8) {
+        let bytes = std::array::from_fn(|at| at as u8 ^ with);
+        assert_eq!(lane.write(page, PageNo(page), &bytes), Progress::Queued);
+        settle(lane);
+    }
+
+    #[test]
+    fn a_page_that_is_being_moved_never_shows_in_the_next_volume_that_has_its_number() {
+        let config = Config { pages: 64, lanes: 3, depth: 16 };
+        let size = ByteSize(u64::from(config.slots()) * PAGE_SIZE as u64);
+        let sim = Sim::open(SimUrl { size, delay: 1, ..SimUrl::default() }).expect("memory");
+        let pool = Pool::create(config, vec![Arc::new(sim)]).expect("a pool");
+        let mut mover = Lane::open(Volume::whole(&pool), 16, 0).expect("a lane");
+        let mut remover = pool.mover().expect("a mover");
+        let volume = pool.volume(64).expect("room");
+        write(&mut volume.lane().expect("a lane"), 0, 1);
+        let before = pool.map.load(PageNo(0));
+        // The page was read, and is on its way to its new place.
+        assert_eq!(mover.move_page(0, PageNo(0), before.place()), Progress::Queued);
+        mover.submit();
+        mover.poll(Instant::now(), &mut |_| panic!("it is written yet"));
+        let mut removal = volume.shrink(0, |_| Ok(())).expect("nobody holds it");
+        while !remover.remove(&mut removal, 16) {}
+        let next = pool.volume(64).expect("room");
+        // The mover reads on, in another epoch: its pin does not hold the old place back any more.
+        write(&mut next.lane().expect("a lane"), 5, 5);
+        assert_eq!(mover.read(1, PageNo(5), &mut [0; PAGE_SIZE]), Progress::Queued);
+        mover.submit();
+        write(&mut next.lane().expect("a lane"), 0, 9);
+        let after = pool.map.load(PageNo(0));
+        assert_eq!((next.range(), after.place()), (0..64, before.place()), "the same number and slot");
+        settle(&mut mover);
+        let (mut lane, mut found) = (next.lane().expect("a lane"), None);
+        assert_eq!(lane.read(0, PageNo(0), &mut [0; PAGE_SIZE]), Progress::Queued);
+        lane.submit();
+        lane.poll(Instant::now(), &mut |done| found = Some((done.result, done.page.map(|page| page[0]))));
+        assert_eq!(found, Some((Ok(()), Some(9))), "what the new volume's client wrote");
     }
 }

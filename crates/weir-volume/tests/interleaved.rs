@@ -48,7 +48,7 @@ enum Pending {
 
 struct Client {
     lane: Lane,
-    /// The pages of the lane's volume.
+    /// The pages of the lane's volume, if those of all are counted one after the other.
     pages: Range<u32>,
     pending: Vec<Option<Pending>>,
 }
@@ -138,10 +138,11 @@ impl World {
         }
         // This number comes from another stream: the histories of old seeds change less.
         let first = Chance::new(!seed).within(1, config.pages);
-        let volumes = [first, config.pages - first].map(|pages| pool.volume(pages).expect("free pages"));
-        let client = |volume: &Arc<Volume>| {
+        let volumes = [0..first, first..config.pages]
+            .map(|pages| (pool.volume(pages.len() as u32).expect("free pages"), pages));
+        let client = |(volume, pages): &(Arc<Volume>, Range<u32>)| {
             let lane = volume.lane().expect("a seat");
-            RefCell::new(Client { lane, pages: volume.range(), pending: Vec::new() })
+            RefCell::new(Client { lane, pages: pages.clone(), pending: Vec::new() })
         };
         let clients = volumes.iter().cycle().take(config.lanes - 1).map(client).collect();
         let mover = pool.mover().expect("a seat");

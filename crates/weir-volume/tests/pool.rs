@@ -1,5 +1,6 @@
 //! Several volumes of one pool: each sees its own pages, and comes and goes without the others.
 
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -7,9 +8,41 @@ use std::time::Instant;
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_device::{Coming, PageLane};
 use weir_store::{Host, Progress, Sim, SimUrl, Store};
-use weir_volume::{Config, CreateError, Kept, Lane, Pool, View, Volume};
+use weir_volume::{
+    Compression, Config, CreateError, GiveBackError, Kept, Lane, Mover, Pool, Removal, Sparse, Step, Task,
+    View, Volume,
+};
 
 const CONFIG: Config = Config { pages: 300, lanes: 4, depth: 64 };
+
+fn adopt(fd: BorrowedFd<'_>) -> Memory {
+    Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap()
+}
+
+/// The memory that a keeper holds of a pool, besides its pages.
+fn kept(pool: &Pool) -> Kept {
+    let fds = pool.kept_fds();
+    Kept { map: adopt(fds.map), records: fds.records.into_iter().map(adopt).collect() }
+}
+
+/// Bytes of memory that the map of a pool takes, besides the count of births.
+fn map_memory(pool: &Pool) -> u64 {
+    let map = std::fs::File::from(pool.kept_fds().map.try_clone_to_owned().unwrap());
+    std::os::unix::fs::MetadataExt::blocks(&map.metadata().unwrap()) * 512 - 4096
+}
+
+/// Begins to shrink a volume that nobody holds.
+fn shrink(volume: Arc<Volume>, pages: u32) -> Removal {
+    volume.shrink(pages, |_| Ok(())).unwrap_or_else(|(_, error)| panic!("{error}"))
+}
+
+/// Shrinks a volume to its end.
+fn shrunk(volume: Arc<Volume>, pages: u32) -> Option<Arc<Volume>> {
+    let mut mover = volume.mover().unwrap();
+    let mut removal = shrink(volume, pages);
+    while !mover.remove(&mut removal, 50) {}
+    removal.rest().unwrap()
+}
 
 fn pool() -> Arc<Pool> {
     Pool::create(CONFIG, vec![Arc::new(Host::new(CONFIG.slots()).unwrap())]).unwrap()
@@ -68,17 +101,24 @@ fn volumes_of_one_pool_keep_their_own_pages_and_free_ranges_are_found_again() {
         assert_eq!(pages(volume), numbers(from, volume.pages()));
     }
     let refused = pool.volume(1).unwrap_err();
-    assert!(matches!(refused, CreateError::NoRange { pages: 1, longest: 0 }), "{refused}");
+    assert!(matches!(refused, CreateError::NoRoom { pages: 1, free: 0 }), "{refused}");
     let [first, middle, last] = volumes;
+    let map = pool.map_bytes();
     let mut mover = pool.mover().unwrap();
-    let mut removal = middle.remove().unwrap();
-    assert!(mover.remove(&mut removal) && mover.remove(&mut removal), "and a second end changes nothing");
-    assert!(matches!(pool.volume(2), Err(CreateError::NoRange { pages: 2, longest: 1 })));
+    let mut removal = shrink(middle, 0);
+    assert!(
+        mover.remove(&mut removal, 9) && mover.remove(&mut removal, 9),
+        "and a second end changes nothing"
+    );
+    assert_eq!((map, pool.map_bytes(), pool.free_pages()), (3 * 4096, 2 * 4096, 1));
+    assert_eq!(map_memory(&pool), 2 * 4096, "and the system has the rest again");
+    assert!(matches!(pool.volume(2), Err(CreateError::NoRoom { pages: 2, free: 1 })));
     assert!(matches!(pool.volume(0), Err(CreateError::Shape { pages: 0, .. })));
     let again = pool.volume(1).unwrap();
-    assert!(mover.remove(&mut removal), "and one that comes late");
-    assert!(matches!(pool.volume(1), Err(CreateError::NoRange { longest: 0, .. })));
-    assert_eq!((again.range(), pages(&again)), (100..101, vec![None]), "nothing of the one before");
+    assert!(mover.remove(&mut removal, 9), "and one that comes late");
+    assert!(removal.rest().unwrap().is_none());
+    assert!(matches!(pool.volume(1), Err(CreateError::NoRoom { free: 0, .. })));
+    assert_eq!(pages(&again), vec![None], "nothing of the one before");
     assert_eq!(pages(&first), numbers(1000, 100));
     assert_eq!(pages(&last), numbers(3000, 199));
     assert_eq!(pool.status().stored, 299);
@@ -139,11 +179,26 @@ fn a_volume_that_a_lane_holds_is_not_removed_and_a_removal_that_ends_early_keeps
     let [volume, other] = [100, 200].map(|size| pool.volume(size).unwrap());
     fill(&volume, 0);
     let lane = volume.lane().unwrap();
-    let volume = volume.remove().unwrap_err();
+    let (volume, held) = volume.shrink(1, |_| panic!("nobody notes that")).unwrap_err();
+    assert!(matches!(held, CreateError::InUse), "{held}");
     drop(lane);
     assert_eq!(pages(&volume), numbers(0, 100), "it is as it was");
-    drop(volume.remove().unwrap());
-    assert!(matches!(pool.volume(1), Err(CreateError::NoRange { longest: 0, .. })));
+    let (volume, unnoted) = volume.shrink(0, |_| Err(std::io::ErrorKind::BrokenPipe.into())).unwrap_err();
+    assert!(matches!(unnoted, CreateError::Note(_)), "{unnoted}");
+    assert_eq!(pages(&volume), numbers(0, 100), "and so it is now");
+    let mut noted = None;
+    let mut removal = volume
+        .shrink(10, |rest| {
+            assert_eq!((pool.status().stored, pool.free_pages()), (100, 0), "nothing is discarded yet");
+            noted = Some(rest);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(noted, Some(0..10));
+    let mut mover = pool.mover().unwrap();
+    assert!(!mover.remove(&mut removal, 89), "a page is left");
+    drop(removal.rest().unwrap_err());
+    assert!(matches!(pool.volume(1), Err(CreateError::NoRoom { free: 0, .. })));
     assert_eq!(pages(&other), vec![None; 200]);
 }
 
@@ -158,9 +213,7 @@ fn a_write_that_a_removed_volume_left_at_a_slow_store_never_shows_in_the_next_vo
     lane.submit();
     sim.hang(true);
     drop(lane);
-    let mut mover = pool.mover().unwrap();
-    let mut removal = volume.remove().unwrap();
-    while !mover.remove(&mut removal) {}
+    assert!(shrunk(volume, 0).is_none());
     let next = pool.volume(CONFIG.pages).unwrap();
     sim.hang(false);
     let now = Instant::now();
@@ -170,9 +223,8 @@ fn a_write_that_a_removed_volume_left_at_a_slow_store_never_shows_in_the_next_vo
 }
 
 #[test]
-fn a_pool_that_is_taken_over_has_its_volumes_where_they_were_and_shows_their_pages_to_no_other() {
+fn a_pool_that_is_taken_over_has_its_volumes_where_they_were_and_drops_what_none_of_them_has() {
     let host = Host::new(CONFIG.slots()).unwrap();
-    let adopt = |fd: BorrowedFd<'_>| Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
     let memory = adopt(host.fd());
     let pool = Pool::create(CONFIG, vec![Arc::new(host) as Arc<dyn Store>]).unwrap();
     let ranges = [50, 150].map(|size| {
@@ -180,20 +232,289 @@ fn a_pool_that_is_taken_over_has_its_volumes_where_they_were_and_shows_their_pag
         fill(&volume, size);
         volume.range()
     });
-    let fds = pool.kept_fds();
-    let kept = Kept { map: adopt(fds.map), records: fds.records.into_iter().map(adopt).collect() };
+    let kept = kept(&pool);
     drop(pool);
-    let (pool, lost) = Pool::take_over(CONFIG, vec![Arc::new(Host::adopt(memory))], kept).unwrap();
-    assert_eq!(lost, 0);
-    let new = pool.volume(100).unwrap();
-    assert_eq!(new.range(), 200..300, "the first pages are somebody's");
-    for range in [0..201, 299..300, 300..301, 5..5] {
-        let refused = pool.reopen(range.clone()).unwrap_err();
-        assert!(matches!(refused, CreateError::Kept(_)), "{range:?}");
-        assert!(refused.to_string().ends_with(" are not free in the pool of 300 pages"), "{refused}");
+    let (pool, volumes, lost) =
+        Pool::take_over(CONFIG, vec![Arc::new(Host::adopt(memory))], kept, &ranges[1..]).unwrap();
+    assert_eq!((lost, volumes.len()), (0, 1));
+    assert_eq!((volumes[0].range(), pages(&volumes[0])), (ranges[1].clone(), numbers(150, 150)));
+    assert_eq!(pool.status().stored, 150, "pages of no volume are dropped");
+    assert_eq!(pool.status().stores[0].used, 150);
+    let new = pool.volume(150).unwrap();
+    assert_eq!(pages(&new), vec![None; 150]);
+}
+
+#[test]
+fn a_removal_that_has_ended_frees_nothing_of_the_next_volume_there() {
+    let pool = pool();
+    let volume = pool.volume(300).unwrap();
+    let range = volume.range();
+    let mut removal = shrink(volume, 0);
+    let mut mover = pool.mover().unwrap();
+    assert!(mover.remove(&mut removal, 300));
+    let next = pool.volume(300).unwrap();
+    assert_eq!(next.range(), range);
+    fill(&next, 5);
+    assert!(mover.remove(&mut removal, 300), "it comes late");
+    assert_eq!((pages(&next), pool.free_pages()), (numbers(5, 300), 0));
+}
+
+#[test]
+#[expect(clippy::single_range_in_vec_init, reason = "a pool may have one volume")]
+fn ranges_that_no_pool_can_have_are_not_taken_over() {
+    let (large, twice) = ("its volumes are 1.2MiB large, and there is room for", "and so has another");
+    let wrong: [(&[Range<u32>], &str); 6] = [
+        (&[], "it had no volume, and pages of none are dropped"),
+        (&[0..301], large),
+        (&[0..200, 512..613], large),
+        (&[0..100, 99..110], twice),
+        (&[5..9], "one volume has the pages 5..9, and so has another"),
+        (&[7..7], twice),
+    ];
+    for (volumes, said) in wrong {
+        let host = Host::new(CONFIG.slots()).unwrap();
+        let memory = adopt(host.fd());
+        let pool = Pool::create(CONFIG, vec![Arc::new(host) as Arc<dyn Store>]).unwrap();
+        let volume = pool.volume(300).unwrap();
+        fill(&volume, 7);
+        let [refused, next] = [(); 2].map(|()| kept(&pool));
+        drop((volume, pool));
+        let take_over = |kept, volumes: &[Range<u32>]| {
+            let memory = adopt(memory.fd().unwrap());
+            Pool::take_over(CONFIG, vec![Arc::new(Host::adopt(memory)) as Arc<dyn Store>], kept, volumes)
+        };
+        let error = take_over(refused, volumes).unwrap_err();
+        assert!(matches!(&error, CreateError::Kept(what) if what.contains(said)), "{volumes:?}: {error}");
+        let (_, volumes, lost) = take_over(next, &[0..300]).unwrap();
+        assert_eq!((pages(&volumes[0]), lost), (numbers(7, 300), 0), "a refusal changes nothing");
     }
-    let [second, first] = [&ranges[1], &ranges[0]].map(|range| pool.reopen(range.clone()).unwrap());
-    assert_eq!((pages(&first), pages(&second)), (numbers(50, 50), numbers(150, 150)));
-    assert_eq!(pages(&new), vec![None; 100]);
-    assert!(pool.reopen(ranges[0].clone()).is_err(), "it is open");
+}
+
+#[test]
+fn a_volume_grows_under_an_open_lane_once_that_is_noted_and_shrinks_without_a_trace() {
+    let pool = pool();
+    let volume = pool.volume(100).unwrap();
+    let other = pool.volume(50).unwrap();
+    let mut lane = volume.lane().unwrap();
+    let grown = || volume.grow(150, |_| Err(std::io::ErrorKind::BrokenPipe.into()));
+    assert!(matches!(grown(), Err(CreateError::Note(_))));
+    assert!(matches!(volume.grow(251, |_| Ok(())), Err(CreateError::NoRoom { pages: 151, free: 150 })));
+    assert_eq!(volume.pages(), 100, "as it was");
+    let mut noted = None;
+    volume
+        .grow(250, |range| {
+            assert_eq!(volume.pages(), 100, "nobody can write to what is not noted");
+            noted = Some(range);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!((noted, pool.free_pages()), (Some(volume.range()), 0));
+    (0..250).for_each(|page| write(&mut lane, page, page));
+    drop(lane);
+    let volume = shrunk(volume, 30).unwrap();
+    assert_eq!((pages(&volume), pool.status().stored), (numbers(0, 30), 30));
+    volume.grow(200, |_| Ok(())).unwrap();
+    let both = [numbers(0, 30), vec![None; 170]].concat();
+    assert_eq!((pages(&volume), pages(&other)), (both, vec![None; 50]));
+}
+
+#[test]
+fn a_volume_grows_only_up_to_the_numbers_of_the_next() {
+    let config = Config { pages: 1000, ..CONFIG };
+    let host = Host::new(config.slots()).unwrap();
+    let memory = adopt(host.fd());
+    let pool = Pool::create(config, vec![Arc::new(host) as Arc<dyn Store>]).unwrap();
+    let kept = kept(&pool);
+    drop(pool);
+    let stores: Vec<Arc<dyn Store>> = vec![Arc::new(Host::adopt(memory))];
+    let (_, volumes, _) = Pool::take_over(config, stores, kept, &[0..100, 512..600]).unwrap();
+    let refused = volumes[0].grow(513, |_| Ok(())).unwrap_err();
+    assert!(matches!(refused, CreateError::NoRange { pages: 513, longest: 512 }), "{refused}");
+    assert_eq!(volumes[0].pages(), 100);
+}
+
+#[test]
+fn memory_that_was_given_back_is_promised_to_no_volume_and_what_is_promised_is_not_given_back() {
+    let config = Config { pages: 1500, lanes: 4, depth: 16 };
+    let size = ByteSize(2 * 1024 * PAGE_SIZE as u64);
+    let chunk = Some(ByteSize(1024 * PAGE_SIZE as u64));
+    let sim = Arc::new(Sim::open(SimUrl { size, chunk, ..SimUrl::default() }).unwrap());
+    let pool = Pool::create(config, vec![sim]).unwrap();
+    assert_eq!(pool.free_pages(), 1500);
+    let volume = pool.volume(100).unwrap();
+    let mut mover = pool.mover().unwrap();
+    pool.begin_give_back(0, &[1]).unwrap();
+    mover.begin(Task::GiveBack { store: 0, chunk: 1 }).unwrap();
+    while !matches!(mover.step(Instant::now()), Step::Ended(Ok(_))) {}
+    let left = 1024 - config.slack() - 100;
+    assert_eq!(pool.free_pages(), left);
+    let free = |refused| matches!(refused, CreateError::NoRoom { free, .. } if free == left);
+    assert!(free(pool.volume(left + 1).unwrap_err()));
+    assert!(free(volume.grow(100 + left + 1, |_| Ok(())).unwrap_err()));
+    mover.take(0, 1).unwrap();
+    let spare = pool.spare_slots();
+    volume.grow(100 + left + 1, |_| Ok(())).unwrap();
+    assert_eq!((spare, pool.spare_slots()), (1024 + left, 1023), "room that nobody was promised is spare");
+    let refused = pool.begin_give_back(0, &[1]).unwrap_err();
+    assert!(matches!(refused, GiveBackError::NoRoom { missing: 1 }), "{refused}");
+}
+
+/// A pool over a simulated store whose writes are under way until a poll, with room for much more
+/// than its volumes, and a mover's chunk for all of it.
+fn roomy_pool(config: Config, slots: u64) -> (Arc<Pool>, Arc<Sim>) {
+    let size = ByteSize(slots * PAGE_SIZE as u64);
+    let sim = Arc::new(Sim::open(SimUrl { size, chunk: Some(size), delay: 1, ..SimUrl::default() }).unwrap());
+    (Pool::create(config, vec![sim.clone() as Arc<dyn Store>]).unwrap(), sim)
+}
+
+/// The next daemon over the same store.
+fn taken_over(pool: Arc<Pool>, sim: &Arc<Sim>, ranges: &[Range<u32>]) -> (Arc<Pool>, Vec<Arc<Volume>>) {
+    let (config, kept) = (*pool.config(), kept(&pool));
+    drop(pool);
+    let (pool, volumes, lost) =
+        Pool::take_over(config, vec![sim.clone() as Arc<dyn Store>], kept, ranges).unwrap();
+    assert_eq!(lost, 0);
+    (pool, volumes)
+}
+
+fn settle(lane: &mut Lane) {
+    while lane.in_flight() > 0 {
+        lane.submit();
+        lane.poll(Instant::now(), &mut |done| assert_eq!(done.result, Ok(())));
+    }
+    lane.submit();
+}
+
+fn write_slowly(lane: &mut Lane, page: u32, number: u32) {
+    assert_eq!(Lane::write(lane, page, PageNo(page), &content(number)), Progress::Queued);
+    settle(lane);
+}
+
+fn read_slowly(lane: &mut Lane, page: u32) -> PageBytes {
+    let mut found = [1; PAGE_SIZE];
+    if Lane::read(lane, 0, PageNo(page), &mut found) == Progress::Queued {
+        while lane.in_flight() > 0 {
+            lane.submit();
+            lane.poll(Instant::now(), &mut |done| found = *done.page.unwrap());
+        }
+    }
+    lane.submit();
+    found
+}
+
+/// Lets a mover read the pages of the store, and leaves them on their way to new places.
+fn pages_on_their_way(mover: &mut Mover) {
+    mover.begin(Task::MoveOut { store: 0, chunk: 0, part: (0, 1) }).unwrap();
+    while !matches!(mover.step(Instant::now()), Step::Waits(..)) {}
+}
+
+fn ends(mover: &mut Mover) {
+    while !matches!(mover.step(Instant::now()), Step::Ended(_)) {}
+}
+
+#[test]
+fn a_page_that_is_being_moved_never_shows_in_the_next_volume_also_after_a_take_over() {
+    // A lane that is new begins at the first slot. So one of these numbers of other pages brings
+    // the next volume's page into the slot that the moving page has left.
+    for (before, others) in (0..4).flat_map(|before| (0..16).map(move |others| (before, others))) {
+        let (pool, sim) = roomy_pool(Config { pages: 64, lanes: 3, depth: 16 }, 1024);
+        let volume = pool.volume(64).unwrap();
+        let mut lane = volume.lane().unwrap();
+        (0..=before).rev().for_each(|page| write_slowly(&mut lane, page, 1));
+        let range = volume.range();
+        drop((lane, volume));
+        let (pool, mut volumes) = taken_over(pool, &sim, &[range]);
+        let [mut mover, mut remover] = [(); 2].map(|()| pool.mover().unwrap());
+        pages_on_their_way(&mut mover);
+        let mut removal = shrink(volumes.remove(0), 0);
+        while !remover.remove(&mut removal, 50) {}
+        drop(remover);
+        let next = pool.volume(64).unwrap();
+        (0..others).for_each(|page| write_slowly(&mut next.lane().unwrap(), 20 + page, 5));
+        write_slowly(&mut next.lane().unwrap(), 0, 9);
+        let mut lane = next.lane().unwrap();
+        ends(&mut mover);
+        let found = read_slowly(&mut lane, 0);
+        assert!(found == content(9), "{before} before, {others} others: {:?}", &found[..4]);
+    }
+}
+
+#[test]
+fn slots_of_a_volume_whose_removal_was_noted_are_free_at_once_though_writes_of_others_are_under_way() {
+    let (pool, sim) = roomy_pool(Config { pages: 3000, lanes: 3, depth: 16 }, 8 * 1024);
+    let [gone, other] = [2000, 1000].map(|size| pool.volume(size).unwrap());
+    let mut lane = gone.lane().unwrap();
+    (0..2000).for_each(|page| write_slowly(&mut lane, page, page));
+    drop(lane);
+    let mut lane = other.lane().unwrap();
+    write_slowly(&mut lane, 1, 7);
+    // The daemon dies after the first discards, while one write is under way.
+    let mut removal = shrink(gone, 0);
+    let mut mover = pool.mover().unwrap();
+    assert!(!mover.remove(&mut removal, 10));
+    sim.let_writes_outlive_lanes(true);
+    assert_eq!(Lane::write(&mut lane, 2, PageNo(2), &content(8)), Progress::Queued);
+    lane.submit();
+    lane.abandon();
+    sim.let_writes_outlive_lanes(false);
+    let range = other.range();
+    drop((removal, mover, other));
+    let (pool, volumes) = taken_over(pool, &sim, &[range]);
+    assert_eq!(sim.orphans(), 1, "the store is not quiet");
+    assert_eq!(pool.status().stores[0].used, 2, "the other's page, and the write that is under way");
+    let mut lane = volumes[0].lane().unwrap();
+    (0..500).for_each(|page| write_slowly(&mut lane, page, 100 + page));
+    assert!((0..500).all(|page| read_slowly(&mut lane, page) == content(100 + page)));
+}
+
+#[test]
+fn a_mover_does_not_look_at_the_map_of_a_volume_that_has_gone() {
+    for compression in [None, Some(Compression::Lz4)] {
+        let (pool, _) = roomy_pool(Config { pages: 64, lanes: 4, depth: 16 }, 1024);
+        compression.into_iter().for_each(|with| pool.compress(with));
+        let volume = pool.volume(64).unwrap();
+        let mut lane = volume.lane().unwrap();
+        for page in 0..8 {
+            assert_eq!(Lane::write(&mut lane, page, PageNo(page), &content(page)), Progress::Queued);
+        }
+        settle(&mut lane);
+        drop(lane);
+        let [mut mover, mut opener] = [(); 2].map(|()| pool.mover().unwrap());
+        let now = Instant::now();
+        if compression.is_some() {
+            // A pack is being read.
+            opener.begin(Task::Compact { store: 0, next: 0, sparse: Sparse::up_to(16) }).unwrap();
+            while !matches!(opener.step(now), Step::Waits(..)) {}
+        } else {
+            pages_on_their_way(&mut mover);
+        }
+        assert!(shrunk(volume, 0).is_none());
+        assert_eq!((map_memory(&pool), pool.map_bytes()), (0, 0));
+        ends(&mut mover);
+        ends(&mut opener);
+        assert_eq!(map_memory(&pool), 0, "{compression:?}");
+    }
+}
+
+#[test]
+fn what_the_keeper_is_told_keeps_nobody_waiting_who_does_not_change_a_volume() {
+    let pool = pool();
+    let volume = pool.volume(100).unwrap();
+    let other = pool.volume(50).unwrap();
+    volume
+        .grow(200, |_| {
+            // All this ends while the keeper takes its time.
+            assert_eq!((pool.free_pages(), pool.pages()), (50, 250), "what is being noted is promised");
+            assert!(matches!(pool.volume(51), Err(CreateError::NoRoom { free: 50, .. })));
+            let new = pool.volume(50).unwrap();
+            fill(&new, 3);
+            fill(&other, 4);
+            pool.begin_give_back(0, &[0]).unwrap_err();
+            let mut mover = pool.mover().unwrap();
+            mover.begin(Task::MoveUp { from: 0, next: 0 }).unwrap();
+            ends(&mut mover);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(volume.pages(), 200);
 }

@@ -30,16 +30,17 @@ fn a_volume_that_cannot_be_is_refused_with_what_was_asked_for() {
 fn a_daemon_of_another_configuration_takes_over_no_volume() {
     let host = |slots: u32| Arc::new(Host::new(slots).unwrap()) as Arc<dyn Store>;
     let volume = Volume::create(CONFIG, vec![host(CONFIG.slots())]).unwrap();
-    let large = Config { pages: 8000, ..CONFIG };
-    for (config, stores, words) in [
-        (CONFIG, vec![host(CONFIG.slots()), host(8)], "it had 1 stores, and 2 were given"),
-        (large, vec![host(large.slots())], "its page map is not one of 8000 pages"),
-        (CONFIG, vec![host(100_000)], "its records are not those of host:390.6MiB with 100000 slots"),
+    let other_map = Memory::shared("weir-test", 8192).unwrap();
+    for (map, stores, words) in [
+        (None, vec![host(CONFIG.slots()), host(8)], "it had 1 stores, and 2 were given"),
+        (Some(other_map), vec![host(CONFIG.slots())], "its page map has 8192 bytes, and one has 17179807744"),
+        (None, vec![host(100_000)], "its records are not those of host:390.6MiB with 100000 slots"),
     ] {
         let adopt = |fd: BorrowedFd<'_>| Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
         let fds = volume.kept_fds();
-        let kept = Kept { map: adopt(fds.map), records: fds.records.into_iter().map(adopt).collect() };
-        let error = Volume::take_over(config, stores, kept).unwrap_err().to_string();
+        let map = map.unwrap_or_else(|| adopt(fds.map));
+        let kept = Kept { map, records: fds.records.into_iter().map(adopt).collect() };
+        let error = Volume::take_over(CONFIG, stores, kept).unwrap_err().to_string();
         assert_eq!(error, format!("cannot take over the pages of the former daemon: {words}"));
     }
 }

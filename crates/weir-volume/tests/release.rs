@@ -170,16 +170,24 @@ impl Followed {
     fn follow(&self, chunk: u32) {
         let volume = self.volume.get().and_then(Weak::upgrade).unwrap();
         // The keeper's memory continues to belong to the daemon that lives.
-        let copy = |fd: std::os::fd::BorrowedFd<'_>| {
-            let copy = Memory::shared("weir-test", rustix::fs::fstat(fd).unwrap().st_size as usize).unwrap();
+        let copy = |fd: std::os::fd::BorrowedFd<'_>, part: Option<std::ops::Range<u32>>| {
             let original = Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
+            let copy = Memory::sparse("weir-test", original.len()).unwrap();
+            let (offset, bytes) =
+                part.map_or((0, original.len()), |pages| (pages.start as usize * 8, pages.len() * 8));
+            copy.take_more(offset, bytes).unwrap();
             // SAFETY: both have the same length, nothing else uses the copy, and the test has no
             // thread that writes the original.
-            unsafe { copy.as_ptr().copy_from_nonoverlapping(original.as_ptr(), copy.len()) };
+            unsafe {
+                copy.as_ptr().add(offset).copy_from_nonoverlapping(original.as_ptr().add(offset), bytes);
+            }
             copy
         };
         let fds = volume.kept_fds();
-        let kept = Kept { map: copy(fds.map), records: fds.records.into_iter().map(copy).collect() };
+        let kept = Kept {
+            map: copy(fds.map, Some(volume.range())),
+            records: fds.records.into_iter().map(|fd| copy(fd, None)).collect(),
+        };
         let config = Config { pages: 64, lanes: 2, depth: 4 };
         let (next, lost) = Volume::take_over(config, vec![Arc::new(Self::sim())], kept).unwrap();
         assert_eq!(lost, 0);

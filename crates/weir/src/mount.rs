@@ -184,6 +184,7 @@ fn volume(
     pages::create_volume(
         &VolumeOptions {
             stores: std::slice::from_ref(store),
+            name: "disk",
             size: options.size,
             backing: &[],
             lanes,

@@ -74,6 +74,30 @@ impl Known {
 }
 
 #[test]
+fn a_daemon_takes_nothing_over_from_a_keeper_of_another_format_and_says_so_in_one_line() {
+    use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
+    use std::os::fd::AsRawFd as _;
+    for format in [1, 3] {
+        let (keeper, daemon) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::io::fcntl_setfd(&daemon, rustix::io::FdFlags::empty()).unwrap();
+        send(&keeper, format!("begin {format}").as_bytes(), SendFlags::empty()).unwrap();
+        let number = daemon.as_raw_fd().to_string();
+        let mut refused = Daemon::spawn(&format!("format-{format}"), &["--store", "host:1MiB"], |it, at| {
+            Daemon::with_nbd(it, at);
+            it.env("WEIR_KEEPER_FD", number).stderr(std::process::Stdio::piped());
+        });
+        assert!(!refused.comes_up(|it| it.directory.join("nbd").exists()), "it serves");
+        let mut said = String::new();
+        std::io::Read::read_to_string(refused.process.stderr.as_mut().unwrap(), &mut said).unwrap();
+        let line = format!(
+            "the keeper holds pages in format \"{format}\", this weir knows 2; to upgrade run weir off, then weir on"
+        );
+        assert!(said.contains(&line) && said.lines().count() == 1, "{said}");
+    }
+}
+
+#[test]
 fn a_page_that_was_read_as_new_is_never_allowed_to_be_old_again() {
     let mut page = Known(vec![3]);
     page.sent(4);
@@ -107,7 +131,7 @@ fn keeper_and_daemon_of_swap_have_their_name_with_and_without_a_copy_in_memory()
     for (name, limit) in [("copy", "unlimited"), ("no-copy", "32768")] {
         let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
-        let script = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" \"$@\"");
+        let script = format!("trap '' XFSZ; ulimit -S -f {limit}; exec \"$0\" \"$@\"");
         let mut command = Command::new("sh");
         command.args(["-c", &script, WEIR, "serve", "--swap", "--unsafe-no-flusher", "--keeper"]);
         command.args(["--store", "host:1MiB", "--control"]).arg(directory.join("control"));
@@ -129,6 +153,20 @@ fn keeper_and_daemon_of_swap_have_their_name_with_and_without_a_copy_in_memory()
         assert_eq!(said, usize::from(name == "no-copy"), "{}", fs::read_to_string(&log).unwrap());
         assert_eq!(scene.terminate(), Some(0));
     }
+}
+
+#[test]
+fn a_limit_of_file_sizes_below_the_page_map_is_an_error_and_no_signal() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 32768; exec \"$0\" \"$@\"", WEIR, "serve", "--store", "host:1MiB"]);
+    Daemon::with_nbd(&mut command, &std::env::temp_dir().join(format!("weir-{}-limit", std::process::id())));
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("cannot take 16.0GiB of memory for the page map and slot records: File too large"),
+        "{said}"
+    );
 }
 
 /// The reader stands still, like a journal that was swapped out to the device that is down.

@@ -1,14 +1,14 @@
 //! The daemon's side of an attached device. A list of these devices lies with the keeper. The
 //! daemon connects a device again after a crash, and whenever the kernel has given a connection up.
 
-use super::attachment::{Attachment, read_note, write_note};
+use super::attachment::Attachment;
 use super::device::{DeadLinks, Kernel, Terms};
 use super::negotiate;
 use super::readers::Readers;
 use super::replace::{Ends, Look, NotReplaced, Outcome, Pace, replace};
 use crate::address::Address;
 use crate::error::{Error, ErrorKind};
-use crate::keeper::Link;
+use crate::keeper::{Link, read_note, write_note};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -60,7 +60,7 @@ impl Attachments {
             log(Level::Warning, format_args!("the devices attached before are not known: {error}"));
             None
         });
-        let devices = devices.unwrap_or_default();
+        let devices: Vec<Attachment> = devices.unwrap_or_default();
         let list = List { is_taken_over: !devices.is_empty(), devices, is_watched: false };
         Arc::new(Attachments {
             list: Mutex::new(list),

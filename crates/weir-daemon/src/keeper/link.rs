@@ -182,3 +182,46 @@ impl Link {
         send(&self.0.socket, "replacing", None)
     }
 }
+
+#[cfg(test)]
+pub mod played {
+    //! A keeper that a test plays in a thread.
+
+    use super::super::wire::Message;
+    use super::{HashMap, Held, Kind, Line, Link, receive, send, split};
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use std::os::fd::OwnedFd;
+    use std::sync::{Arc, Mutex};
+
+    /// The descriptors that it holds, by name.
+    #[derive(Clone, Default)]
+    pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>);
+
+    impl Keeper {
+        /// A link of a daemon to it.
+        pub fn link(&self) -> Link {
+            let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+            let (socket, its) = pair.expect("sockets");
+            let held = Arc::clone(&self.0);
+            std::thread::spawn(move || {
+                while let Ok(Some(Message { text, fd })) = receive(&its) {
+                    let (what, rest) = split(&text);
+                    let name = rest.split_once(' ').map_or(rest, |(_, name)| name).to_owned();
+                    if what == "hold" && Kind::parse(split(rest).0).is_some() {
+                        held.lock().expect("no panic").insert(name, fd.expect("a descriptor"));
+                        send(&its, "held", None).expect("the daemon is there");
+                    }
+                }
+            });
+            Link(Arc::new(Line { socket, turn: Mutex::new(()) }))
+        }
+
+        /// All that it hands to the next daemon.
+        pub fn held(&self) -> Held {
+            let held = self.0.lock().expect("no panic");
+            let copy =
+                |(name, fd): (&String, &OwnedFd)| (name.clone(), fd.try_clone().expect("a descriptor"));
+            Held(held.iter().map(copy).collect())
+        }
+    }
+}

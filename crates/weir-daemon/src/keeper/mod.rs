@@ -14,10 +14,14 @@
 
 mod copy;
 mod link;
+mod note;
 mod resident;
 mod supervise;
 mod wire;
 
 pub use copy::is_copy;
+#[cfg(test)]
+pub use link::played;
 pub use link::{Held, Link, processors};
+pub use note::{read_note, write_note};
 pub use supervise::run;

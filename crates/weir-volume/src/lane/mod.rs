@@ -32,7 +32,6 @@ use packing::{Carried, Packed, Packing};
 use part::Part;
 use publish::Written;
 use queued_run::RUNS;
-use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -52,8 +51,8 @@ pub(crate) const PARTS: usize = 8;
 pub struct Lane {
     pub(crate) pool: Arc<Pool>,
     volume: Arc<Volume>,
-    /// The volume's pages in the pool.
-    range: Range<u32>,
+    /// The volume's first page in the pool.
+    first: u32,
     seat: usize,
     /// The part of this lane that other threads read.
     pin: Item<Pin>,
@@ -196,7 +195,7 @@ impl Lane {
         let (pin, metrics) = (pool.epochs.pin_of(seat), pool.seats.seat(seat).metrics(stores.len()));
         Ok(Lane {
             pool,
-            range: volume.range(),
+            first: volume.range().start,
             volume,
             seat,
             pin,
@@ -246,10 +245,10 @@ impl Lane {
     /// Panics when the volume has no such pages: the next ones are another volume's.
     #[inline]
     pub(crate) fn run_at(&self, first: PageNo, count: usize) -> PageNo {
-        let pages = self.range.end - self.range.start;
+        let pages = self.volume.pages();
         let fits = first.0 <= pages && count <= (pages - first.0) as usize;
         assert!(fits, "{count} pages from page {} of {pages} on", first.0);
-        PageNo(self.range.start + first.0)
+        PageNo(self.first + first.0)
     }
 
     /// Announces a batch to every store, so that each can choose how to do it. Optional. If it is
@@ -263,7 +262,7 @@ impl Lane {
     /// A batch to announce; `None` if no store would act differently for it.
     pub fn batch(&mut self) -> Option<BatchCounts<'_>> {
         let heeded = self.stores.iter().any(|store| store.lane.heeds_plan());
-        heeded.then(|| BatchCounts::new(&self.pool, &self.range, &mut self.stores, self.taker))
+        heeded.then(|| BatchCounts::new(&self.volume, &mut self.stores, self.taker))
     }
 
     /// Reads a page. With [`Progress::Done`] `out` holds the page; with [`Progress::Queued`] it

@@ -14,6 +14,7 @@ use crate::Pool;
 use crate::compress::{Codec, WORST};
 use crate::entry::{Entry, Place};
 use crate::pack::{self, MEMBER_MAX, MEMBERS_MAX, OpenPack};
+use crate::ranges::PAGES_MAX;
 use crate::records::Occupant;
 use std::io;
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, uniform_value};
@@ -412,7 +413,7 @@ impl Lane {
         if pack::compression(base) != packing.codec.compression() {
             return;
         }
-        let there = |page: &PageNo| page.0 < pool.pages() && Some(pool.map.load(*page).place()) == *moving;
+        let there = |page: &PageNo| page.0 < PAGES_MAX && pool.entry(*page).map(Entry::place) == *moving;
         for page in pack::members(base).filter(there) {
             if packing.found.len() < packing.found.capacity() {
                 packing.found.push((page, slot));

@@ -95,8 +95,14 @@ impl Lane {
                 // Nothing is under way: begin, or begin again, with the page's content now.
                 (None, _) => {
                     self.enter();
+                    let moving = self.parts[part as usize].moving;
+                    // The volume of a page that moves may have gone.
+                    let there = |place| self.pool.entry(from.page).is_some_and(|it| it.place() == place);
+                    if moving.is_some_and(|place| !there(place)) {
+                        return Progress::Done(Ok(()));
+                    }
                     let from = self.pool.locate(from.page);
-                    if self.parts[part as usize].moving.is_some_and(|place| place != from.entry.place()) {
+                    if moving.is_some_and(|place| place != from.entry.place()) {
                         return Progress::Done(Ok(()));
                     }
                     self.ops[op as usize].work = Work::Part { part, from, to: None };

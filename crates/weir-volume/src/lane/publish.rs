@@ -96,7 +96,7 @@ impl Lane {
             _ => false,
         };
         let old = match condition {
-            Some(was) if map.replace(page, was, entry) => was,
+            Some(was) if self.pool.replace(page, was, entry) => was,
             Some(_) => return false,
             None => loop {
                 let was = map.load(page);

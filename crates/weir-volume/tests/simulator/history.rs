@@ -3,8 +3,11 @@
 use crate::chance::Chance;
 use crate::model::{Content, squeezable, uniform, unique};
 use std::cell::Cell;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,8 +15,8 @@ use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
 use weir_volume::{
-    ChunkState, Compression, Config, GiveBackError, Kept, Lane, Moved, Mover, Pool, Sparse, Step, Task, View,
-    Volume,
+    ChunkState, Compression, Config, CreateError, GiveBackError, Kept, Lane, Moved, Mover, Pool, Sparse,
+    Step, Task, View, Volume,
 };
 
 /// Slots of a simulated chunk: an extent of the volume's records, which is the smallest chunk that
@@ -72,6 +75,15 @@ pub struct Tally {
     destroyed: u64,
     doubled: u64,
     lost_reads: u64,
+    made: u64,
+    grown: u64,
+    shrunk: u64,
+    removed: u64,
+    torn_removals: u64,
+    torn_discards: u64,
+    torn_growths: u64,
+    torn_makings: u64,
+    unnoted: u64,
     /// Pages that lay in packs at the end, and the slots that they took.
     packed: u64,
     packs: u64,
@@ -107,13 +119,22 @@ impl Tally {
         self.destroyed += other.destroyed;
         self.doubled += other.doubled;
         self.lost_reads += other.lost_reads;
+        self.made += other.made;
+        self.grown += other.grown;
+        self.shrunk += other.shrunk;
+        self.removed += other.removed;
+        self.torn_removals += other.torn_removals;
+        self.torn_discards += other.torn_discards;
+        self.torn_growths += other.torn_growths;
+        self.torn_makings += other.torn_makings;
+        self.unnoted += other.unnoted;
         self.packed += other.packed;
         self.packs += other.packs;
         self.trace ^= other.trace;
     }
 
     /// Everything that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 28] {
+    pub fn events(&self) -> [(&'static str, u64); 37] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -141,6 +162,15 @@ impl Tally {
             ("a map entry that names another page's slot", self.doubled),
             ("a record destroyed", self.destroyed),
             ("a destroyed page read", self.lost_reads),
+            ("a volume made", self.made),
+            ("a volume that grew", self.grown),
+            ("a volume that shrank", self.shrunk),
+            ("a volume removed", self.removed),
+            ("a crash when a smaller size was noted", self.torn_removals),
+            ("a crash between two discards of a removal", self.torn_discards),
+            ("a crash in the middle of a growth", self.torn_growths),
+            ("a crash when a volume was made and not noted", self.torn_makings),
+            ("a note that failed", self.unnoted),
             ("a page in a pack", self.packed),
             ("a pack of several pages", self.packed.saturating_sub(self.packs)),
         ]
@@ -167,6 +197,59 @@ enum Pending {
     },
 }
 
+/// Every page's content, by its number in the pool.
+struct Pages(HashMap<u32, Content>);
+
+impl Pages {
+    fn get(&self, page: u32) -> &Content {
+        self.0.get(&page).unwrap_or(&Content::Nothing)
+    }
+
+    fn set(&mut self, page: u32, content: Content) {
+        self.0.insert(page, content);
+    }
+
+    fn fill(&mut self, pages: Range<u32>, content: &Content) {
+        pages.for_each(|page| self.set(page, content.clone()));
+    }
+}
+
+/// The end of a note for the next daemon.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    Noted,
+    Fails,
+    /// The daemon dies before it, or after it.
+    DiesBefore,
+    DiesAfter,
+}
+
+/// The payload of a panic that stands for the daemon's death.
+struct Death;
+
+/// Notes a volume's range, for the keeper, as far as its fate lets it.
+fn note(noted: &mut Vec<Range<u32>>, range: Range<u32>, fate: Fate) -> std::io::Result<()> {
+    if matches!(fate, Fate::Noted | Fate::DiesAfter) {
+        let volume = noted.iter_mut().find(|it| it.start == range.start);
+        *volume.expect("it was noted") = range;
+        noted.retain(|range| !range.is_empty());
+    }
+    match fate {
+        Fate::Noted => Ok(()),
+        Fate::Fails => Err(std::io::ErrorKind::BrokenPipe.into()),
+        Fate::DiesBefore | Fate::DiesAfter => resume_unwind(Box::new(Death)),
+    }
+}
+
+/// The outcome of `change`; `None`: the daemon has died in it.
+fn unless_it_dies<T>(change: impl FnOnce() -> T) -> Option<T> {
+    match catch_unwind(AssertUnwindSafe(change)) {
+        Ok(outcome) => Some(outcome),
+        Err(payload) if payload.is::<Death>() => None,
+        Err(payload) => resume_unwind(payload),
+    }
+}
+
 struct Player {
     lane: Lane,
     /// By ticket: the page, the operation, and the time when it began.
@@ -181,13 +264,18 @@ pub struct History {
     chance: Chance,
     config: Config,
     stores: Vec<Arc<Sim>>,
-    /// The volumes of one pool; in half of all histories there are two. A page's number here is the
-    /// pool's.
+    pool: Arc<Pool>,
+    /// The volumes of the pool. In half of all histories they come, go and change their size. A
+    /// page's number here is the pool's.
     volumes: Vec<Arc<Volume>>,
+    /// Their ranges as a keeper would have them.
+    noted: Vec<Range<u32>>,
+    /// Whether, when and how volumes change.
+    changes: Option<Chance>,
     players: Vec<Player>,
     /// The mover that gives chunks back and takes them.
     worker: Option<Mover>,
-    pages: Vec<Content>,
+    pages: Pages,
     /// Whether each store alone can hold the volume.
     roomy: bool,
     released: Vec<(usize, u32)>,
@@ -216,7 +304,7 @@ impl Drop for History {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("seed {} failed at step {}; add it to seeds.txt", self.seed, self.step);
-            eprintln!("{:?} over {:?}", self.config, self.pool().status().stores);
+            eprintln!("{:?} over {:?}", self.config, self.pool.status().stores);
         }
     }
 }
@@ -278,7 +366,8 @@ impl History {
         let two = config.lanes > 2 && config.pages > 1 && split.one_in(2);
         let first = if two { split.within(1, config.pages) } else { config.pages };
         let sizes = [first, config.pages - first].into_iter().filter(|pages| *pages > 0);
-        let volumes = sizes.map(|pages| pool.volume(pages).expect("free pages")).collect();
+        let volumes: Vec<_> = sizes.map(|pages| pool.volume(pages).expect("free pages")).collect();
+        let noted = volumes.iter().map(|volume| volume.range()).collect();
         let busy = chance.one_in(2).then(|| chance.within(0, config.lanes as u32 - 1) as usize);
         let mut history = History {
             seed,
@@ -286,10 +375,13 @@ impl History {
             chance,
             config,
             stores,
+            pool,
             volumes,
+            noted,
+            changes: two.then_some(split),
             players: Vec::new(),
             worker: None,
-            pages: vec![Content::Nothing; config.pages as usize],
+            pages: Pages(HashMap::new()),
             roomy,
             released: Vec::new(),
             crashes_now: false,
@@ -310,20 +402,140 @@ impl History {
     }
 
     fn compress(&self) {
-        self.compression.iter().for_each(|with| self.pool().compress(*with));
+        self.compression.iter().for_each(|with| self.pool.compress(*with));
     }
 
     fn seat_players(&mut self) {
+        self.fill_seats();
+        self.worker = Some(self.pool.mover().expect("a seat for the worker"));
+    }
+
+    fn fill_seats(&mut self) {
         let player = |volume: &Arc<Volume>| {
             let lane = volume.lane().expect("a seat for each");
             Player { lane, pending: Vec::new(), refused: None }
         };
-        self.players = self.volumes.iter().cycle().take(self.config.lanes - 1).map(player).collect();
-        self.worker = Some(self.pool().mover().expect("a seat for the worker"));
+        let free = self.config.lanes - 1 - self.players.len();
+        self.players.extend(self.volumes.iter().cycle().take(free).map(player));
     }
 
-    fn pool(&self) -> &Arc<Pool> {
-        self.volumes[0].pool()
+    /// Makes a volume, or changes one's size, or removes one, every now and then.
+    fn change_volumes(&mut self, one_in: u32) {
+        let Some(mut chance) = self.changes.take() else { return };
+        if chance.one_in(one_in) {
+            let at = chance.within(0, self.volumes.len() as u32) as usize;
+            let (pages, room) = (self.volumes[at].pages(), self.pool.free_pages());
+            let dies = self.worker.is_some() && self.tally.crashes < 3;
+            let fate = match chance.within(0, 16) {
+                0 | 1 => Fate::Fails,
+                2 if dies => Fate::DiesBefore,
+                3 if dies => Fate::DiesAfter,
+                _ => Fate::Noted,
+            };
+            match chance.within(0, 4) {
+                0 if room > 0 && self.volumes.len() < 4 => self.make(chance.within(1, room + 1), fate),
+                1 if room > 0 => self.grow(at, pages + chance.within(1, room + 1), fate),
+                2 => self.shrink(at, chance.within(1, pages + 1), fate, &mut chance),
+                3 if self.volumes.len() > 1 => self.shrink(at, 0, fate, &mut chance),
+                _ => {}
+            }
+        }
+        self.changes = Some(chance);
+    }
+
+    fn make(&mut self, pages: u32, fate: Fate) {
+        let volume = self.pool.volume(pages).expect("there is room");
+        if fate == Fate::DiesBefore {
+            self.tally.torn_makings += 1;
+            return self.crash();
+        }
+        self.tally.made += 1;
+        self.noted.push(volume.range());
+        self.volumes.push(volume);
+    }
+
+    fn grow(&mut self, at: usize, pages: u32, fate: Fate) {
+        let Self { volumes, noted, .. } = self;
+        let (volume, before) = (&volumes[at], noted[at].clone());
+        match unless_it_dies(|| volume.grow(pages, |range| note(noted, range, fate))) {
+            None => {
+                self.tally.torn_growths += 1;
+                self.crash();
+            }
+            Some(Ok(())) => self.tally.grown += 1,
+            Some(Err(error)) => {
+                assert!(fate == Fate::Fails && matches!(error, CreateError::Note(_)), "{error}");
+                assert_eq!(volume.range(), before, "it is as it was");
+                self.tally.unnoted += 1;
+            }
+        }
+    }
+
+    /// Takes a volume's last pages away, down to so many. Its clients have left.
+    fn shrink(&mut self, at: usize, pages: u32, fate: Fate, chance: &mut Chance) {
+        let is_its = |player: &Player, volume: &Arc<Volume>| Arc::ptr_eq(player.lane.volume(), volume);
+        for player in 0..self.players.len() {
+            if is_its(&self.players[player], &self.volumes[at]) {
+                self.rest(player);
+            }
+        }
+        self.players.retain(|player| !is_its(player, &self.volumes[at]));
+        self.pool.close_lanes(self.clock.now());
+        // The worker may be at a task.
+        let Ok(mut mover) = self.pool.mover() else { return self.fill_seats() };
+        let Range { start, end } = self.noted[at];
+        let (volume, noted) = (self.volumes.remove(at), &mut self.noted);
+        let begun = unless_it_dies(|| volume.shrink(pages, |range| note(noted, range, fate)));
+        if matches!(fate, Fate::Noted | Fate::DiesAfter) {
+            self.pages.0.retain(|page, _| !(start + pages..end).contains(page));
+        }
+        let mut removal = match begun {
+            None => {
+                self.tally.torn_removals += u64::from(fate == Fate::DiesAfter);
+                mover.abandon();
+                return self.crash();
+            }
+            Some(Ok(removal)) => removal,
+            Some(Err((volume, error))) => {
+                assert!(fate == Fate::Fails && matches!(error, CreateError::Note(_)), "{error}");
+                assert_eq!(volume.range(), start..end, "it is as it was");
+                self.tally.unnoted += 1;
+                self.volumes.insert(at, volume);
+                drop(mover);
+                return self.fill_seats();
+            }
+        };
+        let most = chance.within(1, 20);
+        while !mover.remove(&mut removal, most) {
+            if self.worker.is_some() && self.tally.crashes < 3 && chance.one_in(4) {
+                self.tally.torn_discards += 1;
+                mover.abandon();
+                return self.crash();
+            }
+            if !self.players.is_empty() {
+                self.interfere();
+            }
+        }
+        drop(mover);
+        match removal.rest().expect("it has ended") {
+            Some(volume) => {
+                self.tally.shrunk += 1;
+                self.volumes.insert(at, volume);
+            }
+            None => self.tally.removed += 1,
+        }
+        self.fill_seats();
+    }
+
+    /// The page with this number, if the pages of all volumes are counted one after the other.
+    fn nth(&self, mut number: u32) -> Option<u32> {
+        for volume in &self.noted {
+            if number < volume.len() as u32 {
+                return Some(volume.start + number);
+            }
+            number -= volume.len() as u32;
+        }
+        None
     }
 
     /// The pages of a player's volume.
@@ -357,6 +569,7 @@ impl History {
 
     fn step(&mut self) {
         self.land();
+        self.change_volumes(50);
         let at = match self.busy {
             Some(busy) if !self.chance.one_in(8) => busy,
             _ => self.chance.within(0, self.players.len() as u32) as usize,
@@ -491,7 +704,7 @@ impl History {
         let number = self.number(at, page);
         let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, number, &bytes);
         match self.queue(at, queue) {
-            Ok(Ok(())) => self.pages[page as usize] = Content::Bytes(Rc::new(bytes)),
+            Ok(Ok(())) => self.pages.set(page, Content::Bytes(Rc::new(bytes))),
             Ok(Err(Fault::Full | Fault::Timeout)) => {}
             Ok(Err(fault)) => self.write_failed(fault),
             Err(ticket) => {
@@ -519,7 +732,7 @@ impl History {
         let number = self.number(at, page);
         let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, number, &bytes);
         match self.queue(at, queue) {
-            Ok(Ok(())) => self.pages[page as usize] = content,
+            Ok(Ok(())) => self.pages.set(page, content),
             Ok(Err(Fault::Full | Fault::Timeout)) => self.must_find_a_slot(at, page),
             Ok(Err(fault)) => self.write_failed(fault),
             Err(ticket) => self.await_ticket(at, ticket, page, Pending::Write(content)),
@@ -544,11 +757,11 @@ impl History {
     }
 
     fn is_lost(&self, page: u32) -> bool {
-        self.pages[page as usize] == Content::Lost
+        *self.pages.get(page) == Content::Lost
     }
 
     fn patch(&mut self, page: u32, offset: usize, patch: &[u8]) {
-        self.pages[page as usize] = self.pages[page as usize].patched(offset, patch);
+        self.pages.set(page, self.pages.get(page).patched(offset, patch));
     }
 
     fn read(&mut self, at: usize, page: u32) {
@@ -558,7 +771,7 @@ impl History {
         let outcome = self.queue(at, |lane, ticket| lane.read(ticket, number, &mut out));
         // Take the page's content now: making room for the read may have finished a write of the
         // page.
-        let expected = self.pages[page as usize].clone();
+        let expected = self.pages.get(page).clone();
         match outcome {
             Ok(Err(Fault::Lost)) if expected == Content::Lost => self.tally.lost_reads += 1,
             Ok(Ok(())) => self.check(page, &expected, &out),
@@ -581,7 +794,7 @@ impl History {
         self.tally.discards += 1;
         let (count, number) = (self.range(at, page), self.number(at, page));
         self.players[at].lane.discard(number, count);
-        self.pages[page as usize..(page + count) as usize].fill(Content::Nothing);
+        self.pages.fill(page..page + count, &Content::Nothing);
     }
 
     fn zero(&mut self, at: usize, page: u32) {
@@ -589,12 +802,12 @@ impl History {
         let (count, number) = (self.range(at, page), self.number(at, page));
         self.players[at].lane.zero(number, count, false);
         let zeros = Content::Bytes(Rc::new(uniform(0)));
-        self.pages[page as usize..(page + count) as usize].fill(zeros);
+        self.pages.fill(page..page + count, &zeros);
     }
 
     fn view(&mut self, at: usize, page: u32) {
         self.tally.views += 1;
-        let expected = self.pages[page as usize].clone();
+        let expected = self.pages.get(page).clone();
         let number = self.number(at, page);
         let lane = &mut self.players[at].lane;
         assert_eq!(lane.mapped(number), expected != Content::Nothing, "page {page}");
@@ -630,7 +843,7 @@ impl History {
                 (Pending::Read(expected), Ok(())) => {
                     self.check(page, &expected, &bytes.expect("a read that succeeded has a page"));
                 }
-                (Pending::Write(content), Ok(())) => self.pages[page as usize] = content,
+                (Pending::Write(content), Ok(())) => self.pages.set(page, content),
                 (Pending::Part { offset, patch }, Ok(())) => self.patch(page, offset, &patch),
             }
         }
@@ -721,7 +934,7 @@ impl History {
             return;
         }
         self.rest_all();
-        if let Err(error) = self.pool().begin_give_back(store, &[chunk]) {
+        if let Err(error) = self.pool.begin_give_back(store, &[chunk]) {
             use GiveBackError::{NoChunk, NoRoom, Settling};
             let expected = matches!(error, NoRoom { .. } | NoChunk { .. } | Settling);
             assert!(expected, "giving back chunk {chunk} of store {store}: {error}");
@@ -752,6 +965,7 @@ impl History {
     /// The acts of the others between two steps of the worker's. Mostly they end their batches, for
     /// which the worker may wait.
     fn interfere(&mut self) {
+        self.change_volumes(20);
         for _ in 0..self.chance.within(0, 4) {
             let at = self.chance.within(0, self.players.len() as u32) as usize;
             let page = self.chance.within(0, self.config.pages);
@@ -769,7 +983,7 @@ impl History {
     }
 
     fn chunk_state(&self, store: usize, chunk: u32) -> Option<ChunkState> {
-        self.pool().chunks(store).nth(chunk as usize).map(|chunk| chunk.state)
+        self.pool.chunks(store).nth(chunk as usize).map(|chunk| chunk.state)
     }
 
     /// Takes a chunk again, and promotes pages into the stores that have room now.
@@ -855,7 +1069,7 @@ impl History {
         let gone = |pool: &Pool, store: usize, chunk: u32| {
             pool.chunks(store).nth(chunk as usize).is_some_and(|it| it.state == ChunkState::GivenBack)
         };
-        let pool = Arc::clone(self.pool());
+        let pool = Arc::clone(&self.pool);
         self.released.retain(|&(store, chunk)| gone(&pool, store, chunk));
         for &(store, chunk) in &self.released {
             // A store that is opened anew may have all its memory; the volume remembers the chunks
@@ -881,14 +1095,13 @@ impl History {
             2 => self.double_a_slot(&kept),
             _ => Vec::new(),
         };
-        let (pool, lost) =
-            Pool::take_over(self.config, as_stores(&self.stores), kept).expect("the same shape");
+        let (pool, volumes, lost) =
+            Pool::take_over(self.config, as_stores(&self.stores), kept, &self.noted).expect("the same shape");
         assert_eq!(lost, destroyed.len() as u64, "pages lost by the crash");
         for page in destroyed {
-            self.pages[page as usize] = Content::Lost;
+            self.pages.set(page, Content::Lost);
         }
-        let reopened = |volume: &Arc<Volume>| pool.reopen(volume.range()).expect("its own pages");
-        self.volumes = self.volumes.iter().map(reopened).collect();
+        (self.pool, self.volumes) = (pool, volumes);
         self.check_chunks();
         // Sometimes the next one does it otherwise, or no more.
         if self.compression.is_some() && self.chance.one_in(4) {
@@ -902,7 +1115,7 @@ impl History {
     /// A chunk that the volume uses has its memory, and one that was given back has none.
     fn check_chunks(&self) {
         for (at, store) in self.stores.iter().enumerate().filter(|&(at, _)| Some(at) != self.dead) {
-            for chunk in self.pool().chunks(at) {
+            for chunk in self.pool.chunks(at) {
                 let given = self.released.contains(&(at, chunk.chunk));
                 let state = if given { ChunkState::GivenBack } else { ChunkState::Held };
                 assert_eq!(chunk.state, state, "chunk {} of store {at} after a crash", chunk.chunk);
@@ -914,66 +1127,60 @@ impl History {
     /// The daemon has scribbled in its map before it died: a page's entry names the slot of
     /// another, alone there. Says which pages are lost by that.
     fn double_a_slot(&mut self, kept: &Kept) -> Vec<u32> {
-        // SAFETY: one 64-bit entry for each page, in a mapping that lives as long as `kept`, always
-        // used as atomics.
-        let map = unsafe {
-            std::slice::from_raw_parts(kept.map.as_ptr().cast::<AtomicU64>(), self.config.pages as usize)
-        };
-        let [from, to] = [(); 2].map(|()| self.chance.within(0, self.config.pages));
-        let entry = map[from as usize].load(Ordering::Relaxed);
-        let same = |other: &AtomicU64| {
-            let other = other.load(Ordering::Relaxed);
-            other >> 58 == entry >> 58 && other as u32 == entry as u32
-        };
-        if from == to || entry >> 62 != 2 || map.iter().filter(|it| same(it)).count() != 1 {
+        let pages = [(); 2].map(|()| self.chance.within(0, self.config.pages)).map(|at| self.nth(at));
+        let [Some(from), Some(to)] = pages else { return Vec::new() };
+        let entry = word(&kept.map, from).load(Ordering::Relaxed);
+        if from == to || entry >> 62 != 2 || self.sharing(&kept.map, entry).len() != 1 {
             return Vec::new();
         }
         // A pack's record names no page, so it says nothing of who lies in it.
-        let store = (entry >> 58 & 15) as usize;
-        let record = kept.records[store].as_ptr().cast::<AtomicU64>();
-        // SAFETY: one 64-bit record for each slot, likewise.
-        let record = unsafe { &*record.add(entry as u32 as usize) }.load(Ordering::Relaxed);
-        if (record >> 32) as u32 & (u32::MAX >> 1) != from {
+        let record = word(&kept.records[(entry >> 58 & 15) as usize], entry as u32);
+        if (record.load(Ordering::Relaxed) >> 32) as u32 & (u32::MAX >> 1) != from {
             return Vec::new();
         }
         self.tally.doubled += 1;
-        map[to as usize].store(entry, Ordering::Relaxed);
+        word(&kept.map, to).store(entry, Ordering::Relaxed);
         vec![to]
     }
 
     /// Wipes the record of a slot that some page lies in, and says which pages'.
     fn destroy_a_record(&mut self, kept: &Kept) -> Vec<u32> {
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
-        let records = kept.records[store].as_ptr().cast::<AtomicU64>();
-        // SAFETY: one 64-bit record for each slot, in a mapping that lives as long as `kept`,
-        // always used as atomics.
-        let records = unsafe { std::slice::from_raw_parts(records, self.stores[store].slots() as usize) };
-        // SAFETY: one 64-bit entry for each page, in a mapping that lives as long as `kept`, always
-        // used as atomics.
-        let map = unsafe {
-            std::slice::from_raw_parts(kept.map.as_ptr().cast::<AtomicU64>(), self.config.pages as usize)
-        };
-        let page = self.chance.within(0, self.config.pages);
-        let entry = map[page as usize].load(Ordering::Relaxed);
+        let number = self.chance.within(0, self.config.pages);
+        let Some(page) = self.nth(number) else { return Vec::new() };
+        let entry = word(&kept.map, page).load(Ordering::Relaxed);
         // Keep entries of the kind `stored`, with this store and this slot: see entry.rs.
         if entry >> 58 != 2 << 4 | store as u64 {
             return Vec::new();
         }
-        records[entry as u32 as usize].store(0, Ordering::Relaxed);
+        word(&kept.records[store], entry as u32).store(0, Ordering::Relaxed);
         self.tally.destroyed += 1;
+        self.sharing(&kept.map, entry)
+    }
+
+    /// The pages of all volumes whose entries name the same slot as this one.
+    fn sharing(&self, map: &Memory, entry: u64) -> Vec<u32> {
         let same = |&page: &u32| {
-            let other = map[page as usize].load(Ordering::Relaxed);
+            let other = word(map, page).load(Ordering::Relaxed);
             other >> 58 == entry >> 58 && other as u32 == entry as u32
         };
-        (0..self.config.pages).filter(same).collect()
+        self.noted.iter().cloned().flatten().filter(same).collect()
     }
 
     /// Reads every page once more, and compares all counts.
     fn end(mut self) -> Tally {
         self.rest_all();
-        for page in 0..self.config.pages {
-            let at = self.volumes.iter().position(|volume| volume.range().contains(&page));
-            self.read(at.expect("a volume of each page"), page);
+        for volume in self.volumes.clone() {
+            let has_it = |player: &Player| Arc::ptr_eq(player.lane.volume(), &volume);
+            let at = self.players.iter().position(has_it).unwrap_or_else(|| {
+                // There are more volumes than lanes.
+                self.players.remove(0);
+                let lane = volume.lane().expect("the one before is at rest");
+                self.players.push(Player { lane, pending: Vec::new(), refused: None });
+                self.players.len() - 1
+            });
+            volume.range().for_each(|page| self.read(at, page));
+            self.rest(at);
         }
         self.rest_all();
         let injected =
@@ -1008,7 +1215,14 @@ impl History {
         for store in &self.stores {
             (0..store.orphans()).for_each(|_| store.land(0));
         }
-        let status = self.pool().status();
+        let map = std::fs::File::from(self.pool.kept_fds().map.try_clone_to_owned().expect("a descriptor"));
+        let in_memory = map.metadata().expect("a size").blocks() * 512;
+        assert_eq!(
+            in_memory,
+            self.pool.map_bytes() + PAGE_SIZE as u64,
+            "memory of the map, and of its count"
+        );
+        let status = self.pool.status();
         let used: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
         assert_eq!(
             used,
@@ -1022,11 +1236,20 @@ impl History {
             Content::Nothing | Content::Lost => false,
             Content::Bytes(bytes) => weir_core::uniform_value(bytes).is_none(),
         };
-        let stored = self.pages.iter().filter(in_a_slot).count() as u64;
-        let mapped = self.pages.iter().filter(|content| matches!(content, Content::Bytes(_))).count() as u64;
+        let stored = self.pages.0.values().filter(in_a_slot).count() as u64;
+        let mapped =
+            self.pages.0.values().filter(|content| matches!(content, Content::Bytes(_))).count() as u64;
         assert_eq!((status.stored, status.filled), (stored, mapped - stored), "pages stored and filled");
         self.tally.clone()
     }
+}
+
+/// A word of a map, or of records.
+fn word(memory: &Memory, at: u32) -> &AtomicU64 {
+    assert!((at as usize + 1) * 8 <= memory.len(), "word {at}");
+    // SAFETY: the pointer is inside the mapping (checked above) and aligned; the word is always
+    // used as an atomic.
+    unsafe { &*memory.as_ptr().cast::<AtomicU64>().add(at as usize) }
 }
 
 fn as_stores(stores: &[Arc<Sim>]) -> Vec<Arc<dyn Store>> {
