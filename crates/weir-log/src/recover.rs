@@ -289,6 +289,7 @@ pub(crate) fn summary_of<'p>(
 /// far.
 struct Pass<'a> {
     superblock: &'a Superblock,
+    lives: &'a [u32],
     map: &'a Words,
     clock: u64,
     first: u32,
@@ -305,10 +306,17 @@ impl Pass<'_> {
         }
         let at = record.page.checked_sub(self.first).map(|at| at as usize);
         let Some(version) = at.and_then(|at| self.versions.get_mut(at)) else { return Ok(()) };
-        if record.version > *version {
+        let place = segment * self.superblock.segment_pages + place;
+        let word = self.map.at(record.page as usize);
+        // A page that the cleaner has moved has its version in two places. The place in the later
+        // life counts, in whatever order the summaries come: else a check could find one copy
+        // whole, and the log that is opened after it could read the other.
+        let rank = |place: u32| (self.lives[(place / self.superblock.segment_pages) as usize], place);
+        let is_later = record.version > *version
+            || record.version == *version && rank(place) > rank(word.load(Relaxed) - 1);
+        if is_later {
             *version = record.version;
-            let place = segment * self.superblock.segment_pages + place;
-            self.map.at(record.page as usize).store(place + 1, Relaxed);
+            word.store(place + 1, Relaxed);
         }
         Ok(())
     }
@@ -332,8 +340,14 @@ pub(crate) fn replay(
     for first in (0..superblock.pages).step_by(pass as usize) {
         versions.fill(0);
         let count = pass.min(superblock.pages - first) as usize;
-        let mut pass_now =
-            Pass { superblock, map, clock: table.clock, first, versions: &mut versions[..count] };
+        let mut pass_now = Pass {
+            superblock,
+            lives: &table.lives,
+            map,
+            clock: table.clock,
+            first,
+            versions: &mut versions[..count],
+        };
         for (segment, inline) in &table.inline {
             for (place, record) in (0..).zip(&inline.records) {
                 let noted = pass_now.note(*segment, place, *record);
@@ -550,6 +564,45 @@ impl Shared {
         if io.write([(slot, &*page)].into_iter()).is_ok() {
             self.segments.has_summary(segment);
             self.rows.unpin(row);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use weir_core::Checksum;
+
+    #[test]
+    fn of_two_places_with_one_version_that_in_the_later_life_counts_in_any_order() {
+        let superblock = Superblock {
+            identity: 1,
+            member: 0,
+            members: 1,
+            segment_pages: 8,
+            segments: 10,
+            pages: 20,
+            half: 1,
+        };
+        let record = |version| Record { page: 12, checksum: Checksum(0), version };
+        // Segment 7 has the later life, and segment 3 an older version besides.
+        let lives = [0, 0, 0, 5, 0, 0, 0, 9, 4, 0];
+        let records = [(3, 2, record(6)), (3, 1, record(5)), (7, 0, record(6)), (8, 6, record(6))];
+        for turn in 0..records.len() {
+            let map = Words::new(20).expect("memory");
+            let mut versions = [0; 10];
+            let mut pass = Pass {
+                superblock: &superblock,
+                lives: &lives,
+                map: &map,
+                clock: 6,
+                first: 10,
+                versions: &mut versions,
+            };
+            for (segment, place, record) in records.iter().cycle().skip(turn).take(records.len()) {
+                pass.note(*segment, *place, *record).expect("no damage");
+            }
+            assert_eq!(map.at(12).load(Relaxed), 7 * 8 + 1, "turn {turn}");
         }
     }
 }

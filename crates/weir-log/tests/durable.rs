@@ -422,9 +422,11 @@ fn a_durable_log_has_every_flushed_page_after_a_power_cut_and_no_torn_one() {
 #[test]
 fn whatever_is_damaged_a_check_is_never_clean_wrongly_and_no_page_is_wrong() {
     let full = std::env::var("WEIR_SCALE").is_ok_and(|scale| scale == "full");
-    let (seeds, cases) = if full { (400, 1000) } else { (4, 100) };
+    // At CI scale also seed 31: a check found one of a page's two copies whole, and the log read
+    // the other.
+    let runs = if full { vec![(0..400, 1000)] } else { vec![(0..4, 100), (31..32, 1000)] };
     let (mut clean, mut damaged, mut refused, mut bad) = (0, 0, 0, 0);
-    for seed in 0..seeds {
+    for (seed, cases) in runs.into_iter().flat_map(|(seeds, cases)| seeds.map(move |seed| (seed, cases))) {
         // Stores of these seeds have no errors of their own.
         let mut world = World::new(seed * 4);
         while world.counts.operations < 3000 {
