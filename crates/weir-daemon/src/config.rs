@@ -42,7 +42,8 @@ pub struct Config {
     pub unsafe_no_flusher: bool,
     /// Whether a keeper makes the pages outlive a crash of the daemon.
     pub keeper: bool,
-    /// The file for the [`StartReport`](crate::StartReport), if the start fails.
+    /// The file for the [`StartProgress`](crate::StartProgress), and for the
+    /// [`StartReport`](crate::StartReport) if the start fails.
     pub start_report: Option<PathBuf>,
     /// The control socket; `None`: [`default_path`](crate::control::default_path).
     pub control: Option<PathBuf>,

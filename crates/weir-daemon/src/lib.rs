@@ -34,5 +34,5 @@ pub use config::Config;
 pub use daemon::Daemon;
 pub use environment::{Clock, Environment, MachineClock};
 pub use error::{Class, Error, ErrorKind};
-pub use report::StartReport;
+pub use report::{StartProgress, StartReport};
 pub use start::{Bar, Start, warn_of_unlocked_memory};

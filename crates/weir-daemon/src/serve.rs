@@ -9,7 +9,7 @@ use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
 use crate::keeper::Held;
 use crate::relay::Relay;
-use crate::report::StartReport;
+use crate::report::{StartProgress, StartReport};
 use crate::start::{Bar, Start, warn_of_unlocked_memory};
 use crate::{bug, core_dump, keeper};
 use signal_hook::consts::SIGUSR1;
@@ -95,6 +95,11 @@ fn serve(
     if !is_first {
         Memory::take_over();
     }
+    let progress = options.start_report.as_ref().filter(|_| is_first);
+    let show = |store: String| match progress {
+        Some(path) => StartProgress::written(path.clone(), store.clone(), show(store)),
+        None => show(store),
+    };
     let mut start = Start::new(show, || signals.pending().find(|signal| signals::END.contains(signal)));
     let environment = Environment::of_machine(log);
     let path = options.control.clone().unwrap_or_else(default_path);

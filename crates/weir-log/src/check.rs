@@ -8,7 +8,7 @@ use crate::summary::Record;
 use crate::words::Words;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use weir_core::Watch;
+use weir_core::{PAGE_SIZE, Watch};
 use weir_store::Store;
 
 /// Maximum number of bad pages in the list.
@@ -114,12 +114,13 @@ fn look(
     let places = superblock.segment_pages - 1;
     let used: Vec<u32> = (0..).zip(&table.lives).filter(|(_, life)| **life > 0).map(|(at, _)| at).collect();
     let mut live: Vec<(u32, Record)> = Vec::new();
+    let stopped = |ended| match ended {
+        crate::blocking::Ended::Stopped(error) => LogError::Stopped(error),
+        crate::blocking::Ended::Fault(fault) => LogError::Write { store: below.name().to_owned(), fault },
+    };
+    let bytes = |segments: usize| segments as u64 * u64::from(superblock.segment_pages) * PAGE_SIZE as u64;
     for (number, segment) in used.iter().enumerate() {
-        let stopped = |ended| match ended {
-            crate::blocking::Ended::Stopped(error) => LogError::Stopped(error),
-            crate::blocking::Ended::Fault(fault) => LogError::Write { store: below.name().to_owned(), fault },
-        };
-        io.tell(number as u64, used.len() as u64).map_err(stopped)?;
+        io.tell(bytes(number), bytes(used.len())).map_err(stopped)?;
         let first = segment * superblock.segment_pages;
         live.clear();
         let mut gather = |place: u32, record: Record| {
@@ -143,5 +144,5 @@ fn look(
             report.found(record, slot, page.ok());
         });
     }
-    Ok(())
+    io.tell(bytes(used.len()), bytes(used.len())).map_err(stopped)
 }

@@ -356,7 +356,9 @@ pub(crate) fn replay(
         }
         for (number, some) in segments.chunks(4096).enumerate() {
             let done = u64::from(first / pass) * segments.len() as u64 + number as u64 * 4096;
-            io.tell(done, all).map_err(|ended| stopped(superblock, ended))?;
+            // Of each segment its summary is read, one page.
+            let bytes = |pages: u64| pages * PAGE_SIZE as u64;
+            io.tell(bytes(done), bytes(all)).map_err(|ended| stopped(superblock, ended))?;
             let mut generations = Vec::new();
             let slots = some.iter().map(|segment| segment * superblock.segment_pages + places);
             io.read(slots, |at, page| {

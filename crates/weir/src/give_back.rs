@@ -1,16 +1,11 @@
 //! `weir give-back` and `weir take`: ask the daemon, and show its progress.
 
 use crate::cli::{Amount, MemoryOptions};
-use crate::{failure, on, progress};
-use indicatif::ProgressBar;
-use std::io::IsTerminal as _;
-use std::time::{Duration, Instant};
+use crate::progress::Shown;
+use crate::{failure, on};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
-use weir_daemon::control::{self, Progress, Request};
-
-/// Time between two lines of progress where no bar can be drawn.
-const LINE_EVERY: Duration = Duration::from_secs(1);
+use weir_daemon::control::{self, Request};
 
 /// Asks the daemon to give memory back.
 pub fn give_back(options: &MemoryOptions) -> Result<(), Failure> {
@@ -38,9 +33,10 @@ fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
         (false, true) => Request::Sleep,
         (true, true) => Request::Wake,
     };
-    let mut shown = Shown::new();
-    let outcome = control::ask_for(&path, request, |progress| shown.show(progress));
-    shown.bar.finish_and_clear();
+    let what = if take { "taking" } else { "giving back" };
+    let mut shown = Shown::new(what, move |far, left| eprintln!("{what}: {far}{left}"));
+    let outcome = control::ask_for(&path, request, |far| shown.show(far.bytes, far.total_bytes));
+    drop(shown);
     let moved = outcome.map_err(failure::of)?;
     if take && moved.bytes == 0 && moved.left_bytes == 0 {
         let why = if options.sleep { " for a sleep" } else { "" };
@@ -55,28 +51,4 @@ fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
         left => println!("; {} more once the card's owner leaves it", ByteSize(left)),
     }
     Ok(())
-}
-
-/// Shows progress: a bar on a terminal, a line now and then elsewhere.
-struct Shown {
-    bar: ProgressBar,
-    is_terminal: bool,
-    said: Instant,
-}
-
-impl Shown {
-    fn new() -> Self {
-        let is_terminal = std::io::stderr().is_terminal();
-        let bar = if is_terminal { ProgressBar::new(0) } else { ProgressBar::hidden() };
-        Shown { bar: bar.with_style(progress::style()), is_terminal, said: Instant::now() }
-    }
-
-    fn show(&mut self, progress: Progress) {
-        self.bar.set_length(progress.total_bytes);
-        self.bar.set_position(progress.bytes);
-        if !self.is_terminal && self.said.elapsed() >= LINE_EVERY {
-            self.said = Instant::now();
-            eprintln!("{} of {}", ByteSize(progress.bytes), ByteSize(progress.total_bytes));
-        }
-    }
 }

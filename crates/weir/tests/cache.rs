@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::{has_bar, is_plain, on_a_terminal};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -152,6 +153,24 @@ fn what_was_written_through_a_cache_is_at_home_once_it_was_flushed_or_detached()
     };
     let found = pages_of(&scene.home());
     assert!((0..PAGES).all(|page| found[page as usize] == expected(page)));
+}
+
+#[test]
+fn a_flush_and_a_detach_draw_a_bar_on_a_terminal_and_nothing_into_a_pipe() {
+    let mut scene = Scene::new("bar");
+    if !scene.start("bar", &["--stream", "0"]) {
+        return;
+    }
+    write(&open(&scene.file()), 1, 3);
+    let Some((code, drawn)) = on_a_terminal("bar", &scene.command(&["flush"])) else { return };
+    assert!(code == Some(0) && has_bar(&drawn, "flushing "), "{drawn:?}");
+    write(&open(&scene.file()), 2, 3);
+    let flush = scene.ask(&["flush"]);
+    assert!(flush.status.success() && is_plain(&flush.stderr) && is_plain(&flush.stdout), "{flush:?}");
+    write(&open(&scene.file()), 3, 3);
+    let (code, drawn) = on_a_terminal("bar", &scene.command(&["detach"])).unwrap();
+    assert!(code == Some(0) && has_bar(&drawn, "detaching "), "{drawn:?}");
+    scene.ended();
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 mod common;
 
+use common::{has_bar, is_plain, on_a_terminal};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -79,6 +80,18 @@ impl Scene {
     fn weir(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
         command.arg("cache").args(arguments).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// A check draws a bar on a terminal, over all segments in use, and nothing into a pipe.
+    fn draws_a_bar(&self) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        command.args(["cache", "check", &self.home("")]);
+        let Some((code, drawn)) = on_a_terminal("a bar of a check", &command) else { return };
+        assert!(code == Some(0) && has_bar(&drawn, "checking "), "{drawn:?}");
+        let used = self.check().1["used_segments"].as_u64().unwrap();
+        assert!(drawn.contains(&format!("{used}.00 MiB of {used}.00 MiB, ")), "{used} in {drawn:?}");
+        let piped = command.output().unwrap();
+        assert!(piped.status.success() && is_plain(&piped.stderr) && is_plain(&piped.stdout), "{piped:?}");
     }
 
     fn check(&self) -> (Option<i32>, serde_json::Value, String) {
@@ -285,6 +298,7 @@ fn a_durable_log_is_opened_again_checked_and_never_taken_by_mistake() {
     let (code, found, said) = scene.check();
     assert!(code == Some(0) && found["is_clean"] == true, "{found} {said}");
     assert_eq!(found["live_bytes"], pages * PAGE as u64);
+    scene.draws_a_bar();
 
     assert!(scene.start("again", scene.open()));
     let file = open(&scene.file());

@@ -1,6 +1,9 @@
 //! `weir on` and `off` on this very machine, by FUSE and a loop device. It runs as root, if both
 //! are there.
 
+mod common;
+
+use common::{has_bar, is_plain, on_a_terminal};
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
@@ -143,6 +146,25 @@ fn on_and_off_leave_the_machine_as_it_was() {
     assert_eq!(host.left(), Vec::<String>::new());
     let again = host.off();
     assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
+}
+
+/// `weir on` fails after its daemon's start, since it can make no loop device. So the test does not
+/// depend on how long the start takes, and turns no swap on.
+#[test]
+fn a_start_draws_a_bar_on_a_terminal_and_nothing_into_a_pipe() {
+    let Some(host) = Host::new("bar") else { return };
+    let before = host.swaps();
+    let hidden = "mount --bind /dev/null /dev/loop-control && exec \"$0\" \"$@\"";
+    let mut on = Command::new("unshare");
+    on.args(["--mount", "--propagation", "private", "sh", "-c", hidden]);
+    on.arg(host.on().get_program()).args(host.on().get_args());
+    let Some((code, drawn)) = on_a_terminal("bar", &on) else { return };
+    assert!(code != Some(0) && drawn.contains("loop"), "{drawn:?}");
+    assert!(has_bar(&drawn, "host:64MiB "), "{drawn:?}");
+    let output = on.output().expect("weir runs");
+    assert!(!output.status.success() && text(&output).contains("loop"), "{}", text(&output));
+    assert!(is_plain(&output.stderr) && is_plain(&output.stdout), "{}", text(&output));
+    assert_eq!((host.swaps(), host.left()), (before, Vec::new()));
 }
 
 /// The keepers that `weir on` has started, by its journal.

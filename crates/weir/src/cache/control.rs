@@ -47,7 +47,7 @@ pub struct Answer {
     schema: u32,
     /// Bytes that must still be written home. The last line of an answer has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dirty_bytes: Option<u64>,
+    dirty_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
@@ -109,12 +109,16 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
         Ok(Envelope { schema: SCHEMA, request: Request::Status }) => {
             return write_line(client, &service.report());
         }
-        Ok(Envelope { schema: SCHEMA, request }) => service
-            .serve(&request, &mut |dirty| {
+        Ok(Envelope { schema: SCHEMA, request }) => {
+            // A client that does not read is told no more: it would delay the work by the time
+            // limit of each line.
+            let mut reads = true;
+            let mut tell = |dirty| {
                 let progress = Answer { schema: SCHEMA, dirty_bytes: Some(dirty), error: None };
-                let _ = write_line(client, &progress);
-            })
-            .err(),
+                reads = reads && write_line(client, &progress).is_ok();
+            };
+            service.serve(&request, &mut tell).err()
+        }
         Ok(Envelope { schema, .. }) => Some(format!("schema {schema} is not spoken here; use {SCHEMA}")),
         Err(error) => Some(format!("no request of a cache: {error}")),
     };
@@ -138,19 +142,20 @@ pub fn status(path: &Path) -> Result<Report, Failure> {
     report.map_err(|error| unreachable(path, &error))
 }
 
-/// Sends the cache a request, and calls `tell` for each line before the last.
+/// Sends the cache a request, and calls `tell` with the bytes that are not at home yet, for each
+/// line before the last.
 ///
 /// # Errors
 /// Fails when no cache answers there, or with the cache's own error when it cannot do what was
 /// asked.
-pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(&Answer)) -> Result<(), Failure> {
+pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), Failure> {
     for line in send(path, request)?.lines() {
         let line = line.and_then(|line| Ok(serde_json::from_str::<Answer>(&line)?));
         let answer = line.map_err(|error| unreachable(path, &error))?;
         match answer {
             Answer { error: Some(error), .. } => return Err(Failure::Failed(error)),
             Answer { dirty_bytes: None, .. } => return Ok(()),
-            answer => tell(&answer),
+            Answer { dirty_bytes: Some(dirty), .. } => tell(dirty),
         }
     }
     Err(unreachable(path, &io::ErrorKind::UnexpectedEof.into()))

@@ -29,7 +29,7 @@ use weir_system::signals;
 const DEPTH: usize = 64;
 /// Time that requests under way may take when the file is unmounted.
 const GRACE: Duration = Duration::from_secs(10);
-/// Time between two reports of a detach's progress.
+/// Time between two reports of a flush's or a detach's progress.
 const TELL_EVERY: Duration = Duration::from_millis(200);
 /// A detach gives up when no page could be written home for this long.
 const STUCK: Duration = Duration::from_secs(15);
@@ -168,9 +168,13 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// Writes all dirty pages home and has the home flush.
-    fn flush(&self) -> Result<(), String> {
+    /// Writes all dirty pages home and has the home flush. Calls `tell` with the bytes that are
+    /// still dirty, at the end with those that were written meanwhile.
+    fn flush(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tell = || tell(u64::from(self.cache.dirty()) * PAGE_SIZE as u64);
+        tell();
+        let mut told = Instant::now();
         let mut result = None;
         if let Progress::Done(done) = lane.flush(0) {
             result = Some(done);
@@ -178,7 +182,12 @@ impl Daemon {
         while result.is_none() {
             lane.poll(Instant::now(), &mut |done| result = Some(done.result));
             thread::sleep(Duration::from_millis(1));
+            if told.elapsed() >= TELL_EVERY {
+                tell();
+                told = Instant::now();
+            }
         }
+        tell();
         let failed = |fault| {
             let home = &self.names[0];
             format!(
@@ -236,7 +245,7 @@ impl Daemon {
             }
             thread::sleep(TELL_EVERY);
         }
-        self.flush()?;
+        self.flush(&mut |_| {})?;
         self.is_detached.store(true, Ordering::SeqCst);
         Ok(())
     }
@@ -258,7 +267,7 @@ impl Service for Daemon {
     fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         match request {
             Request::Status => Ok(()),
-            Request::Flush => self.flush(),
+            Request::Flush => self.flush(tell),
             Request::Mode { mode } => {
                 let mode: Mode = mode.parse()?;
                 self.cache.set_mode(mode);

@@ -2,6 +2,7 @@
 
 use super::marks;
 use super::options::{CacheOptions, CreateOptions};
+use crate::progress::Shown;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -250,7 +251,7 @@ fn open_durable(disks: Arc<FileStore>, lanes: u32, watch: Watch<'_>) -> Result<H
     Ok(Home { disks, log: Some(log), is_scratch: false })
 }
 
-/// Verifies a durable log.
+/// Verifies a durable log, and shows how far that is.
 ///
 /// # Errors
 /// Fails when there is no log, or the log is in use.
@@ -261,8 +262,12 @@ pub fn check(home: &HomeUrl) -> Result<weir_log::CheckReport, Failure> {
     let paths = home.paths();
     paths.iter().try_for_each(|path| refuse_served(path))?;
     let disks = Arc::new(open_members(paths)?) as Arc<dyn Store>;
-    let report =
-        weir_log::check(&disks, config(paths.len(), 1), &mut Instant::now, &mut weir_core::unwatched);
+    let mut shown = Shown::new("checking", |far, left| eprintln!("checking: {far}{left}"));
+    let mut watch = |done, all| {
+        shown.show(done, all);
+        Ok(())
+    };
+    let report = weir_log::check(&disks, config(paths.len(), 1), &mut Instant::now, &mut watch);
     report.map_err(|error| Failure::Failed(chain(&error)))
 }
 

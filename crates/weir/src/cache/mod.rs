@@ -14,16 +14,9 @@ mod report;
 
 pub use options::CacheCommand;
 
-use crate::progress;
-use control::{Answer, Request, ask};
-use indicatif::ProgressBar;
-use std::io::{self, IsTerminal as _};
-use std::time::{Duration, Instant};
+use crate::progress::Shown;
+use control::{Request, ask};
 use weir_cli::failure::Failure;
-use weir_core::ByteSize;
-
-/// Time between two lines about a detach's progress where no bar can be drawn.
-const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Runs the subcommand.
 pub fn run(command: &CacheCommand) -> Result<(), Failure> {
@@ -40,45 +33,21 @@ pub fn run(command: &CacheCommand) -> Result<(), Failure> {
             }
             Ok(())
         }
-        CacheCommand::Flush { control } => ask(&control.path(), &Request::Flush, &mut |_| {}),
+        CacheCommand::Flush { control } => ask_and_show(control, &Request::Flush, "flushing"),
         CacheCommand::Mode { mode, control } => {
             ask(&control.path(), &Request::Mode { mode: mode.to_string() }, &mut |_| {})
         }
-        CacheCommand::Detach { control } => {
-            let mut shown = Shown::default();
-            let detached = ask(&control.path(), &Request::Detach, &mut |answer| shown.show(answer));
-            shown.end();
-            detached
-        }
+        CacheCommand::Detach { control } => ask_and_show(control, &Request::Detach, "detaching"),
     }
 }
 
-/// Shows how far a detach is: a bar on a terminal, a line now and then elsewhere.
-#[derive(Default)]
-struct Shown {
-    bar: Option<ProgressBar>,
-    total: u64,
-    said: Option<Instant>,
-}
-
-impl Shown {
-    fn show(&mut self, answer: &Answer) {
-        let Some(dirty) = answer.dirty_bytes else { return };
-        self.total = self.total.max(dirty);
-        let done = self.total - dirty;
-        if io::stderr().is_terminal() {
-            let bar = self.bar.get_or_insert_with(|| {
-                ProgressBar::new(0).with_style(progress::style()).with_message("writing home")
-            });
-            bar.set_length(self.total);
-            bar.set_position(done);
-        } else if self.said.is_none_or(|said| said.elapsed() >= LINE_EVERY) {
-            self.said = Some(Instant::now());
-            eprintln!("detaching: {} of {} are at home", ByteSize(done), ByteSize(self.total));
-        }
-    }
-
-    fn end(&self) {
-        self.bar.iter().for_each(ProgressBar::finish_and_clear);
-    }
+/// Asks the cache for work that brings pages home, and shows how far it is.
+fn ask_and_show(control: &options::Control, request: &Request, doing: &'static str) -> Result<(), Failure> {
+    let say = move |far: &str, left: &str| eprintln!("{doing}: {far} are at home{left}");
+    let (mut shown, mut total) = (Shown::new(doing, say), 0);
+    ask(&control.path(), request, &mut |dirty| {
+        // Writes that come meanwhile add to what must go home.
+        total = dirty.max(total);
+        shown.show(total - dirty, total);
+    })
 }

@@ -6,22 +6,19 @@
 //! killed for want of memory (`set_current_oom_origin`), which must not be this process.
 
 use super::interrupt;
-use crate::progress;
-use indicatif::ProgressBar;
+use crate::progress::Shown;
 use rustix::process::{Pid, Signal};
-use std::io::{self, IsTerminal as _};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_system::{Machine, swaps};
 
 /// Time between two looks at the progress.
 const LOOK: Duration = Duration::from_millis(100);
-/// Time between two lines of progress where no bar can be drawn.
-const SAY: Duration = Duration::from_secs(5);
 /// Memory that must stay free besides the pages that are brought back.
 const SPARE: ByteSize = ByteSize(32 << 20);
 /// Exit code of the child when the kernel has no memory for the pages.
@@ -96,7 +93,12 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
         swapoff.spawn().map_err(failed)
     };
     let mut child = start()?;
-    let mut progress = Progress::new(swap.used);
+    let total = swap.used.0;
+    let mut shown =
+        Shown::new("bringing pages back", |far, left| println!("bringing pages back: {far}{left}"));
+    if total > 0 {
+        shown.show(0, total);
+    }
     let status = loop {
         match child.try_wait().map_err(failed)? {
             // When the other swapoff ends, the device is off, or this process can try again.
@@ -112,11 +114,13 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
             break child.wait().map_err(failed)?;
         }
         if let Ok(Some(swap)) = swaps::find(device) {
-            progress.at(swap.used);
+            // Pages may have been swapped out since the first look.
+            let total = total.max(swap.used.0);
+            shown.show(total - swap.used.0, total);
         }
         thread::sleep(LOOK);
     };
-    progress.end();
+    drop(shown);
     match swaps::find(device).map_err(Failure::failed)? {
         None => Ok(()),
         Some(swap) => Err(Failure::Failed(still_on(device, swap.used, status))),
@@ -144,50 +148,6 @@ fn still_on(device: &Path, used: ByteSize, status: ExitStatus) -> String {
     format!("{why}: {device} stays on with {used}; nothing is lost, try again when there is room")
 }
 
-/// Shows progress: a bar on a terminal, a line now and then elsewhere.
-struct Progress {
-    bar: Option<ProgressBar>,
-    total: ByteSize,
-    begun: Instant,
-    said: Instant,
-}
-
-impl Progress {
-    fn new(total: ByteSize) -> Self {
-        let worth = total.0 >= 16 << 20;
-        let bar = (worth && io::stderr().is_terminal()).then(|| {
-            ProgressBar::new(total.0).with_style(progress::style()).with_message("bringing pages back")
-        });
-        let now = Instant::now();
-        Progress { bar, total, begun: now, said: now }
-    }
-
-    fn at(&mut self, left: ByteSize) {
-        let back = self.total.0.saturating_sub(left.0);
-        if let Some(bar) = &self.bar {
-            bar.set_position(back);
-        } else if self.said.elapsed() >= SAY {
-            self.said = Instant::now();
-            let rest = match estimate(self.begun.elapsed(), back, left.0) {
-                Some(seconds) => format!(", about {seconds} s left"),
-                None => String::new(),
-            };
-            println!("bringing pages back: {} of {}{rest}", ByteSize(back), self.total);
-        }
-    }
-
-    fn end(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-/// Seconds until the `left` bytes are back too, at the speed so far.
-fn estimate(elapsed: Duration, back: u64, left: u64) -> Option<u64> {
-    (back > 0).then(|| (elapsed.as_secs_f64() * left as f64 / back as f64).ceil() as u64)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -204,11 +164,5 @@ mod tests {
         assert_eq!(room(1000, 500, 600).lacking(), mib(0));
         assert_eq!(room(1000, 500, 0).lacking(), mib(532), "32 MiB of the free memory stay free");
         assert_eq!(room(0, 0, 0).lacking(), mib(0), "nothing swapped always fits");
-    }
-
-    #[test]
-    fn an_estimate_is_the_speed_so_far() {
-        assert_eq!(estimate(Duration::from_secs(10), 100, 50), Some(5));
-        assert_eq!(estimate(Duration::from_secs(10), 0, 50), None);
     }
 }

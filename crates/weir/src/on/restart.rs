@@ -6,6 +6,7 @@ use super::options::RestartOptions;
 use super::service;
 use super::state::{Journal, Phase, Step};
 use crate::failure;
+use crate::progress::Waiting;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
@@ -59,7 +60,11 @@ fn replace(directory: &Path) -> Result<(), Failure> {
     pid.and_then(|pid| kill_process(pid, Signal::USR1)).map_err(|errno| {
         Failure::Failed(format!("cannot reach the daemon, process {}: {errno}", before.pid))
     })?;
+    let mut waiting = Waiting::new(format!("the daemon that follows process {}", before.pid), PATIENCE);
     let after = loop {
+        if let Some(line) = waiting.look() {
+            eprintln!("weir: {line}");
+        }
         match control::status(&socket) {
             Ok(status) if status.pid != before.pid => break status,
             _ if begun.elapsed() > PATIENCE => {
@@ -72,6 +77,7 @@ fn replace(directory: &Path) -> Result<(), Failure> {
             _ => thread::sleep(Duration::from_millis(10)),
         }
     };
+    drop(waiting);
     println!(
         "restarted: weir {} (process {}) is now weir {} (process {}), after {:.2} s",
         before.version,

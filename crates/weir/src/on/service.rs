@@ -4,7 +4,8 @@ use super::interrupt;
 use super::options::DIRECTORY;
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
-use crate::{failure, progress};
+use crate::failure;
+use crate::progress::{Shown, Waiting};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -20,8 +21,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use toml::{Table, Value};
 use weir_cli::failure::Failure;
-use weir_daemon::StartReport;
 use weir_daemon::control::{self, Status};
+use weir_daemon::{StartProgress, StartReport};
 use weir_export::fuse;
 use weir_system::device_use;
 
@@ -36,6 +37,8 @@ const START: Duration = Duration::from_secs(3600);
 const END: Duration = Duration::from_secs(30);
 /// Longest time that a daemon waits for a program that has its device open, with a margin.
 const OPEN: Duration = Duration::from_secs(12);
+/// Time between two looks at a wait.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// The start of a command that runs a daemon in a system scope. In a user session's scope the
 /// daemon would be killed some time after the user's logout. It would also freeze with all users'
@@ -84,7 +87,7 @@ pub fn config_file(directory: &Path) -> PathBuf {
     directory.join("weir.toml")
 }
 
-/// The file in which a daemon reports that its start failed.
+/// The file in which a daemon reports how far its start is, or that it failed.
 pub fn start_report(directory: &Path) -> PathBuf {
     directory.join("start.json")
 }
@@ -163,9 +166,12 @@ impl Service {
     }
 
     fn wait(&self, mut child: Option<&mut Child>) -> Result<Status, Failure> {
-        let (begun, mut said) = (Instant::now(), None);
+        let (begun, mut starting) = (Instant::now(), Starting::default());
         loop {
-            if let Ok(status) = control::status(&control_socket(&self.directory)) {
+            let status = control::status(&control_socket(&self.directory));
+            // The last look comes after the start's end, so that a quick start is seen too.
+            starting.look(&start_report(&self.directory));
+            if let Ok(status) = status {
                 return Ok(status);
             }
             let ended = match (&mut child, &self.unit) {
@@ -185,13 +191,29 @@ impl Service {
                 )));
             }
             interrupt::check()?;
-            let line = self.unit.is_none().then(|| last_line(&self.directory)).flatten();
-            let line = line.filter(|line| line.starts_with(progress::LINE));
-            if let Some(line) = line.filter(|line| said.as_ref() != Some(line)) {
-                eprintln!("weir: {line}");
-                said = Some(line);
-            }
             thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// Shows how far a daemon's start is: one store after another.
+#[derive(Default)]
+struct Starting(Option<(String, Shown)>);
+
+impl Starting {
+    fn look(&mut self, report: &Path) {
+        let Some(StartProgress { store, done_bytes, all_bytes, .. }) = StartProgress::read(report) else {
+            return;
+        };
+        if self.0.as_ref().is_none_or(|(last, _)| *last != store) {
+            // The last store's bar must be gone before the next one is drawn.
+            self.0 = None;
+            let name = store.clone();
+            let say = move |far: &str, left: &str| eprintln!("weir: starting: {far} of {name}{left}");
+            self.0 = Some((store.clone(), Shown::new(store, say)));
+        }
+        if let Some((_, shown)) = &mut self.0 {
+            shown.show(done_bytes, all_bytes);
         }
     }
 }
@@ -299,7 +321,9 @@ fn end(process: Process, directory: &Path) -> Result<(), Failure> {
         Ok(()) | Err(Errno::SRCH) => {}
         Err(errno) => return Err(failed(errno.into())),
     }
-    let has_ended = |within| ended(pidfd.as_fd(), within).map_err(|errno| failed(errno.into()));
+    let mut waiting = Waiting::new(format!("the daemon, process {}, to end", process.pid), OPEN + END);
+    let mut has_ended =
+        |within| ended(pidfd.as_fd(), within, &mut waiting).map_err(|errno| failed(errno.into()));
     if has_ended(OPEN)? {
         return Ok(());
     }
@@ -332,15 +356,21 @@ fn next_step(directory: &Path) -> &'static str {
     }
 }
 
-/// Whether a process ends in time.
-fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
+/// Whether a process ends in time. Shows that the wait goes on.
+fn ended(pidfd: BorrowedFd<'_>, within: Duration, waiting: &mut Waiting) -> Result<bool, Errno> {
     let begun = Instant::now();
     loop {
-        let timeout = Timespec::try_from(within.saturating_sub(begun.elapsed())).expect("seconds");
+        let left = within.saturating_sub(begun.elapsed());
+        let timeout = Timespec::try_from(left.min(LOOK)).expect("seconds");
         match poll(&mut [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)], Some(&timeout)) {
             // Ctrl-C comes too late: the swap is off already, and a half removed device is of no
             // use.
             Err(Errno::INTR) => {}
+            Ok(0) if !left.is_zero() => {
+                if let Some(line) = waiting.look() {
+                    eprintln!("weir: {line}");
+                }
+            }
             ready => return ready.map(|ready| ready > 0),
         }
     }

@@ -7,7 +7,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -57,6 +57,34 @@ pub fn has_lavapipe() -> bool {
     fs::read_dir("/usr/share/vulkan/icd.d").is_ok_and(|mut entries| {
         entries.any(|entry| entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("lvp")))
     })
+}
+
+/// Runs a command on a terminal of its own. Returns its exit code and everything that it draws;
+/// `None`, after a line that says so: the program `script` is missing.
+pub fn on_a_terminal(name: &str, command: &Command) -> Option<(Option<i32>, String)> {
+    if Command::new("script").arg("--version").output().is_err() {
+        println!("\nskipped: {name}: the program script");
+        return None;
+    }
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    let quoted: Vec<String> = words.map(|word| format!("'{}'", word.to_str().unwrap())).collect();
+    let mut script = Command::new("script");
+    script.args(["-qec", &quoted.join(" "), "/dev/null"]).env("TERM", "xterm").stdin(Stdio::null());
+    let output = script.output().unwrap();
+    Some((output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned()))
+}
+
+/// Whether a bar of `what` was drawn, with its rate and the time left.
+pub fn has_bar(drawn: &str, what: &str) -> bool {
+    let is_control = |letter: char| letter.is_control();
+    let is_bar =
+        |line: &str| line.starts_with(what) && line.contains("/s, ") && line.trim_end().ends_with("s left");
+    drawn.split(is_control).any(is_bar)
+}
+
+/// Whether output has no control character but the ends of its lines.
+pub fn is_plain(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| *byte == b'\n' || *byte >= b' ')
 }
 
 /// The signals that kill a daemon: from outside, or as by a bug of its own or of a driver. The last
