@@ -257,7 +257,7 @@ pub struct ServeOptions {
     #[arg(long)]
     pub keeper: bool,
 
-    /// Write why the start failed to this file.
+    /// Write to this file how far the start is, and why it failed if it did.
     #[arg(long, value_name = "PATH", hide = true)]
     pub start_report: Option<PathBuf>,
 

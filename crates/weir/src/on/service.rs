@@ -209,7 +209,10 @@ impl Starting {
             // The last store's bar must be gone before the next one is drawn.
             self.0 = None;
             let name = store.clone();
-            let say = move |far: &str, left: &str| eprintln!("weir: starting: {far} of {name}{left}");
+            let say = move |far: &str, left: &str| {
+                let line = format!("starting: {far} of {name}{left}");
+                eprintln!("weir: {line}");
+            };
             self.0 = Some((store.clone(), Shown::new(store, say)));
         }
         if let Some((_, shown)) = &mut self.0 {
