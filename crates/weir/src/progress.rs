@@ -26,6 +26,9 @@ pub fn show(log: &Log) -> impl Fn(String) -> Bar + use<> {
     }
 }
 
+/// Prints a line: how much is done, and the time left.
+type Say = dyn FnMut(&str, &str);
+
 /// Shows work that is counted in bytes: how much is done, how fast, and the time left. Dropping it
 /// draws the last state, and removes the bar.
 pub struct Shown {
@@ -38,7 +41,7 @@ pub struct Shown {
     said: Instant,
     /// Says a line. Gets how far the work is ("1GiB of 8GiB"), and the time left, with a comma
     /// before it, or nothing.
-    say: Box<dyn FnMut(&str, &str)>,
+    say: Box<Say>,
 }
 
 impl Shown {
