@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use weir_cache::{Cache, Config};
+use weir_device::PageDevice as _;
 use weir_store::Host;
 
 #[test]
@@ -21,4 +22,20 @@ fn a_cache_that_cannot_be_is_refused_with_what_was_asked_for() {
         let error = Cache::create(store(slots), store(64), config).err().unwrap().to_string();
         assert!(error.contains(words), "{error}");
     }
+}
+
+#[test]
+fn a_lane_too_many_is_refused_until_another_is_gone() {
+    let store = |slots| Arc::new(Host::new(slots).unwrap());
+    let cache = Cache::create(store(4096), store(64), Config { lanes: 2, ..Config::default() }).unwrap();
+    let mut lanes = Vec::new();
+    let error = loop {
+        match cache.open() {
+            Ok(lane) => lanes.push(lane),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.ends_with(&format!("all {} lanes are in use; configure more", lanes.len())), "{error}");
+    lanes.pop();
+    lanes.push(cache.open().unwrap());
 }

@@ -273,6 +273,26 @@ mod tests {
     }
 
     #[test]
+    fn a_pager_that_reads_no_orders_and_one_that_has_gone_are_told_apart() {
+        let path = std::env::temp_dir().join(format!("weir-programs-deaf-{}", std::process::id()));
+        let (_socket, file) = local_socket::listen(&path, SocketType::SEQPACKET).unwrap();
+        let (ours, pager) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        let log: weir_core::log::Log = Arc::new(|_: weir_core::log::Level, _: std::fmt::Arguments<'_>| {});
+        let bound = Bound::new(ours, Instant::now()).expect("a peer");
+        let all = Arc::new(Mutex::new(vec![bound]));
+        let programs = Programs { all, environment: Environment::of_machine(&log), _file: file };
+        let own = std::process::id();
+        let refused = (0..).find_map(|_| programs.order(own, Order::Evict).err()).expect("it is full");
+        let words = format!("process {own} has not read the orders before; it is stopped or waits");
+        assert!(refused.to_string().starts_with(&words), "{refused}");
+        drop(pager);
+        let refused = programs.order(own, Order::Evict).expect_err("it has gone").to_string();
+        assert!(refused.starts_with(&format!("process {own} takes no orders: ")), "{refused}");
+    }
+
+    #[test]
     fn rates_are_over_a_second_or_more_and_a_silent_pager_is_asked_once() {
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)

@@ -580,6 +580,15 @@ fn what_is_missing_or_damaged_in_a_log_is_named_with_the_next_step() {
         below.change(Slot(slot), |bytes| bytes[..5].copy_from_slice(b"WEIR "));
     }
 
+    // Each disk's superblock says that the log has 256 segments more.
+    let below = made();
+    for slot in [0, 4, 8, 12, 16, 20] {
+        forge(&below, slot, 4092, [540, 512], |bytes| bytes[553] += 1);
+    }
+    let said = refusal(&below, config);
+    assert!(said.contains(" segments of 8 pages, and there is room for "), "{said}");
+    assert!(said.ends_with(" of 8: has a disk been replaced or cut?"), "{said}");
+
     let below = made();
     for slot in [0, 4] {
         forge(&below, slot, 4092, [540, 512], |bytes| bytes[512] = 2);

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_store::conformance::{Shelf, content};
 use weir_store::{
-    Done, Fault, FileStore, FileUrl, Lane, OpenErrorKind, Progress, Reclaim, Room, Store, Survive,
+    Done, Fault, FileStore, FileUrl, Lane, OpenErrorKind, Progress, Reclaim, Room, Store, StripeUrl, Survive,
 };
 
 const MIB: u64 = 1 << 20;
@@ -259,6 +259,23 @@ fn a_weir_file_is_taken_again_at_its_size_or_another() {
         let again = opened(&FileUrl::new(&path));
         assert_eq!(u64::from(again.slots()), mib * 256);
     }
+}
+
+#[test]
+fn what_a_file_has_no_room_for_is_named() {
+    let directory = Directory::new();
+    let paths = [directory.file("store"), directory.file("other")];
+    let mut full = |_, _| Err(std::io::ErrorKind::StorageFull.into());
+    let error = FileStore::open_watched(&url(&paths[0], 1), Room::Written, &mut full).unwrap_err();
+    assert!(error.to_string().contains("cannot write all the room of "), "{error}");
+    assert!(!paths[0].exists(), "half a file is left behind");
+    for path in &paths {
+        let error = opened(&url(path, 1)).lane(40_000).err().unwrap().to_string();
+        assert!(error.contains("a lane of 40000 operations; at most 32768 fit a ring"), "{error}");
+    }
+    let stripe = StripeUrl { unit: ByteSize(2 * MIB), ..StripeUrl::new(paths) };
+    let error = FileStore::open_stripe(&stripe).unwrap_err().to_string();
+    assert!(error.contains("1MiB on each member is less than one unit of 2MiB"), "{error}");
 }
 
 #[test]

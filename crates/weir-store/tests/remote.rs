@@ -46,6 +46,8 @@ fn what_a_node_changes_replays_swaps_or_loses_is_an_error_and_counted() {
     let Some(engines) = engines(1, name) else { return };
     let engine = &engines[0];
     let store = open(&url(&engines, "size=1MiB"));
+    let error = store.lane(2000).err().unwrap().to_string();
+    assert!(error.contains("a lane of 2000 operations; at most 1024 fit"), "{error}");
     let mut lane = store.lane(8).unwrap();
     let key = |slot: u32| store.key(Slot(slot));
     for slot in 0..8 {

@@ -3,9 +3,11 @@
 
 use proptest::prelude::*;
 use std::time::Instant;
-use weir_core::{PAGE_SIZE, PageBytes, Slot};
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_store::conformance::content;
-use weir_store::{Damage, Done, Fault, Injected, Lane, Progress, Reclaim, Sim, State, Store, StoreUrl};
+use weir_store::{
+    Damage, Done, Fault, Injected, Lane, Progress, Reclaim, Sim, SimUrl, State, Store, StoreUrl,
+};
 
 const EIO: Fault = Fault::Io(5);
 
@@ -14,6 +16,13 @@ fn sim(url: &str) -> Sim {
         StoreUrl::Sim(url) => Sim::open(url).expect("a store"),
         other => panic!("{other} is no sim"),
     }
+}
+
+#[test]
+fn a_simulated_store_has_chunks_of_a_page_at_least() {
+    let url = SimUrl { chunk: Some(ByteSize(1)), ..SimUrl::default() };
+    let error = Sim::open(url).unwrap_err().to_string();
+    assert!(error.contains("size and chunk must hold a page at least"), "{error}");
 }
 
 fn write(lane: &mut dyn Lane, slot: u32, page: &PageBytes) -> Result<(), Fault> {

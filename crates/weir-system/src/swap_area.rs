@@ -37,12 +37,17 @@ fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
 /// # Errors
 /// Fails when the device or the kernel does not allow a swap area.
 pub fn make(device: &Path, size: ByteSize) -> io::Result<()> {
-    let page = rustix::param::page_size();
+    check(rustix::param::page_size())?;
+    let file = OpenOptions::new().read(true).write(true).open(device)?;
+    write(&file, size.0)
+}
+
+/// Refuses a kernel with pages of another size: it would look for the magic bytes elsewhere.
+fn check(page: usize) -> io::Result<()> {
     if page != PAGE_SIZE {
         return Err(io::Error::other(format!("this kernel's pages have {page} bytes, not {PAGE_SIZE}")));
     }
-    let file = OpenOptions::new().read(true).write(true).open(device)?;
-    write(&file, size.0)
+    Ok(())
 }
 
 /// Writes the header of a swap area that takes the whole device, of `bytes`.
@@ -97,5 +102,8 @@ mod tests {
             assert_eq!(header(pages, [0; 16]), None, "{pages} pages");
         }
         assert!(header(2, [0; 16]).is_some());
+        let error = check(16384).unwrap_err().to_string();
+        assert_eq!(error, "this kernel's pages have 16384 bytes, not 4096");
+        check(4096).unwrap();
     }
 }

@@ -536,6 +536,39 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_daemon_that_says_nonsense_is_quoted() {
+        let log = weir_core::log::to_stderr(Level::Warning);
+        let (signals, _tell) = UnixStream::pair().unwrap();
+        let mut keeper = Keeper {
+            log: &log,
+            kept: BTreeMap::new(),
+            is_needed: false,
+            set_aside: Vec::new(),
+            lacks: false,
+            config: None,
+            swap: false,
+            config_pages: None,
+            signals,
+            told_by: None,
+            processors: 1,
+            gone: None,
+        };
+        let (line, _daemon) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        let mut life = Life {
+            end: End::Exit(0),
+            was_ready: false,
+            is_done: false,
+            owes_answer: false,
+            makes_way: false,
+        };
+        let message = Message { text: "please 1".to_owned(), fd: None };
+        let error = keeper.answer(&line, message, rustix::process::getpid(), &mut life).unwrap_err();
+        assert_eq!(error.to_string(), "it said \"please 1\"");
+    }
+
+    #[test]
     fn one_that_is_killed_over_its_start_is_followed_at_once_and_only_a_series_is_slowed_down() {
         assert_eq!([0, 1, 2, 9].map(pause_after), [None, None, Some(PAUSE), Some(PAUSE)]);
     }

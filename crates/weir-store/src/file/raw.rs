@@ -121,6 +121,8 @@ mod tests {
         std::fs::write(&path, [0; 100]).unwrap();
         let error = FileStore::open_raw(&path).unwrap_err().to_string();
         assert!(error.contains("100 bytes") && error.contains("whole pages"), "{error}");
+        let error = FileStore::open_raw(&path.join("below")).unwrap_err().to_string();
+        assert!(error.contains("cannot look at it"), "{error}");
         std::fs::remove_file(&path).unwrap();
         assert!(FileStore::open_raw(&path).unwrap_err().to_string().contains("does not exist"));
     }
@@ -148,7 +150,7 @@ mod tests {
         };
         assert_eq!((first(0), first(1)), (vec![1, 2, 5, 6, 0], vec![3, 4, 7, 8]));
         let error = FileStore::open_members(&paths, ByteSize(1 << 20)).unwrap_err().to_string();
-        assert!(error.contains("0 units of 1MiB"), "{error}");
+        assert!(error.contains("there are 0 units of 1MiB on each; give files or devices"), "{error}");
         paths.iter().for_each(|path| std::fs::remove_file(path).unwrap());
     }
 }

@@ -4,7 +4,9 @@
 use super::fake_cuda::{BatchCopy, FakeCuda};
 use super::fake_nvml::FakeNvml;
 use super::{CARD, drivers, memory, page, read, report, soon, url, write};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -95,6 +97,33 @@ fn chunks_of_cuda_alone_on_two_cards_are_found_again() {
     let again = reopen(&shelf, &url, &drivers).expect("the store again");
     let mut lane = again.lane(4).expect("a lane");
     assert!((0..1024).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
+}
+
+#[test]
+fn a_process_that_may_open_no_more_files_says_so() {
+    const CHILD: &str = "WEIR_TEST_OPENS_NO_MORE_FILES";
+    if std::env::var_os(CHILD).is_none() {
+        // The limit is the whole process's.
+        let name = "kept::a_process_that_may_open_no_more_files_says_so";
+        let mut child = Command::new(std::env::current_exe().expect("it lies somewhere"));
+        let output = child.args(["--exact", name]).env(CHILD, "1").output().expect("it runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
+    let (url, drivers) = (url(""), drivers(cuda.path()));
+    let shelf = left_behind(&url, &drivers);
+    let opened = VramStore::reopen_with(&url, &drivers, &mut |name| {
+        let fd = shelf.copy(name);
+        if name.starts_with("chunk.") {
+            let none = Rlimit { current: Some(0), ..getrlimit(Resource::Nofile) };
+            setrlimit(Resource::Nofile, none).expect("less is always granted");
+        }
+        fd
+    });
+    let error = opened.expect_err("no descriptor is left").to_string();
+    let why = "chunk 0 cannot be imported: no file descriptor is left: raise the limit on open files";
+    assert!(error.contains(why), "{error}");
 }
 
 /// A store whose process has ended, with every page written; returns what a keeper would hold.

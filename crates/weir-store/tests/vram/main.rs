@@ -152,6 +152,8 @@ fn lane(faked: &Faked) -> Box<dyn Lane> {
 fn a_page_written_through_the_window_is_read_by_the_engine_and_the_other_way_round() {
     let cuda = FakeCuda::build(BatchCopy::Cuda13);
     let mapped = VramStore::open_with(&url("&path=mapped"), &drivers(cuda.path())).expect("a store");
+    let unwanted = ("engine", "not wanted with path=mapped".to_owned());
+    assert_eq!(report(&mapped).conditions()[0].missing, [unwanted]);
     let gpu = &mapped.gpus()[0];
     let fd = gpu.export(0).expect("an export").expect("a chunk");
     let mut by_window = mapped.lane(1).expect("a lane");
@@ -445,6 +447,10 @@ fn without_any_driver_there_is_a_reason_instead_of_a_store() {
     for part in ["no VRAM store here", "Vulkan: ", "CUDA: ", "libcuda.so.1"] {
         assert!(error.contains(part), "{error}");
     }
+    let cuda = FakeCuda::build(BatchCopy::Cuda13);
+    url.target = weir_store::vram::Target::Index(7);
+    let error = VramStore::open_with(&url, &drivers(cuda.path())).expect_err("two fake GPUs").to_string();
+    assert!(error.contains("CUDA: CUDA does not list the card Index(7)"), "{error}");
 }
 
 #[test]

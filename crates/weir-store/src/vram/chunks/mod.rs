@@ -223,3 +223,26 @@ impl Chunks {
         self.held_memory(chunk).as_ref().map(ChunkMemory::export).transpose()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::mapped::Device;
+    use super::*;
+
+    #[test]
+    fn without_a_driver_there_is_no_memory_and_what_a_lane_uses_stays() {
+        let error = Source::new(None, None).take(1 << 20).unwrap_err().to_string();
+        assert_eq!(error, "neither Vulkan nor CUDA is there");
+        let gpu = Device::find(0, true, false).expect("lavapipe, from mesa-vulkan-drivers");
+        let source = Source::new(Some(Arc::new(gpu)), None);
+        let chunks = Chunks::new(1, 256).unwrap();
+        chunks.install(0, source.take(1 << 20).unwrap());
+        let pin = chunks.pin(chunks.open_pin().unwrap());
+        let address = chunks.hold(pin, 0).expect("it has memory");
+        let error = chunks.withdraw(0).unwrap_err().to_string();
+        assert_eq!(error, "a lane did not finish its operations in time");
+        assert_eq!(chunks.hold(pin, 0), Some(address), "it is there as before");
+        chunks.unhold(pin);
+        assert!(chunks.withdraw(0).unwrap().is_some() && !chunks.has(0));
+    }
+}

@@ -330,6 +330,12 @@ mod tests {
     use super::*;
     use vk::MemoryPropertyFlags as Flags;
 
+    #[test]
+    fn a_card_beyond_the_last_is_refused_with_their_number() {
+        let error = Device::find(1, true, false).expect_err("there is one renderer").to_string();
+        assert_eq!(error, "GPU 1 of 1: `weir doctor` lists them");
+    }
+
     /// Memory properties of (flags, heap) types over (bytes, on the device) heaps.
     fn memory(types: &[(Flags, u32)], heaps: &[(u64, bool)]) -> vk::PhysicalDeviceMemoryProperties {
         let mut memory = vk::PhysicalDeviceMemoryProperties {
