@@ -372,7 +372,7 @@ pub struct BenchStoreOptions {
     #[arg(long)]
     pub batch_sweep: bool,
 
-    /// Copies of a call for --batch-sweep; may be repeated.
+    /// Number of copies in one call to the driver, for --batch-sweep; may be repeated.
     #[arg(long, value_name = "N", default_values_t = [16, 64, 256, 1024, 2048], value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub sweep_copies: Vec<u32>,
 

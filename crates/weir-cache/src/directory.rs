@@ -330,7 +330,7 @@ impl Directory {
 
     /// Removes a fingerprint of the page. Returns whether the set had one.
     fn forgive(&self, first: Frame, fingerprint: u16) -> bool {
-        // The first word of a set has the two hands in place of a fingerprint.
+        // The first word of a set has no fingerprint. It has the eviction's two clock hands there.
         let is_it = |entry: Entry| entry.ghost() == fingerprint;
         let Some(frame) = (first + 1..first + WAYS).find(|frame| is_it(self.load(*frame))) else {
             return false;

@@ -13,8 +13,8 @@ use weir_device::{Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 use weir_store::{Lane as HomeLane, OpenError};
 use weir_volume::Lane as FrameLane;
 
-/// Longest time that an operation waits for a page that another user has alone, or for a frame in
-/// the page's set. The time is twice the limit of a slow home.
+/// Longest time that an operation waits for a page that another user holds exclusively, or for a
+/// frame in the page's set. It is twice the time limit of an operation at the home.
 const BUSY_WITHIN: Duration = Duration::from_secs(60);
 
 /// A lane: one thread's access to a [`Cache`].

@@ -315,7 +315,8 @@ pub fn unlocked() -> u64 {
 
 static UNLOCKED: AtomicU64 = AtomicU64::new(0);
 
-/// Gets the progress of long work: bytes done, and bytes in total. An error stops the work.
+/// A function that long work calls with its progress: bytes done, and bytes in total. If the
+/// function returns an error, the work stops.
 pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> io::Result<()>;
 
 /// A [`Watch`] that ignores the progress and never stops the work.

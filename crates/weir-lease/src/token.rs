@@ -4,7 +4,7 @@ use core::fmt;
 
 /// Bits of a token that name a slot of its connection.
 pub(crate) const INDEX_BITS: u32 = 12;
-/// Bits of a token that give the lap in which the connection took it.
+/// Number of a token's bits that count how often its connection has used the slot (its lap).
 pub(crate) const LAP_BITS: u32 = 32 - INDEX_BITS;
 /// Largest number of references that one connection may hold at a time: as many as a token's slot
 /// bits can name.

@@ -237,7 +237,8 @@ impl RawItem {
         // Count before the mark is set: a thread that finds the mark counts down at once.
         unplaced.fetch_add(1, Relaxed);
         if self.state.compare_exchange(claimed, claimed | AWAITED, AcqRel, Acquire).is_err() {
-            // The item has its place, or another thread has marked and counted it.
+            // The item has its place in the queue by now, or another thread has set AWAITED and
+            // counted the item.
             unplaced.fetch_sub(1, Relaxed);
         }
     }

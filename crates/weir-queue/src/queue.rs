@@ -181,8 +181,8 @@ impl Queue {
         accepted
     }
 
-    /// Gives `owner` to the queue, to run once. An owned item cannot be pending, so this is cheaper
-    /// than [`Queue::schedule`] by one exchange at each end.
+    /// Gives `owner` to the queue, to run once. An owned item cannot be pending, so this
+    /// needs one atomic exchange less than [`Queue::schedule`] here, and one less when it runs.
     ///
     /// ```
     /// use std::sync::mpsc;

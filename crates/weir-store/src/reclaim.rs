@@ -52,8 +52,8 @@ impl Headroom {
         self.free < self.floor
     }
 
-    /// Whether Weir has given back enough, with one chunk more, so that give-back and take do not
-    /// chase each other.
+    /// Whether a chunk more is free than the floor asks for. With the floor alone, the next take
+    /// would need a give-back at once.
     pub fn has_recovered(&self) -> bool {
         self.free >= self.floor + self.chunk
     }

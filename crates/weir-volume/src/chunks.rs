@@ -48,7 +48,7 @@ pub struct ChunkStatus {
     pub note: Note,
 }
 
-/// The reason why a chunk is not held; by default a client asked for its memory. See
+/// The reason why a chunk's memory was given back. The default: a client asked for the memory. See
 /// [`Pool::note`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Note {

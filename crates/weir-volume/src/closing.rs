@@ -136,7 +136,7 @@ impl Pool {
         }
     }
 
-    /// Frees the seat of a lane that has nothing under way, and its part of the slack.
+    /// Frees the seat of a lane that has nothing under way. Its part of the slack is free again.
     pub(crate) fn free_seat(&self, seat: usize) {
         self.epochs.pin_of(seat).end();
         self.release_seat(seat);

@@ -94,8 +94,8 @@ impl Volume {
     /// over by then takes no effect.
     ///
     /// # Errors
-    /// Fails with [`OpenErrorKind::Slack`](weir_store::OpenErrorKind::Slack) when too little slack
-    /// is left, or when a store has no memory for the lane.
+    /// Fails with [`OpenErrorKind::Slack`](weir_store::OpenErrorKind::Slack) when too few spare
+    /// slots are left for the lane, or when a store has no memory for it.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
         Lane::open(Arc::clone(self), lane::PARTS, PAGE_SIZE)
     }

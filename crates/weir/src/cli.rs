@@ -266,8 +266,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 
-    /// Answer GET /metrics with OpenMetrics text, for Prometheus: unix:PATH (its owner's alone), or
-    /// tcp:127.0.0.1:PORT (every user of this machine).
+    /// Answer GET /metrics with OpenMetrics text, for Prometheus: unix:PATH (only its owner
+    /// reads it), or tcp:127.0.0.1:PORT (every user of this machine reads it).
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<Address>,
 

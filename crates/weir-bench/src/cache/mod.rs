@@ -59,7 +59,7 @@ pub enum CacheBenchError {
     Fault {
         /// The contender's name.
         contender: &'static str,
-        /// The contender's fault.
+        /// The fault that ended the contender's request.
         fault: Fault,
     },
 }

@@ -24,7 +24,7 @@ pub struct Options {
     pub directory: PathBuf,
     /// The size of each of the two files.
     pub size: ByteSize,
-    /// Time that each case runs each way.
+    /// Time that a case runs for reads, and again for writes.
     pub time: Duration,
     /// Number of runs.
     pub runs: usize,

@@ -85,8 +85,8 @@ pub struct Burnt {
     pub seconds: f64,
 }
 
-/// The loads with `copies` copies in a call: many small calls in flight and few large ones, with
-/// many threads and with few.
+/// The shapes of load with `copies` copies in each call. Some have many small calls in flight, and
+/// some few large ones; some have many threads, and some few.
 fn shapes(copies: u32) -> [Shape; 5] {
     let shape = |threads, calls, longest, ways| Shape { threads, copies, calls, longest, ways };
     [

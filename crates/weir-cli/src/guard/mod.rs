@@ -156,8 +156,8 @@ fn watch(child: &mut Child, told: &UnixStream) -> io::Result<ExitStatus> {
 /// Undoes the changes of process `pid`, which is dead.
 fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
     let left: Vec<PathBuf> = entries(elsewhere).into_iter().filter(|path| maker(path) == Some(pid)).collect();
-    // Servers of a device are needed until nothing uses it. Children of a server that ends become
-    // children of this process.
+    // A device's servers must live until nothing uses the device. So all other children end
+    // first. Children of a server that ends become children of this process, and are found too.
     let begun = Instant::now();
     while begun.elapsed() < PATIENCE {
         let others: Vec<Pid> = children().into_iter().filter(|child| !names(*child, &left)).collect();

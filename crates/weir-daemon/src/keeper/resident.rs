@@ -23,8 +23,8 @@ pub fn file(path: &Path) -> io::Result<Resident> {
     Resident::hold(&File::open(path)?, u64::MAX)
 }
 
-/// The offset in the file with number `inode` at which a line of `/proc/PID/maps` ends
-/// (proc_pid_maps(5)).
+/// Reads a line of `/proc/PID/maps` (proc_pid_maps(5)). If it maps the file with number `inode`,
+/// returns the offset in the file at which the mapping ends.
 fn file_end(line: &str, inode: u64) -> Option<u64> {
     let mut fields = line.split_ascii_whitespace();
     let (from, to) = fields.next()?.split_once('-')?;

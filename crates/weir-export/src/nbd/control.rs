@@ -345,7 +345,7 @@ impl<'e> Control<'e> {
         }
         match rustix::net::recv(&pending.socket, &mut input[pending.input..], RecvFlags::DONTWAIT) {
             Ok((0, _)) => {
-                // Port scanners and health checks disconnect so, and a warning would only alarm.
+                // This is no warning: port scanners and health checks leave in the same way.
                 self.negotiations[at].pending = None;
                 self.log.line(Level::Info, format_args!("a client left while negotiating"));
                 Ok(false)

@@ -359,7 +359,7 @@ mod tests {
             flight.pages_of(index).all(|number| *flight.page(number) == [mark; PAGE_SIZE])
         };
         assert!(begun.iter().zip(1..).all(|(index, mark)| marked(*index, mark)), "no page is two entries'");
-        // The room left for another entry becomes less, but never zero.
+        // Each entry of another connection takes of the room that is left, down to its last entry.
         let room = std::iter::from_fn(|| {
             other
                 .has_room(SPAN_MAX)

@@ -163,8 +163,8 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Takes all completions into the engine's batch. Returns a tag that the driver will not use
-    /// any more, and the reason.
+    /// Takes all completions into the engine's batch. If the driver has given up a tag, returns the
+    /// tag and the reason.
     fn collect(&mut self) -> Option<(u64, io::Error)> {
         let Queue { ring, descriptors, engine, counters, polled, gone, .. } = self;
         let mut lost = None;

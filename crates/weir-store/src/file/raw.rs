@@ -1,5 +1,6 @@
 //! A file or a block device as it is: slot `n` is bytes `4096 n` to `4096 n + 4095`. It has no
-//! header and no key, and opening changes nothing. Several of them take units in turns.
+//! header and no key, and opening changes nothing. Several of
+//! them form a stripe: they take its units in turns.
 
 use super::backing::Backing;
 use super::quiet::Quiet;

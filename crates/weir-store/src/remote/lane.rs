@@ -169,8 +169,8 @@ impl RemoteLane {
         }
     }
 
-    /// Sends a read to the next copy whose node is online; if no such node is, to the next copy of
-    /// all. Returns false if the read has asked for every copy.
+    /// Sends a read to the next copy on a node that is online. If no node is online, sends it to
+    /// the next copy anyway. Returns false if the read has asked for every copy.
     fn send_read(&mut self, operation: usize, lacking_too: bool) -> bool {
         let left = self.copies_left(operation, lacking_too);
         let Operation { slot, .. } = self.table[operation];

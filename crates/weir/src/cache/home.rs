@@ -45,7 +45,8 @@ impl FromStr for HomeUrl {
 }
 
 impl HomeUrl {
-    /// Finds the disk on which a slot of a log without headers lies, and the slot's byte there.
+    /// For a log without headers: finds the disk that has a slot, and the slot's offset there in
+    /// bytes.
     pub fn position(&self, slot: u32) -> (&Path, u64) {
         let (paths, segment_pages) = (self.paths(), (SEGMENT.0 / PAGE_SIZE as u64) as u32);
         let (segment, place) = (slot / segment_pages, slot % segment_pages);

@@ -172,7 +172,7 @@ pub struct TopOptions {
 /// The front end that makes a block device of the volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum FrontChoice {
-    /// The first that works here of ublk and nbd.
+    /// ublk if it works on this machine, else nbd.
     #[default]
     Auto,
     /// The kernel's ublk driver. auto takes it from Linux 6.16 on; it works from 6.5 on.

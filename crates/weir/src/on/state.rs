@@ -171,8 +171,8 @@ impl State {
     }
 }
 
-/// Takes the lock. A child of a killed `weir on` may hold it too, until it runs its own program, so
-/// one refusal says little.
+/// Takes the lock, and tries again for a while after a refusal. A child of a killed `weir on` may
+/// hold the lock until it runs its own program.
 fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
     const TRIES: u32 = 25;
     let mut result = Ok(());

@@ -1,8 +1,8 @@
 //! `weir run`: runs a program in less memory than it uses.
 //!
 //! A daemon of the run's own holds the pages, and an object that is preloaded into the program
-//! bounds its memory. So every store of `weir serve` works here too. A hundred programs with pages
-//! on a card need only one context on it.
+//! bounds its memory. So every store of `weir serve` works here too. The program opens no card: a
+//! daemon alone needs a context on it, also for the program's children.
 
 mod bounded;
 mod program;

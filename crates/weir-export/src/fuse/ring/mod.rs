@@ -147,7 +147,7 @@ pub(super) enum Event {
     Request(usize),
     /// A request is at the device, or no more will come.
     Device,
-    /// The bell that the ring watches has rung.
+    /// The eventfd that the ring watches was signalled.
     Bell,
     /// An entry does not come back: mostly because the connection has ended.
     Gone(Errno),

@@ -91,7 +91,8 @@ impl Copies {
     }
 }
 
-/// Stores 64 bytes, as one line if the processor can, and sends them on.
+/// Stores 64 bytes past the cache, in one write if the processor can, and has its buffer send them
+/// to the card.
 ///
 /// # Safety
 /// `dst` must be valid for 64 bytes and aligned to 64.

@@ -114,8 +114,8 @@ impl World {
         }
     }
 
-    /// Whether an operation is done: the controller and the lane read the last served number in its
-    /// slot.
+    /// Whether an operation is done. Its slot in the ring has the number of the last operation that
+    /// was served there. The controller and the lane both read that number.
     fn is_done(&self, operation: u8, rules: Rules) -> bool {
         self.done[slot(operation)] == number(operation, rules)
     }
