@@ -78,17 +78,19 @@ pub(crate) fn read_superblocks(
     }
     let mut first: Option<Superblock> = None;
     for member in 0..members {
-        let mut copies = Vec::new();
-        io.read(Superblock::slots(member, segment_pages).into_iter(), |_, page| {
-            copies.push(page.map_or(Err(NoSuperblock::Damaged), Superblock::decode));
+        let mut copies = [const { Err(NoSuperblock::Damaged) }; 2];
+        io.read(Superblock::slots(member, segment_pages).into_iter(), |at, page| {
+            copies[at] = page.map_or(Err(NoSuperblock::Damaged), Superblock::decode);
         });
-        let bad = copies.iter().filter(|copy| copy.is_err()).count();
         let later = copies.iter().find_map(|copy| match copy {
             Err(NoSuperblock::Later(version)) => Some(*version),
             _ => None,
         });
-        let whole = copies.iter().find_map(|copy| copy.as_ref().ok());
-        let Some(found) = whole else {
+        // A copy may be whole and another disk's: written to the wrong place. The right one counts.
+        let is_right =
+            |copy: &&Superblock| copy.member == member && first.is_none_or(|first| first.is_same_log(copy));
+        let whole = || copies.iter().filter_map(|copy| copy.as_ref().ok());
+        let Some(found) = whole().find(is_right).or_else(|| whole().next()) else {
             return Err(match later {
                 Some(version) => LogError::Later { store: name(), version },
                 None if copies.contains(&Err(NoSuperblock::Damaged)) => {
@@ -98,7 +100,7 @@ pub(crate) fn read_superblocks(
                 None => wrong(format!("disk {} carries no part of the log: name its own disks", member + 1)),
             });
         };
-        if bad > 0 {
+        if copies.iter().any(|copy| copy.as_ref() != Ok(found)) {
             findings.add(DamagedError::Copy(member + 1));
         }
         if found.members != members {

@@ -606,6 +606,17 @@ fn what_is_missing_or_damaged_in_a_log_is_named_with_the_next_step() {
     let as_store = Arc::clone(&below) as Arc<dyn Store>;
     let report = check(&as_store, config, &mut clock, &mut unwatched).unwrap();
     assert_eq!(report.damage, [DamagedError::Copy(1)], "one copy is enough to open it");
+    // A copy of the first disk's superblock in place of one of the third's, which are at 16 and 20.
+    for slot in [16, 20] {
+        let other = made();
+        let mut first = [0; PAGE_SIZE];
+        other.change(Slot(0), |bytes| first = *bytes);
+        other.change(Slot(slot), |bytes| *bytes = first);
+        let other = other as Arc<dyn Store>;
+        let report = check(&other, config, &mut clock, &mut unwatched).unwrap();
+        assert_eq!(report.damage, [DamagedError::Copy(3)], "the other copy is enough to open it");
+        Log::open(&other, config, &mut clock, &mut unwatched).unwrap();
+    }
     let mut stops = |_, _| Err(std::io::ErrorKind::Interrupted.into());
     let error = Log::open(&as_store, config, &mut clock, &mut stops).unwrap_err();
     assert_eq!(error.to_string(), "stopped before it was done");
