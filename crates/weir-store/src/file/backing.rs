@@ -504,8 +504,10 @@ fn soon<T>(path: &Path, attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Err
     const EACH: Duration = Duration::from_millis(20);
     const HELD: u32 = 25;
     const LET_GO: u32 = 500;
-    let inode = rustix::fs::stat(path).map_or(0, |stat| stat.st_ino);
-    let owner = || file_lock::owner(&Machine::this(), inode);
+    let owner = || {
+        let inode = rustix::fs::stat(path).map_or(0, |stat| stat.st_ino);
+        file_lock::owner(&Machine::this(), inode)
+    };
     let mut tries = 1;
     loop {
         match attempt() {
