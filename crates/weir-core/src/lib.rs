@@ -21,7 +21,7 @@ pub mod swap_safety;
 pub use available::{available, available_below, available_to_all_below};
 pub use chain::chain;
 pub use file_kind::file_kind;
-pub use memory::{Memory, Watch, unlocked, unwatched};
+pub use memory::{Memory, Watch, sealed_memfd, unlocked, unwatched};
 pub use page::{
     Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, prefetch_head, prefetch_value,
     uniform_value,

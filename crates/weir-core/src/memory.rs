@@ -59,7 +59,7 @@ impl Memory {
     /// Fails as [`Memory::shared`] does, and with the error of `watch`; the memory is freed first.
     pub fn shared_watched(name: &str, bytes: usize, watch: Watch<'_>) -> io::Result<Self> {
         let bytes = new_pages(bytes)?;
-        let memory = Self::map(bytes, Some(sealed(name, bytes)?))?;
+        let memory = Self::map(bytes, Some(sealed_memfd(name, bytes)?))?;
         memory.take(0, bytes, watch)?;
         Ok(memory)
     }
@@ -71,7 +71,7 @@ impl Memory {
     /// Fails with the error of `memfd_create`, `ftruncate` or `mmap`.
     pub fn sparse(name: &str, bytes: usize) -> io::Result<Self> {
         let bytes = whole_pages(bytes)?;
-        Self::map(bytes, Some(sealed(name, bytes)?))
+        Self::map(bytes, Some(sealed_memfd(name, bytes)?))
     }
 
     /// Takes the pages of a part of [`sparse`](Memory::sparse) memory, if the machine has that
@@ -377,8 +377,12 @@ fn in_pieces(
     })
 }
 
-/// A memfd of this size without a page, whose size cannot change.
-fn sealed(name: &str, bytes: usize) -> io::Result<OwnedFd> {
+/// Makes a memfd of this size without a page, whose size cannot change.
+///
+/// # Errors
+/// Fails with the error of `memfd_create`, `ftruncate` or `fcntl`, and with `EFBIG` if the hard
+/// limit on file sizes is lower.
+pub fn sealed_memfd(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     allow_size(bytes as u64)?;
     rustix::fs::ftruncate(&fd, bytes as u64)?;

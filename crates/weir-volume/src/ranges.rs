@@ -23,11 +23,10 @@ pub(crate) fn whole(end: u32) -> u32 {
     end.next_multiple_of(PART)
 }
 
-/// The generation with which pages begin of the volume, or of the growth, with this
-/// number. A mover may still be
-/// writing a page of a volume that had the same numbers before. It must never take the new page for
-/// the old one. Steps of the golden ratio keep generations of pages apart that are born one after
-/// another: even 1,000 of them are 25,000 writes from each other.
+/// The generation with which new pages begin: those of the volume, or of the growth, with this
+/// number. A mover may still be writing a page of a volume that had the same page numbers before.
+/// It must never take the new page for the old one. Steps of the golden ratio keep the generations
+/// of births that follow one another apart: even 1,000 of them are 25,000 writes from each other.
 pub(crate) fn generation(birth: u64) -> u32 {
     (birth as u32).wrapping_mul(0x9e37_79b9) >> 6
 }

@@ -252,9 +252,9 @@ impl Pool {
         let ranges = self.ranges();
         let Some(volume) = ranges.from(pages.start) else { return Err(PAGES_MAX) };
         let end = pages.end.min(volume.end).max(volume.start);
-        let places =
+        let mut places =
             (pages.start.max(volume.start)..end).map(|at| (PageNo(at), self.map.load(PageNo(at)).place()));
-        places.into_iter().find(|(_, place)| there(*place)).ok_or(end)
+        places.find(|(_, place)| there(*place)).ok_or(end)
     }
 
     pub(crate) fn ranges(&self) -> MutexGuard<'_, Ranges> {

@@ -112,9 +112,15 @@ impl Waiting {
         Waiting { what, bar, begun: now, said: now, limit }
     }
 
-    /// Shows that the wait goes on. Returns a line where one is due and no bar can be drawn.
-    #[must_use]
-    pub fn look(&mut self) -> Option<String> {
+    /// Shows that the wait goes on: moves the bar, or prints a line now and then where no bar can
+    /// be drawn.
+    pub fn look(&mut self) {
+        if let Some(line) = self.line_due() {
+            eprintln!("weir: {line}");
+        }
+    }
+
+    fn line_due(&mut self) -> Option<String> {
         let elapsed = self.begun.elapsed();
         if !self.bar.is_hidden() {
             if elapsed >= WORTH_A_WAIT {
@@ -177,13 +183,13 @@ mod tests {
     fn a_wait_says_now_and_then_how_long_it_may_take() {
         let mut waiting = Waiting::new("the next daemon", Duration::from_secs(60));
         waiting.bar = ProgressBar::hidden();
-        assert_eq!(waiting.look(), None);
+        assert_eq!(waiting.line_due(), None);
         (waiting.said, waiting.begun) = (long_ago(), long_ago());
-        let line = waiting.look().expect("a line is due");
+        let line = waiting.line_due().expect("a line is due");
         assert!(
             line.starts_with("waiting for the next daemon: ") && line.ends_with(" s of 60 s at most"),
             "{line}"
         );
-        assert_eq!(waiting.look(), None);
+        assert_eq!(waiting.line_due(), None);
     }
 }

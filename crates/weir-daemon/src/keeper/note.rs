@@ -7,20 +7,16 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
-use weir_core::Memory;
+use weir_core::{Memory, sealed_memfd};
 
 /// Writes a note into a memfd that a keeper takes.
 ///
 /// # Errors
 /// Fails when there is no memory.
 pub fn write_note(note: &impl Serialize) -> io::Result<OwnedFd> {
-    use rustix::fs::{MemfdFlags, SealFlags};
     let text = serde_json::to_vec(note)?;
-    let fd = rustix::fs::memfd_create("weir-note", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-    let file = File::from(fd);
-    file.set_len(Memory::whole(text.len()) as u64)?;
+    let file = File::from(sealed_memfd("weir-note", Memory::whole(text.len()))?);
     file.write_all_at(&text, 0)?;
-    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file.into())
 }
 

@@ -66,6 +66,13 @@ struct Life {
     makes_way: bool,
 }
 
+impl Life {
+    /// The notes on a daemon that has just been started.
+    fn begun() -> Self {
+        Life { end: End::Exit(0), was_ready: false, is_done: false, owes_answer: false, makes_way: false }
+    }
+}
+
 struct Keeper<'a> {
     log: &'a Log,
     kept: BTreeMap<String, Kept>,
@@ -299,13 +306,7 @@ impl Keeper<'_> {
     /// Serves one daemon until it ends.
     fn watch(&mut self, pid: Pid, line: OwnedFd) -> io::Result<Life> {
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-        let mut life = Life {
-            end: End::Exit(0),
-            was_ready: false,
-            is_done: false,
-            owes_answer: false,
-            makes_way: false,
-        };
+        let mut life = Life::begun();
         let mut line = Some(line);
         let mut hung_up = None;
         // The first handoff of a daemon means that a client may use that daemon.
@@ -556,13 +557,7 @@ mod tests {
         let (line, _daemon) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
                 .unwrap();
-        let mut life = Life {
-            end: End::Exit(0),
-            was_ready: false,
-            is_done: false,
-            owes_answer: false,
-            makes_way: false,
-        };
+        let mut life = Life::begun();
         let message = Message { text: "please 1".to_owned(), fd: None };
         let error = keeper.answer(&line, message, rustix::process::getpid(), &mut life).unwrap_err();
         assert_eq!(error.to_string(), "it said \"please 1\"");

@@ -62,9 +62,7 @@ fn replace(directory: &Path) -> Result<(), Failure> {
     })?;
     let mut waiting = Waiting::new(format!("the daemon that follows process {}", before.pid), PATIENCE);
     let after = loop {
-        if let Some(line) = waiting.look() {
-            eprintln!("weir: {line}");
-        }
+        waiting.look();
         match control::status(&socket) {
             Ok(status) if status.pid != before.pid => break status,
             _ if begun.elapsed() > PATIENCE => {

@@ -369,11 +369,7 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration, waiting: &mut Waiting) -> Resu
             // Ctrl-C comes too late: the swap is off already, and a half removed device is of no
             // use.
             Err(Errno::INTR) => {}
-            Ok(0) if !left.is_zero() => {
-                if let Some(line) = waiting.look() {
-                    eprintln!("weir: {line}");
-                }
-            }
+            Ok(0) if !left.is_zero() => waiting.look(),
             ready => return ready.map(|ready| ready > 0),
         }
     }

@@ -365,7 +365,7 @@ mod tests {
 
     #[test]
     fn lines_and_screen_show_rates_latencies_and_chunks() {
-        let seen = Seen::between(&Status::example(0), Status::example(2560), Duration::from_secs(1));
+        let mut seen = Seen::between(&Status::example(0), Status::example(2560), Duration::from_secs(1));
         let mut terminal = Terminal::new(TestBackend::new(100, 24)).expect("a terminal");
         terminal.draw(|frame| draw(frame, &seen, &Minutes::default())).expect("drawn");
         let screen = terminal.backend().to_string();
@@ -374,10 +374,9 @@ mod tests {
                 assert!(text.contains(words), "{words} is missing in\n{text}");
             }
         }
-        let mut bounded = Seen::between(&Status::example(0), Status::example(2560), Duration::from_secs(1));
-        bounded.now.programs = vec![Program { pid: 4711, name: "python3".to_owned(), ..Program::default() }];
-        terminal.draw(|frame| draw(frame, &bounded, &Minutes::default())).expect("drawn");
-        for text in [plain(&bounded), terminal.backend().to_string()] {
+        seen.now.programs = vec![Program { pid: 4711, name: "python3".to_owned(), ..Program::default() }];
+        terminal.draw(|frame| draw(frame, &seen, &Minutes::default())).expect("drawn");
+        for text in [plain(&seen), terminal.backend().to_string()] {
             assert!(text.contains("4711 python3: ") && text.contains("resident"), "{text}");
         }
         let title = Seen { parts: 3, ..seen }.title();
