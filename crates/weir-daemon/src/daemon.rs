@@ -10,7 +10,7 @@ use crate::control::{
 use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
 use crate::front_ends::{self, FrontEnd, Fuse, Nbd, PreparedUblk, Share};
-use crate::keeper::{Held, Link};
+use crate::keeper::{self, Held, Link};
 use crate::pages::{self, VolumeOptions};
 use crate::programs::{self, Programs};
 use crate::stages::{self, Stages};
@@ -356,6 +356,7 @@ impl Shared {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
+            upgrade_failed: keeper::upgrade_failed(),
             uptime_s: up.as_secs(),
             volume: VolumeCounts::of(&volume, self.volume.memory_bytes()),
             stores: volume.stores.iter().map(|store| Store::of(store, volume.reads)).collect(),

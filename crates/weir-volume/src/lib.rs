@@ -153,7 +153,13 @@ pub enum CreateError {
         /// Stores given.
         stores: usize,
     },
-    /// There is no memory for the page map or the slot records, or no address space for the map.
+    /// The process may not map the page map, which has an address for every page that can be.
+    #[error(
+        "cannot map {size} of addresses for the page map: limits must allow 20GiB of address space (ulimit -v), 17GiB of file size (ulimit -f) and, without CAP_IPC_LOCK, 20GiB of locked memory (ulimit -l)",
+        size = ByteSize(Map::BYTES as u64)
+    )]
+    Space(#[source] std::io::Error),
+    /// There is no memory for the page map or the slot records.
     #[error("cannot take {size} of memory for the page map and slot records", size = ByteSize(*.bytes))]
     Memory {
         /// Bytes asked for.
@@ -248,8 +254,7 @@ impl Pool {
         check(&config, &stores)?;
         let bytes = 8 * stores.iter().map(|store| u64::from(store.slots())).sum::<u64>();
         let memory = |source| CreateError::Memory { bytes, source };
-        let space = |source| CreateError::Memory { bytes: Map::BYTES as u64, source };
-        let map = Map::new().map_err(space)?;
+        let map = Map::new().map_err(CreateError::Space)?;
         let records: Result<Vec<_>, _> =
             stores.iter().map(|store| Records::new(store.slots(), chunks::count(&**store))).collect();
         let tiers = stores

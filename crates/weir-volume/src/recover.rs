@@ -134,8 +134,48 @@ impl Pool {
                 return Err(CreateError::Kept(what));
             }
         }
-        let map = Map::over(kept.map);
-        let mut tiers: Vec<Tier> = stores
+        let mut recovery = Recovery::begin(stores, kept, volumes.to_vec(), ranges);
+        for step in Recovery::STEPS {
+            step(&mut recovery)?;
+        }
+        Ok(recovery.end(config))
+    }
+}
+
+/// A takeover under way. Its steps change the map and the records that the keeper holds. This
+/// process may die after each of them, and the next one begins again with the first.
+struct Recovery {
+    map: Map,
+    tiers: Vec<Tier>,
+    volumes: Vec<Range<u32>>,
+    ranges: Ranges,
+    /// The slots of pages that no volume has.
+    dropped: Vec<Bitmap>,
+    /// The slots of pages that a volume has.
+    named: Vec<Bitmap>,
+    lost: u64,
+    stored: u64,
+    filled: u64,
+    packed: u64,
+    packs: u64,
+}
+
+type RecoveryStep = fn(&mut Recovery) -> Result<(), CreateError>;
+
+impl Recovery {
+    /// The steps, in order. A dropped page's record is freed before the map forgets the page. The
+    /// other way round, a death between the two would leave a record that the map does not name:
+    /// the next daemon would take it for a write under way, and put the slot into quarantine.
+    const STEPS: [RecoveryStep; 5] = [
+        Self::find_dropped,
+        Self::count_volumes,
+        Self::free_dropped,
+        Self::empty_the_map_outside,
+        Self::keep_only_named,
+    ];
+
+    fn begin(stores: Vec<Arc<dyn Store>>, kept: Kept, volumes: Vec<Range<u32>>, ranges: Ranges) -> Self {
+        let tiers: Vec<Tier> = stores
             .into_iter()
             .zip(kept.records)
             .map(|(store, memory)| {
@@ -143,75 +183,107 @@ impl Pool {
                 Tier::new(store, records)
             })
             .collect();
-        let mut named: Vec<Bitmap> = tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();
-        // A slot of a page that is dropped is free at once: the page was published, so no write to
-        // its slot is under way. Once the map is empty there, nothing tells that any more.
-        let mut dropped: Vec<Bitmap> = tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();
+        let bitmaps = || tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();
+        let (dropped, named) = (bitmaps(), bitmaps());
+        let map = Map::over(kept.map);
+        let (lost, stored, filled, packed, packs) = (0, 0, 0, 0, 0);
+        Recovery { map, tiers, volumes, ranges, dropped, named, lost, stored, filled, packed, packs }
+    }
+
+    /// Finds the slots of pages that no volume has. Such a page was published, so no write to its
+    /// slot is under way.
+    fn find_dropped(&mut self) -> Result<(), CreateError> {
         let look = |page, entry: Entry| {
             if let Place::Stored { store, slot } = entry.place()
-                && let Some(tier) = tiers.get(store).filter(|tier| slot.0 < tier.records.slots())
+                && let Some(tier) = self.tiers.get(store).filter(|tier| slot.0 < tier.records.slots())
                 && tier.records.occupant(slot).is_some_and(|it| it.is_pack() || it.page == page)
             {
-                dropped[store].insert(slot);
+                self.dropped[store].insert(slot);
             }
         };
         let bytes = Map::BYTES as u64;
-        map.each_outside(&ranges, look).map_err(|source| CreateError::Memory { bytes, source })?;
-        map.keep_only(&ranges);
-        let (mut lost, mut stored, mut filled, mut packed, mut packs) = (0, 0, 0, 0, 0);
-        tiers.iter().for_each(|tier| tier.records.forget_pack_pages());
-        for page in volumes.iter().cloned().flatten().map(PageNo) {
-            let entry = map.load(page);
+        self.map.each_outside(&self.ranges, look).map_err(|source| CreateError::Memory { bytes, source })
+    }
+
+    /// Holds each entry of the volumes against its record, and counts the pages of packs anew.
+    fn count_volumes(&mut self) -> Result<(), CreateError> {
+        self.tiers.iter().for_each(|tier| tier.records.forget_pack_pages());
+        for page in self.volumes.iter().cloned().flatten().map(PageNo) {
+            let entry = self.map.load(page);
             match entry.place() {
                 Place::Empty | Place::Lost => {}
-                Place::Fill(_) => filled += 1,
+                Place::Fill(_) => self.filled += 1,
                 Place::Stored { store, slot } => {
-                    let found = tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
+                    let found = self.tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
                     let occupant = found.and_then(|tier| tier.records.occupant(slot));
                     let is_pack = occupant.is_some_and(Occupant::is_pack);
                     // A slot's record names one page, or counts as a pack, so two pages never share
                     // a slot by mistake.
                     if found.is_some_and(|tier| tier.records.names(slot, page)) {
-                        packs += u64::from(is_pack && !named[store].contains(slot));
-                        packed += u64::from(is_pack);
-                        named[store].insert(slot);
-                        stored += 1;
+                        self.packs += u64::from(is_pack && !self.named[store].contains(slot));
+                        self.packed += u64::from(is_pack);
+                        self.named[store].insert(slot);
+                        self.stored += 1;
                     } else {
-                        map.set(page, Entry::new(Place::Lost, entry.next_generation()));
-                        lost += 1;
+                        self.map.set(page, Entry::new(Place::Lost, entry.next_generation()));
+                        self.lost += 1;
                     }
                 }
             }
         }
-        for ((tier, kept), dropped) in tiers.iter_mut().zip(&mut named).zip(&dropped) {
+        Ok(())
+    }
+
+    /// Frees the slots of dropped pages. A pack stays if a volume has one of its pages.
+    fn free_dropped(&mut self) -> Result<(), CreateError> {
+        for ((tier, named), dropped) in self.tiers.iter_mut().zip(&self.named).zip(&self.dropped) {
+            tier.records.keep_only(|slot| named.contains(slot) || !dropped.contains(slot));
+        }
+        Ok(())
+    }
+
+    fn empty_the_map_outside(&mut self) -> Result<(), CreateError> {
+        self.map.keep_only(&self.ranges);
+        Ok(())
+    }
+
+    /// Frees the slots that no page names, or puts them into quarantine.
+    fn keep_only_named(&mut self) -> Result<(), CreateError> {
+        for (tier, named) in self.tiers.iter_mut().zip(&mut self.named) {
             // Ask the store first: I/O that is over now cannot begin again.
             if !tier.is_quiet() {
-                let under_way = tier.records.claimed(|slot| kept.contains(slot) || dropped.contains(slot));
-                under_way.iter().for_each(|slot| kept.insert(*slot));
+                let under_way = tier.records.claimed(|slot| named.contains(slot));
+                under_way.iter().for_each(|slot| named.insert(*slot));
                 tier.quarantine.fill(under_way);
             }
-            tier.records.keep_only(|slot| kept.contains(slot));
+            tier.records.keep_only(|slot| named.contains(slot));
             tier.adopt_chunks();
         }
-        let pool = Self::assemble(config, map, tiers);
-        *pool.ranges() = ranges;
+        Ok(())
+    }
+
+    fn end(self, config: Config) -> TakenOver {
+        let pool = Pool::assemble(config, self.map, self.tiers);
+        *pool.ranges() = self.ranges;
         // The first seat's counters include all earlier counts: no lane has been opened yet, so no
         // other thread writes them.
         let metrics = pool.seats.seat(0).metrics(pool.tiers.len());
-        metrics.stored.add(stored);
-        metrics.filled.add(filled);
-        metrics.packed.add(packed);
-        metrics.packs.add(packs);
-        let volumes = volumes.iter().map(|range| Volume::over(&pool, range.clone())).collect();
-        Ok((pool, volumes, lost))
+        metrics.stored.add(self.stored);
+        metrics.filled.add(self.filled);
+        metrics.packed.add(self.packed);
+        metrics.packs.add(self.packs);
+        let volumes = self.volumes.iter().map(|range| Volume::over(&pool, range.clone())).collect();
+        (pool, volumes, self.lost)
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use weir_core::{PAGE_SIZE, PageBytes};
-    use weir_store::{Fault, Host, Progress};
+    use crate::Lane;
+    use std::time::Instant;
+    use weir_core::{ByteSize, PAGE_SIZE, PageBytes};
+    use weir_store::{Fault, Host, Progress, Sim, SimUrl};
 
     #[test]
     fn of_two_pages_that_name_one_slot_the_one_that_its_record_names_is_there_and_the_other_lost() {
@@ -243,5 +315,67 @@ mod tests {
         };
         assert_eq!(read(3), (Progress::Done(Ok(())), true));
         assert_eq!([2, 5].map(|page| read(page).0), [Progress::Done(Err(Fault::Lost)); 2]);
+    }
+
+    /// Polls until the lane's operation is done, and returns the page that it read.
+    fn answer(lane: &mut Lane) -> Option<PageBytes> {
+        let mut page = None;
+        while lane.in_flight() > 0 {
+            lane.submit();
+            lane.poll(Instant::now(), &mut |done| {
+                assert_eq!(done.result, Ok(()));
+                page = done.page.copied();
+            });
+        }
+        page
+    }
+
+    #[test]
+    fn a_death_after_any_step_leaves_the_next_daemon_the_same_pages_and_the_same_free_slots() {
+        let config = Config { pages: 300, lanes: 2, depth: 16 };
+        let content = |page: u32| std::array::from_fn::<u8, PAGE_SIZE, _>(|at| (at as u32 * 7 + page) as u8);
+        for dies_after in 0..=Recovery::STEPS.len() {
+            let size = ByteSize(u64::from(config.slots()) * PAGE_SIZE as u64);
+            let sim = Arc::new(Sim::open(SimUrl { size, delay: 1, ..SimUrl::default() }).expect("a store"));
+            let stores = || vec![Arc::clone(&sim) as Arc<dyn Store>];
+            let pool = Pool::create(config, stores()).expect("a pool");
+            let [removed, stays] = [100, 150].map(|pages| {
+                let volume = pool.volume(pages).expect("a volume");
+                let mut lane = volume.lane().expect("a lane");
+                for page in 0..pages {
+                    assert_eq!(lane.write(0, PageNo(page), &content(pages + page)), Progress::Queued);
+                    answer(&mut lane);
+                }
+                volume
+            });
+            // The daemon dies over a write, so the store is not quiet.
+            let mut lane = stays.lane().expect("a lane");
+            assert_eq!(lane.write(0, PageNo(0), &content(1)), Progress::Queued);
+            lane.submit();
+            sim.let_writes_outlive_lanes(true);
+            lane.abandon();
+            let fds = pool.kept_fds();
+            let adopt = |fd: &BorrowedFd<'_>| {
+                Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
+            };
+            let kept = || Kept { map: adopt(&fds.map), records: fds.records.iter().map(adopt).collect() };
+            let (noted, removed) = (stays.range(), removed.range());
+            let mut ranges = Ranges::default();
+            assert!(ranges.insert(noted.clone()) && !ranges.has(PageNo(removed.start)));
+            let mut dying = Recovery::begin(stores(), kept(), vec![noted.clone()], ranges);
+            Recovery::STEPS[..dies_after].iter().for_each(|step| step(&mut dying).expect("memory"));
+            drop(dying);
+            let (next, volumes, lost) = Pool::take_over(config, stores(), kept(), &[noted]).expect("a pool");
+            let used = next.status().stores[0].used;
+            assert_eq!((used, lost), (150 + 1, 0), "after {dies_after} steps: pages, and a write under way");
+            let mut lane = volumes[0].lane().expect("a lane");
+            for page in 0..150 {
+                assert_eq!(lane.read(0, PageNo(page), &mut [0; PAGE_SIZE]), Progress::Queued);
+                assert!(
+                    answer(&mut lane) == Some(content(150 + page)),
+                    "page {page} after {dies_after} steps"
+                );
+            }
+        }
     }
 }

@@ -91,7 +91,7 @@ fn a_daemon_takes_nothing_over_from_a_keeper_of_another_format_and_says_so_in_on
         let mut said = String::new();
         std::io::Read::read_to_string(refused.process.stderr.as_mut().unwrap(), &mut said).unwrap();
         let line = format!(
-            "the keeper holds pages in format \"{format}\", this weir knows 2; to upgrade run weir off, then weir on"
+            "the keeper holds pages in format \"{format}\", this weir knows 2; to change the program run weir off, then weir on"
         );
         assert!(said.contains(&line) && said.lines().count() == 1, "{said}");
     }
@@ -164,7 +164,8 @@ fn a_limit_of_file_sizes_below_the_page_map_is_an_error_and_no_signal() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(
-        said.contains("cannot take 16.0GiB of memory for the page map and slot records: File too large"),
+        said.contains("cannot map 16.0GiB of addresses for the page map: limits must allow ")
+            && said.contains("File too large"),
         "{said}"
     );
 }
@@ -737,16 +738,20 @@ fn a_new_program_that_cannot_take_over_is_given_up_for_the_old_one() {
             fs::set_permissions(new, fs::Permissions::from_mode(0o755)).unwrap();
         }
     };
+    assert_eq!(weir.0.status().get("upgrade_failed"), None);
     // The new programs: one that runs and does not serve, one that the kernel does not run, and
     // none.
     weir.upgrade(script("#!/bin/sh\nexit 1\n"));
     weir.0.kill_daemon();
     assert!(weir.runs().starts_with("/memfd:weir (deleted)"), "{:?}", weir.runs());
+    assert_eq!(weir.0.status()["upgrade_failed"], true);
     weir.upgrade(script("half of a program"));
     weir.0.kill_daemon();
+    assert_eq!(weir.0.status()["upgrade_failed"], true);
     fs::remove_file(weir.0.directory.join("weir")).unwrap();
     weir.0.kill_daemon();
     assert!(weir.runs().starts_with("/memfd:weir (deleted)"), "{:?}", weir.runs());
+    assert_eq!(weir.0.status().get("upgrade_failed"), None, "no program is installed");
     assert_eq!(weir.0.connect().read(0, PAGE as u32).unwrap(), stamped(0, 1));
     assert_eq!(weir.0.terminate(), Some(0));
 }

@@ -17,6 +17,7 @@ static MACHINE: Mutex<()> = Mutex::new(());
 
 struct Host {
     directory: PathBuf,
+    weir: PathBuf,
     _machine: MutexGuard<'static, ()>,
 }
 
@@ -33,11 +34,11 @@ impl Host {
             return None;
         }
         let directory = PathBuf::from(format!("/run/weir-on-test-{}-{name}", std::process::id()));
-        Some(Host { directory, _machine: machine })
+        Some(Host { directory, weir: env!("CARGO_BIN_EXE_weir").into(), _machine: machine })
     }
 
     fn weir(&self, command: &str, arguments: &[&str]) -> Command {
-        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let mut weir = Command::new(&self.weir);
         weir.arg(command).arg("--runtime").arg(&self.directory).args(arguments);
         weir
     }
@@ -146,6 +147,37 @@ fn on_and_off_leave_the_machine_as_it_was() {
     assert_eq!(host.left(), Vec::<String>::new());
     let again = host.off();
     assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
+}
+
+#[test]
+fn a_restart_that_leaves_the_old_program_serving_is_a_failure() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let Some(mut host) = Host::new("upgrade") else { return };
+    let installed = std::env::temp_dir().join(format!("weir-on-test-{}-installed", std::process::id()));
+    fs::create_dir(&installed).expect("a directory");
+    let whole = host.weir.clone();
+    host.weir = installed.join("weir");
+    fs::copy(&whole, &host.weir).expect("a copy");
+    let on = host.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    // A package puts a program in place that does not serve.
+    let new = installed.join("new");
+    fs::write(&new, "#!/bin/sh\nexit 1\n").expect("a file");
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o755)).expect("a mode");
+    fs::rename(&new, &host.weir).expect("a file");
+    host.weir = whole;
+    let restart = host.weir("restart", &[]).output().expect("weir runs");
+    let said = text(&restart);
+    assert_eq!(restart.status.code(), Some(1), "{said}");
+    assert!(said.contains("the program that is installed now does not serve, so weir "), "{said}");
+    let control = host.directory.join("control.sock");
+    let status = Command::new(&host.weir).args(["status", "--control"]).arg(control).output();
+    let status = text(&status.expect("weir runs"));
+    assert!(status.contains("the program that is installed now does not serve"), "{status}");
+    assert_eq!(host.swaps().len(), 1, "the device stays");
+    let off = host.off();
+    assert!(off.status.success(), "{}", text(&off));
+    fs::remove_dir_all(installed).expect("it is there");
 }
 
 /// `weir on` fails after its daemon's start, since it can make no loop device. So the test does not

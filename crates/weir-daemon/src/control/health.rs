@@ -51,6 +51,12 @@ pub fn problems(status: &Status) -> Vec<Problem> {
             "weir off, then weir on without --unsafe-no-flusher, outside of a container",
         );
     }
+    if status.upgrade_failed {
+        add(
+            format!("the program that is installed now does not serve, so weir {} does", status.version),
+            "look for the reason in the daemon's log; weir off, then weir on starts the installed one",
+        );
+    }
     if io_allocations > 0 {
         let times = count(io_allocations, "allocation", "allocations");
         add(
@@ -99,6 +105,7 @@ mod tests {
         status.read.corrupt = 2;
         status.stores[0].state = "lost".to_owned();
         status.protection.io_flusher = false;
+        status.upgrade_failed = true;
         status.protection.io_allocations = 1;
         assert_eq!(
             whats(&status),
@@ -107,6 +114,7 @@ mod tests {
                 "store host:1MiB is lost",
                 "1 request for a page failed since the start",
                 "swap without flusher: the machine may freeze once its memory is full",
+                "the program that is installed now does not serve, so weir 0 does",
                 "1 allocation on I/O threads: a bug of Weir",
             ]
         );

@@ -20,6 +20,10 @@ pub struct Status {
     pub version: String,
     /// The daemon's process id.
     pub pid: u32,
+    /// Whether an upgrade failed: the program that is installed now does not serve, so this daemon
+    /// runs the one before it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub upgrade_failed: bool,
     /// Seconds since the daemon began to serve.
     pub uptime_s: u64,
     /// The device's size and pages.

@@ -20,6 +20,16 @@ pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
 /// (nanoseconds of [`now`]), and the nanoseconds from the first sign of its end until then.
 pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
 
+/// The environment variable of a daemon that was started since the program that is installed now
+/// does not serve.
+pub(super) const REFUSED: &str = "WEIR_KEEPER_REFUSED";
+
+/// Whether the keeper has tried the program that is installed now, and has started this one since
+/// that did not serve.
+pub fn upgrade_failed() -> bool {
+    std::env::var_os(REFUSED).is_some()
+}
+
 /// The time now, in nanoseconds of a clock that all processes share. If a person sets that clock,
 /// one line of the log is wrong. (rustix's monotonic clock panics in a kernel whose vDSO has no
 /// getcpu, such as User-Mode Linux, and a keeper must not panic.)
@@ -98,7 +108,7 @@ impl Link {
             match (split(&message.text), message.fd) {
                 (("begin", format), _) if format.parse() != Ok(FORMAT) => {
                     return Err(io::Error::other(format!(
-                        "the keeper holds pages in format {format:?}, this weir knows {FORMAT}; to upgrade run weir off, then weir on"
+                        "the keeper holds pages in format {format:?}, this weir knows {FORMAT}; to change the program run weir off, then weir on"
                     )));
                 }
                 (("begin", _), _) => {

@@ -22,6 +22,6 @@ mod wire;
 pub use copy::is_copy;
 #[cfg(test)]
 pub use link::played;
-pub use link::{Held, Link, processors};
+pub use link::{Held, Link, processors, upgrade_failed};
 pub use note::{read_note, write_note};
 pub use supervise::run;

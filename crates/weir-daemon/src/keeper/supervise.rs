@@ -1,7 +1,7 @@
 //! The keeper's side: it holds descriptors, watches the daemon, and starts the next one.
 
 use super::copy::{self, Stamp};
-use super::link::{ENVIRONMENT, GONE, PROCESSORS, now, processors};
+use super::link::{ENVIRONMENT, GONE, PROCESSORS, REFUSED, now, processors};
 use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
 use crate::relay::Relay;
@@ -140,7 +140,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     loop {
         (keeper.set_aside, keeper.lacks) = (Vec::new(), false);
         let born = Instant::now();
-        let life = match keeper.one_life(programs.next()) {
+        let life = match keeper.one_life(programs.next(), programs.failed()) {
             // The upgrade may have written only a part of the file so far.
             Err(_) if programs.is_new() => {
                 programs.give_up();
@@ -260,13 +260,20 @@ impl Programs {
         self.given_up = self.new.take();
     }
 
+    /// Whether the program that is installed now was given up.
+    fn failed(&self) -> bool {
+        self.given_up.is_some() && self.given_up == Stamp::of(&self.installed)
+    }
+
     fn next(&self) -> &Path {
         if self.is_new() { &self.installed } else { &self.own }
     }
 }
 
 impl Keeper<'_> {
-    fn one_life(&mut self, program: &Path) -> io::Result<Life> {
+    /// Starts `program` as the daemon, and serves it until it ends. `failed`: the installed program
+    /// does not serve, and this is the one before it.
+    fn one_life(&mut self, program: &Path, failed: bool) -> io::Result<Life> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -285,6 +292,7 @@ impl Keeper<'_> {
             .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
             .env(PROCESSORS, self.processors.to_string())
+            .envs(failed.then_some((REFUSED, "1")))
             .envs(self.gone.map(|(at, took)| (GONE, format!("{at} {}", took.as_nanos()))))
             .spawn();
         if self.swap {

@@ -76,6 +76,12 @@ fn replace(directory: &Path) -> Result<(), Failure> {
         }
     };
     drop(waiting);
+    if after.upgrade_failed {
+        return Err(Failure::Failed(format!(
+            "the program that is installed now does not serve, so weir {} (process {}) goes on: the daemon's log says why; weir off, then weir on starts the installed one",
+            after.version, after.pid
+        )));
+    }
     println!(
         "restarted: weir {} (process {}) is now weir {} (process {}), after {:.2} s",
         before.version,
