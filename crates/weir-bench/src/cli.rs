@@ -126,7 +126,7 @@ pub enum Bench {
         /// The daemon's store, with some MiB more than is written.
         #[arg(long, value_name = "URL", default_value = "host:1088MiB")]
         store: StoreUrl,
-        /// Bytes that are written and compared.
+        /// Bytes of the pages that are written, and compared after each kill.
         #[arg(long, default_value = "1GiB")]
         bytes: ByteSize,
         /// Number of kills.
@@ -166,7 +166,7 @@ pub enum Bench {
     /// Write the man pages into a directory.
     #[command(hide = true)]
     Man {
-        /// The directory for them, made if it is not there.
+        /// The directory for the man pages, made if it is not there.
         directory: PathBuf,
     },
 
@@ -184,7 +184,8 @@ pub enum Bench {
 
     /// Random 4 KiB requests on limited disks: bare, through a cache, through a cache over a log.
     Cache {
-        /// Size of all disks together. It is memory, and a quarter more is for the cache.
+        /// Size of all simulated disks together. They take this much memory, and the cache takes a
+        /// quarter of it on top.
         #[arg(long, default_value = "8GiB")]
         size: ByteSize,
 
@@ -224,7 +225,7 @@ pub struct BenchSwapOptions {
     #[arg(long, default_value = "256MiB")]
     pub size: ByteSize,
 
-    /// Memory that the child may keep in RAM.
+    /// Memory of the child process that may stay in RAM.
     #[arg(long, default_value = "64MiB")]
     pub limit: ByteSize,
 
@@ -232,8 +233,8 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "URL")]
     pub store: Option<StoreUrl>,
 
-    /// Seconds for which faults are timed on each device, one after the other and then one each 20
-    /// ms.
+    /// Seconds for which page faults are timed on each device, first one after the other, then one
+    /// each 20 ms.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
@@ -300,7 +301,7 @@ pub struct BenchGiveBackOptions {
     #[arg(long, value_name = "URL", default_value = "vram:0")]
     pub store: StoreUrl,
 
-    /// The store below it; it must hold the whole device [default: host memory].
+    /// The store below the measured one; it must hold the whole device [default: host memory].
     #[arg(long, value_name = "URL")]
     pub below: Option<StoreUrl>,
 
@@ -505,7 +506,7 @@ pub struct BenchLeaseOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub threads: Vec<u32>,
 
-    /// Forged, stale and repeated tokens to try.
+    /// Number of forged, stale and repeated tokens to try.
     #[arg(long, value_name = "N", default_value_t = 1_000_000)]
     pub trials: u64,
 

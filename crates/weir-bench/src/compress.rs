@@ -22,16 +22,16 @@ use weir_volume::{Compression, Config, CreateError, Lane, Mover, Step, Task, Vol
 /// The plan of the compression benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Bytes of the pages.
+    /// Bytes of the pages that are written to each volume.
     pub bytes: u64,
-    /// Times that each volume is filled and read.
+    /// Number of times that each volume is filled and read.
     pub runs: usize,
 }
 
 /// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum CompressError {
-    /// No such volume can be made.
+    /// A volume could not be made.
     #[error("cannot make the volume")]
     Volume(#[from] CreateError),
     /// The store or a lane could not be opened.
@@ -107,10 +107,11 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
     Ok(report)
 }
 
-/// The figures of pages that are replaced at random.
+/// The figures of the part of the benchmark in which pages are replaced at random.
 #[derive(Default)]
 struct Replaced {
-    /// Pages per slot: freshly written, and in either volume after the replacements.
+    /// Pages per slot: `fresh` after the first writes, `alone` after the replacements in the
+    /// control, and `gathered` after them in the volume that compacts.
     fresh: Runs,
     alone: Runs,
     gathered: Runs,
@@ -202,7 +203,7 @@ fn write_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, Co
     Ok(took / f64::from(pages))
 }
 
-/// Writes one batch; returns its microseconds.
+/// Writes one batch. Returns the processor time that it took, in microseconds.
 fn write_batch(lane: &mut Lane, batch: &[u32], bytes: &[PageBytes]) -> Result<f64, CompressError> {
     let begun = thread_us();
     for (&page, bytes) in batch.iter().zip(bytes) {

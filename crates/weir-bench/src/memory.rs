@@ -31,13 +31,13 @@ impl Default for Plan {
 /// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// No such volume can be made.
+    /// The volume could not be made.
     #[error("cannot make the volume")]
     Volume(#[from] weir_volume::CreateError),
     /// A lane could not be opened.
     #[error("cannot open a lane")]
     Lane(#[from] OpenError),
-    /// The process's own size is unknown.
+    /// The size of this process could not be read.
     #[error("cannot read /proc/self/statm")]
     Size(#[from] std::io::Error),
 }

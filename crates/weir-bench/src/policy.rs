@@ -16,7 +16,7 @@ use weir_core::PageNo;
 /// Pages of a made trace, and its number of requests.
 const PAGES: u32 = if cfg!(test) { 1 << 13 } else { 1 << 16 };
 const REQUESTS: usize = 16 * PAGES as usize;
-/// Pages of one scan.
+/// Number of pages that one scan of a made trace reads.
 const SCAN: u32 = PAGES / 3;
 
 /// The reason why hit rates cannot be counted.
@@ -25,22 +25,22 @@ pub enum PolicyError {
     /// The trace cannot be read.
     #[error("cannot read the trace {path}")]
     Read {
-        /// The trace's path.
+        /// The path of the trace file.
         path: PathBuf,
         /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// The file is no trace.
+    /// The file is not a trace: a line of it is no page number.
     #[error(
         "{path}: line {line} is {text:?}; a trace has a page number below 2^32 a line, and one line at least"
     )]
     Trace {
-        /// The trace's path.
+        /// The path of the file.
         path: PathBuf,
         /// The line's number, counted from 1.
         line: usize,
-        /// The text of the line.
+        /// The text of the line that is no page number.
         text: String,
     },
     /// There is no memory for the directory.
@@ -114,8 +114,8 @@ fn opt(trace: &[u32], frames: usize) -> usize {
     let mut next = vec![usize::MAX; trace.len()];
     let mut seen = HashMap::new();
     for (now, page) in trace.iter().enumerate().rev() {
-        // A page that never comes again gets a time after the trace's end. These times differ, in
-        // the order in which the pages came.
+        // A page that is not used again gets a time after the trace's end as its next use. These
+        // times differ from each other, in the order of the pages' last uses.
         next[now] = seen.insert(page, now).unwrap_or(trace.len() + now);
     }
     let (mut coming, mut kept) = (BTreeSet::new(), HashMap::new());
@@ -141,7 +141,7 @@ fn opt(trace: &[u32], frames: usize) -> usize {
 
 /// Independent draws by Zipf's law.
 pub(crate) struct Zipf {
-    /// The sums of the weights up to each rank.
+    /// For each rank, the sum of the weights from the first rank up to it.
     sums: Vec<f64>,
 }
 
@@ -203,8 +203,8 @@ mod tests {
         for row in &report.rows {
             let (hits, control) = (row.value, row.control_value.unwrap());
             match row.control.as_deref() {
-                // When all pages are equally likely, no policy is better than another. Sets cost a
-                // little.
+                // When all pages are equally likely, no policy is better than another. Weir's cache
+                // can lose a little, because it chooses only within a set of 64 frames.
                 Some("lru") => assert!(hits >= control - 0.2, "{}: {hits} and LRU {control}", row.id),
                 _ => assert!(hits <= control, "{}: {hits} and OPT {control}", row.id),
             }

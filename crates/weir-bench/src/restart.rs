@@ -20,7 +20,7 @@ use weir_export::nbd::client::{Client, ClientError, Wish};
 
 /// Number of connections that use the device.
 const USERS: u32 = 4;
-/// Pages of a request when all pages are written or compared.
+/// Number of pages in one request, when all pages are written or compared.
 const RUN: u32 = 256;
 /// Time that a daemon may take before the run is given up.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -76,7 +76,7 @@ type Stages = BTreeMap<String, Runs>;
 struct Pause {
     /// Time from the kill until the daemon was gone.
     gone: Duration,
-    /// Time from the kill to the first page.
+    /// Time from the daemon's kill until a client has read its first page from the next daemon.
     served: Duration,
 }
 
@@ -88,7 +88,7 @@ struct Part {
     /// The last generation that was sent for each page. After a daemon's death it may be later than
     /// the acknowledged generation, until the page is read again.
     sent: Vec<u32>,
-    /// The next generation; none is used twice.
+    /// The generation that the next write stamps into its page. No generation is used twice.
     next: u32,
     random: Random,
 }
@@ -203,7 +203,7 @@ impl Scene {
             .spawn()?;
         let stages = Arc::<Mutex<Stages>>::default();
         let mut scene = Scene { directory, keeper, stages: Arc::clone(&stages) };
-        // The loop ends when the keeper closes its standard error, which is at the keeper's end.
+        // The thread below reads the keeper's standard error, and ends when the keeper does.
         let lines = BufReader::new(scene.keeper.stderr.take().expect("it is a pipe")).lines();
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok).filter(|line| !line.contains("nbd: connection")) {

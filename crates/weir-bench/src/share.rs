@@ -6,9 +6,10 @@
 //! cost of a request that comes unexpectedly. In the rows on one CPU, servers and client share it,
 //! and each transport spins or sleeps as suits it best. So both transports have the same CPU time.
 //!
-//! For the rate a CPU, each transport uses the depth that suits it best, spinning or asleep.
+//! The rate per CPU is measured with several numbers of requests in flight, each with spinning and
+//! with sleeping servers. Each transport's best rate counts.
 //!
-//! The client reads the first bytes of each page; in the rows that use pages, it reads all of them.
+//! The client reads the first bytes of each page. In the rows `_used` it reads whole pages.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,9 +31,9 @@ use crate::report::{Goal, Report, Row, Runs, percentile};
 pub struct Plan {
     /// Number of pages of the volume, all written.
     pub pages: u32,
-    /// Number of reads one after the other, for each latency.
+    /// Number of reads for each latency. The reads go one after the other.
     pub singles: u32,
-    /// Number of reads with many in flight, for each rate.
+    /// Number of reads for each rate. Many of them are in flight at a time.
     pub reads: u32,
     /// Number of reads in flight for the rates.
     pub depth: u32,
@@ -64,7 +65,7 @@ pub enum RunError {
     SetUp {
         /// The thing that failed.
         what: &'static str,
-        /// The cause.
+        /// The error that prevented the set-up.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -73,7 +74,7 @@ pub enum RunError {
     Client {
         /// The client's transport.
         what: &'static str,
-        /// The cause.
+        /// The error that ended the client.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -221,9 +222,10 @@ impl Figures {
 const FRAMES: usize = 0;
 const IN_PLACE: usize = 1;
 const NBD: usize = 2;
-/// Largest number of pages that may be lent in place.
+/// Largest number of loans that the share server gives out at a time.
 const LENT: u32 = 1024;
-/// The depths that are tried, of which each transport uses its best.
+/// The numbers of reads in flight that are tried for the rate per CPU. Each transport's best one
+/// counts.
 const DEPTHS: [u32; 4] = [16, 32, 64, 128];
 
 /// The conditions of a measurement.
@@ -265,9 +267,10 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     rows(&mut report, "_asleep", &asleep, None);
     let used = measure(&volume, plan, Terms { whole: true, ..spinning })?;
     rows(&mut report, "_used", &used, None);
-    // Measure only rates here. One request at a time would be two context switches each.
+    // On one CPU only rates are measured: single requests would measure little besides their two
+    // context switches.
     let rates = Plan { singles: 1, ..plan.clone() };
-    // Each transport uses the depth that suits it best, spinning or asleep.
+    // Of all depths, spinning and asleep, only the best rate of each transport counts.
     let mut most = [0.0f64; 3];
     for depth in DEPTHS {
         for spin in [plan.spin, Duration::ZERO] {
@@ -316,7 +319,7 @@ fn rows(report: &mut Report, suffix: &str, figures: &[Figures; 3], latency: Opti
 
 /// Measures the transports over one volume, in turns.
 fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms) -> Result<[Figures; 3], RunError> {
-    // Threads that start from here on inherit the CPU.
+    // Threads that start while this thread is pinned to one CPU run on that CPU too.
     let _pinned = terms.one_cpu.then(OneCpu::enter);
     let spin = terms.spin;
     let log = to_stderr(Level::Warning);
@@ -347,7 +350,8 @@ fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms) -> Result<[Figures; 
     Ok(figures)
 }
 
-/// Pins this thread, and those that it starts, to one CPU until it is dropped.
+/// Pins the present thread, and threads that it starts, to one CPU. Dropping this value unpins the
+/// present thread.
 struct OneCpu(CpuSet);
 
 impl OneCpu {

@@ -12,7 +12,7 @@ impl Steps {
         Steps(ProgressBar::new(count as u64).with_style(style.expect("a valid template")))
     }
 
-    /// Counts a run that has ended.
+    /// Moves the progress bar on by one run, which has ended.
     pub fn end(&self) {
         self.0.inc(1);
     }

@@ -79,8 +79,8 @@ pub trait PageLane: Send {
     /// Writes a whole page. `bytes` may be reused as soon as this returns.
     fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress;
 
-    /// Writes `bytes` into a page from byte `offset` on, atomically: the rest of the page keeps its
-    /// content of that moment.
+    /// Writes `bytes` into a page from byte `offset` on, atomically. No other write of the page
+    /// comes between, so the rest of the page keeps the latest content.
     fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress;
 
     /// Writes `pages` to page `first` and the pages after it, as far as that is done at once.
@@ -166,7 +166,7 @@ pub trait PageGuard {
 
 /// The result of a read without I/O.
 pub enum View<'a> {
-    /// The page, verified, where it lies.
+    /// The page's bytes in the memory where the device keeps them, verified.
     Bytes(&'a PageBytes),
     /// Every 32-bit word of the page has this value.
     Fill(u32),

@@ -39,7 +39,8 @@ pub(crate) trait Kernel {
     /// Whether the address space has changed, or is about to, and the pager has not read the event
     /// of that change.
     fn is_changing(&mut self) -> bool {
-        // The kernel checks for changes before it checks the range, which is empty here.
+        // The kernel reports a change of the address space before it looks at the range. So a
+        // request with an empty range only asks for that.
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
     }
 
@@ -62,10 +63,12 @@ pub(crate) trait Kernel {
     /// A value that changes whenever memory is mapped or unmapped.
     fn address_space(&mut self) -> [u8; 24];
 
-    /// Pages of this thread's own memory, all of which are there. No other thread uses them.
+    /// Pages of this thread's own memory, for reading. All of them have memory, and no other thread
+    /// uses them.
     fn pages(&self, at: usize, count: usize) -> &[PageBytes];
 
-    /// The same pages, for writing. The kernel adds pages that are missing.
+    /// Pages of this thread's own memory, for writing. The kernel adds memory to pages that have
+    /// none.
     fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes];
 
     /// The time since a fixed moment.
@@ -88,7 +91,7 @@ impl System {
         Ok(System {
             uffd: Uffd::open()?,
             maps: Maps::open()?,
-            // This thread's file shows the memory of the whole process.
+            // The `pagemap` file of any thread shows the memory of the whole process.
             pagemap: File::open("/proc/thread-self/pagemap")?,
             size: File::open("/proc/self/statm")?,
             began: Instant::now(),
@@ -103,7 +106,8 @@ pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
     // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
     let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
     let at = at.map_err(|error| Error::System(error.into()))?;
-    // The memory cut off at both ends stays reserved, so that nothing else is merged with it.
+    // The memory that the rounding leaves over at both ends stays reserved, so that the kernel
+    // merges no other mapping with this one.
     Ok(at.expose_provenance().next_multiple_of(BLOCK))
 }
 
@@ -166,7 +170,7 @@ impl Kernel for System {
     }
 
     fn advise(&mut self, at: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
-        // SAFETY: advice that frees is given on this thread's own memory alone.
+        // SAFETY: callers give advice that frees memory only for this thread's own memory.
         unsafe { rustix::mm::madvise(page_at(at).cast(), bytes, advice) }
     }
 
@@ -183,7 +187,8 @@ impl Kernel for System {
     fn address_space(&mut self) -> [u8; 24] {
         let mut text = [0; 24];
         let read = self.size.read_at(&mut text, 0).unwrap_or(0);
-        // The first number of the text is the size of the address space.
+        // `/proc/self/statm` begins with the size of the address space in pages. Keep that number
+        // alone.
         let size = text[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
         text[size..].fill(0);
         text

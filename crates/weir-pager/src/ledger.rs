@@ -92,7 +92,7 @@ impl Ledger {
         owner != self.me && self.ask(libc::F_OFD_GETLK, owner).is_ok_and(|kind| kind == libc::F_UNLCK)
     }
 
-    /// Claims a block below `limit`: a free one, or one whose owner has ended.
+    /// Claims a block whose number is below `limit`: a free block, or one whose owner has ended.
     pub(crate) fn claim(&mut self, limit: usize) -> Option<usize> {
         let blocks = self.blocks.min(limit);
         let take = |at: usize, from: u32| {

@@ -6,9 +6,9 @@
 //! tells the thread of every `munmap`, `mremap` and `madvise` in the process. So any allocator may
 //! free and move memory without telling the pager.
 //!
-//! The thread must never wait for itself. So no memory that the thread or its store touches may be
-//! memory that it manages. If the pager manages all of a program's memory ([`Scope::Process`]), it
-//! needs a global allocator of its own; `weir-preload` has one.
+//! The pager's thread must never wait for itself. So the pager must not manage memory that this
+//! thread or its store touches. If the pager manages all of a program's memory
+//! ([`Scope::Process`]), its thread needs an allocator of its own; `weir-preload` has one.
 
 mod kernel;
 mod ledger;
@@ -51,8 +51,9 @@ pub const BLOCK: usize = 2 << 20;
 /// Pages of a block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE_SIZE;
 
-/// The pager's way to people and to the daemon. The pager's thread calls it. So no method may wait
-/// for the program, for instance for a thread that should read from a full pipe.
+/// The pager's connection to the world outside: it prints lines for people, and receives orders
+/// from the daemon. The pager's thread calls these methods. So no method may wait for the program,
+/// for instance for a thread that should read from a full pipe.
 pub trait Outside {
     /// Prints a line for people.
     fn tell(&mut self, line: &str);
@@ -72,7 +73,7 @@ impl<F: FnMut(&str)> Outside for F {
     }
 }
 
-/// The pager's way to people and to the daemon. A function that prints lines is such a way too.
+/// The [`Outside`] of a pager. A function that prints lines will do.
 pub type Tell = Box<dyn Outside>;
 
 /// The store of blocks that are not resident. One thread uses it.
@@ -87,7 +88,8 @@ pub trait Store {
     /// Writes a page. `bytes` may be reused as soon as this returns.
     ///
     /// # Errors
-    /// Fails when the store knows already that it cannot store pages.
+    /// Fails if the store can tell at once that it cannot keep the page. A later failure is an
+    /// error of [`settle`](Self::settle).
     fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()>;
 
     /// Waits until every page written before is stored.

@@ -49,13 +49,13 @@ pub struct Report {
 }
 
 const WORDS: usize = 12;
-/// Bytes of a report.
+/// Length of an encoded report in bytes.
 const BYTES: usize = WORDS * size_of::<u64>();
 
 impl Report {
-    /// [`store`](Self::store) of a store that has no more room.
+    /// The value of [`store`](Self::store) when the store has no more room.
     pub const FULL: u64 = 1;
-    /// [`store`](Self::store) of a store that has failed.
+    /// The value of [`store`](Self::store) when the store has failed.
     pub const FAILED: u64 = 2;
 
     fn words(&self) -> [u64; WORDS] {
@@ -145,7 +145,8 @@ impl Link {
 /// Sends an order to the pager at the other end of `socket`.
 ///
 /// # Errors
-/// Fails when the pager has gone, or with `WouldBlock` if it has not read the orders before.
+/// Fails when the pager has gone. Fails with `WouldBlock` when the socket is full of orders that
+/// the pager has not read.
 pub fn send(socket: impl AsFd, order: Order) -> io::Result<()> {
     let (kind, value) = match order {
         Order::Report => (0_u64, 0),

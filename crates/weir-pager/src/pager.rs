@@ -100,7 +100,8 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
 pub(crate) struct Shared {
     /// The limit in blocks.
     limit: AtomicUsize,
-    /// Number of holds. While it is above zero, every block stays resident.
+    /// Number of calls of [`Pager::hold`] that were not released yet. While it is above zero, every
+    /// block stays resident.
     holds: AtomicU32,
     stop: AtomicBool,
     /// Whether a thread has asked for an eviction.
@@ -219,7 +220,8 @@ impl Pager {
         Ok(pager)
     }
 
-    /// Manages this memory too. It must be private, anonymous memory of this process.
+    /// Manages also the `bytes` bytes of memory from `start` on. They must be private, anonymous
+    /// memory of this process.
     pub fn adopt(&self, start: usize, bytes: usize) {
         let _adopting = self.0.adopting.lock().expect("nothing panics under it");
         self.0.adopt[0].store(start, Ordering::Relaxed);

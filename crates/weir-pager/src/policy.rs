@@ -47,7 +47,7 @@ impl Policy {
         self.order.push_back(id);
     }
 
-    /// Notes that a block has left its place.
+    /// Notes that a block is no longer in place.
     pub fn went(&mut self, id: u32) {
         // The newest blocks go most often, so search from the end.
         if let Some(at) = self.order.iter().rposition(|&other| other == id) {
@@ -60,9 +60,9 @@ impl Policy {
         self.order.len()
     }
 
-    /// Notes a page fault on the block with this number (its address in blocks). `skips` tells
-    /// which blocks would not have faulted. Returns the distance to the stream's next page fault,
-    /// if this one is in a stream.
+    /// Notes a page fault on the block with this number (its address in blocks). `skips` tells for
+    /// a block's number whether an access to it would have caused no page fault. Returns the
+    /// distance to the stream's next page fault, if this one is in a stream.
     pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
         self.faults += 1;
         let follows = |stream: &Stream| {
@@ -91,8 +91,9 @@ impl Policy {
         stride
     }
 
-    /// Begins a stream. The nearest stream without a stride gets one. If there is none, the least
-    /// recently used stream begins anew.
+    /// Begins a stream at block `number`. The stream whose last page fault is nearest gets its
+    /// distance from there as its stride. If no stream is near, the least recently used one begins
+    /// anew.
     fn begin(&mut self, number: i64) {
         let near = |stream: &&mut Stream| {
             let distance = (number - stream.last).abs();

@@ -8,7 +8,8 @@ use weir_share::{Client, Lease, Options};
 
 /// Number of frames for writes.
 const WRITE_FRAMES: usize = 128;
-/// Number of writes after which the daemon is told, so that it works while more pages are copied.
+/// Number of queued writes after which the daemon is told, so that it writes while more pages are
+/// copied.
 const SUBMIT_EVERY: usize = 16;
 
 /// A store of blocks that a daemon keeps.

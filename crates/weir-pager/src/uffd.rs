@@ -113,7 +113,7 @@ impl Uffd {
     /// Moves pages by reference.
     ///
     /// # Errors
-    /// Fails with the bytes done, and the reason why it stopped.
+    /// Fails with the number of bytes done, and the reason why the kernel stopped.
     pub fn move_pages(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [to as u64, from as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_MOVE, &mut argument);
@@ -123,7 +123,7 @@ impl Uffd {
     /// Copies pages into place.
     ///
     /// # Errors
-    /// Fails with the bytes done, and the reason why it stopped.
+    /// Fails with the number of bytes done, and the reason why the kernel stopped.
     pub fn copy(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [to as u64, from as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_COPY, &mut argument);
@@ -133,7 +133,7 @@ impl Uffd {
     /// Puts pages of zeros into place.
     ///
     /// # Errors
-    /// Fails with the bytes done, and the reason why it stopped.
+    /// Fails with the number of bytes done, and the reason why the kernel stopped.
     pub fn zero(&self, at: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [at as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_ZEROPAGE, &mut argument);
@@ -143,7 +143,7 @@ impl Uffd {
     /// Poisons pages: a thread that touches one gets SIGBUS.
     ///
     /// # Errors
-    /// Fails with the bytes done, and the reason why it stopped.
+    /// Fails with the number of bytes done, and the reason why the kernel stopped.
     pub fn poison(&self, at: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [at as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_POISON, &mut argument);
@@ -184,14 +184,15 @@ impl AsFd for Uffd {
 }
 
 fn stopped(result: Result<(), Errno>, done: u64) -> Result<(), Stopped> {
-    // A negative number of bytes repeats the error.
+    // If the kernel has done nothing, it may write the error as a negative number in place of the
+    // bytes.
     let done = usize::try_from(done as i64).unwrap_or(0);
     result.map_err(|why| Stopped { done, why })
 }
 
 fn ioctl<const N: usize>(fd: BorrowedFd<'_>, request: u64, argument: &mut [u64; N]) -> Result<(), Errno> {
-    // SAFETY: the argument has the request's size. The caller manages the memory that the request
-    // changes.
+    // SAFETY: the argument has the size that the request reads and writes. The caller manages the
+    // memory that the request changes.
     match unsafe { libc::ioctl(fd.as_raw_fd(), request, argument.as_mut_ptr()) } {
         0.. => Ok(()),
         _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),

@@ -26,8 +26,8 @@ use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, direc
 const ARENA: usize = 16 << 20;
 /// Once smaller allocations have added up to this much, the pager looks for new memory.
 const LARGE: usize = 4 << 20;
-/// The step by which the heap grows. It takes address space, not memory. So its blocks begin as
-/// huge pages.
+/// Number of bytes by which the heap grows at a time. A step takes only address space until it is
+/// used. Its blocks lie in one mapping, so they begin as huge pages.
 const HEAP_STEP: c_int = 64 << 20;
 
 #[global_allocator]
@@ -114,7 +114,8 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
     })
 }
 
-/// The run that this process belongs to: `weir run`, which prints lines, and its daemon.
+/// The pager's [`Outside`] in a program under `weir run`: `weir run` prints its lines, and the
+/// daemon sends its orders.
 struct Run {
     messages: Arc<UnixDatagram>,
     link: Link,

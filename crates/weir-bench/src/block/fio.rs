@@ -89,7 +89,7 @@ fn fio(socket: &Path, case: Case, size: ByteSize, more: &[&str]) -> Result<Value
     if !output.status.success() {
         return Err(failed(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
     }
-    // The engine may print a line of its own before the report.
+    // fio's NBD engine may print a line of its own before fio's JSON report.
     let text = String::from_utf8_lossy(&output.stdout);
     let report = text.find('{').map_or("", |start| &text[start..]);
     serde_json::from_str(report).map_err(|error| failed(error.to_string()))

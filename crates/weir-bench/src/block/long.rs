@@ -13,7 +13,7 @@ use super::{BlockError, Case, Plan, Way, fio};
 use crate::report::{Goal, Report, Row};
 use std::path::PathBuf;
 
-/// The settings of the long benchmark, beyond a [`Plan`].
+/// The settings of the long benchmark: those of the block benchmark, and one more server.
 #[derive(Clone, Debug)]
 pub struct Long {
     /// The plan: Weir's program, device, store, time and runs.

@@ -9,12 +9,12 @@
 //! single requests a third server, which keeps no pages, shows the cost of the client and the
 //! system.
 //!
-//! Every page of both servers is written once before, in order, so that none is a hole. A page that
-//! Weir overwrites moves, so the order of the last writes decides whether neighbours lie side by
-//! side. Long requests come first, on a device written in order. They come again at the end
-//! (`scattered_read`), after every page was written once more in random order. `/proc` tells the
-//! processor time that a server takes for each request. So a server that is fast only because it
-//! keeps both processors busy is found out.
+//! Before the measurement every page of both servers is written in order, so that none is a hole. A
+//! page that Weir overwrites moves, so the order of the last writes decides whether neighbours lie
+//! side by side. Long requests come first, on a device that was written in order. They come again
+//! at the end (`scattered_read`), after every page was written once more in random order. The
+//! processor time that a server takes for each request is read from `/proc`. It shows whether a
+//! server is fast only because it keeps both processors busy.
 
 mod echo;
 mod fio;
@@ -35,7 +35,7 @@ use weir_core::ByteSize;
 pub struct Plan {
     /// The weir program that serves.
     pub weir: PathBuf,
-    /// The device's size.
+    /// The size of the block device, in bytes.
     pub size: ByteSize,
     /// Weir's store, as a URL; `None` for host memory.
     pub store: Option<String>,
@@ -140,9 +140,9 @@ struct Figures {
     per_second: f64,
     p50_us: f64,
     p99_us: f64,
-    /// The server's processor time for each request.
+    /// The server's processor time for each request, in user and in kernel mode.
     cpu_us: f64,
-    /// The part of that time in user mode.
+    /// The server's processor time for each request in user mode alone.
     user_us: f64,
 }
 
@@ -157,7 +157,7 @@ struct Way {
 }
 
 impl Way {
-    /// Whether nothing was measured.
+    /// Whether the server was measured in no run.
     fn is_empty(&self) -> bool {
         self.per_second.is_empty()
     }
@@ -252,7 +252,7 @@ fn measure(
     // A load that pauses between requests needs a longer time for as many requests.
     let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
     for run in 0..plan.runs {
-        // Each server has the first turn once.
+        // In each run another server begins.
         for turn in 0..servers.len() {
             let (way, server) = servers[(run + turn) % servers.len()];
             into.ways[way].push(fio::run(server, case, plan.size, time)?);
@@ -285,7 +285,7 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
 enum On {
     /// Machines and stores for which there are goals.
     Small,
-    /// A machine of 16 processors.
+    /// Host memory on a machine of 16 processors.
     Large,
     /// A GPU's memory on a machine of 16 processors.
     Card,

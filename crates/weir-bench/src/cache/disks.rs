@@ -292,8 +292,8 @@ mod tests {
         lane.submit();
         let traffic = disks.traffic();
         assert_eq!((traffic.writes, traffic.long, traffic.written), (12, 2 << 20, 522 << 12));
-        // A stall of the test must not fail it. So lower limits count from before the submission,
-        // and upper limits from after it.
+        // The test itself may stall for a while, and must not fail then. So the lower limits of
+        // time count from before the submission, and the upper limits from after it.
         let (after, mut ended) = (Instant::now(), 0);
         lane.poll(before + Duration::from_millis(9), &mut |_| ended += 1);
         assert_eq!(ended, 0, "1 MiB takes 10 ms");

@@ -20,9 +20,9 @@ use weir_device::{PageDevice as _, PageLane as _};
 use weir_log::{Cleaner, Log, LogError, LogStatus};
 use weir_store::{Fault, Host, Lane, OpenError, Progress, Store};
 
-/// Number of requests at a time.
+/// Number of requests that are in flight together.
 const DEPTH: usize = 256;
-/// Time from the start of the limits to the start of the measurement.
+/// Time for which the disks' limits apply before the measurement begins.
 const SETTLES: Duration = Duration::from_secs(2);
 
 /// The disks of the benchmark, and the time of a measurement.
@@ -51,13 +51,13 @@ pub enum CacheBenchError {
     /// The cache failed.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The log failed.
+    /// The log over the disks failed.
     #[error(transparent)]
     Log(#[from] LogError),
     /// A request failed.
     #[error("a request of {contender} failed: {fault}")]
     Fault {
-        /// The contender's name.
+        /// The name of the contender whose request failed.
         contender: &'static str,
         /// The fault that ended the contender's request.
         fault: Fault,
@@ -178,8 +178,8 @@ fn measure(
     let mut write_back = WriteBack::open(&cache)?;
     let mut cleaner = log.as_ref().map(Cleaner::open).transpose()?;
     let ends = AtomicBool::new(false);
-    // The waits below take a descriptor that ends them early. This one is never readable, so it
-    // ends no wait.
+    // The waits in these threads end early when a descriptor is readable. This descriptor never is,
+    // so each wait takes its full time.
     let quiet = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)
         .map_err(|errno| OpenError::io("bench", "cannot make an eventfd", errno))?;
     std::thread::scope(|scope| {
@@ -344,8 +344,8 @@ impl Requests {
         })
     }
 
-    /// Issues requests until a number of them has ended, or for a time; returns the time that each
-    /// took, in ns.
+    /// Issues requests until `count` of them have ended, or until `time` is over. Returns the
+    /// nanoseconds that each request took.
     fn issue(
         &mut self,
         target: &mut impl Target,

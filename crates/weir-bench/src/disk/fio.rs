@@ -10,7 +10,8 @@ use weir_core::{ByteSize, PAGE_SIZE};
 /// The offset of a store's first page in its file.
 const HEADER: usize = 1 << 20;
 
-/// A control on a store's file, which leaves the header alone. The file's content is overwritten.
+/// The control: fio on a store's file. It leaves the store's header alone, and overwrites the
+/// pages.
 pub(super) struct Control {
     pub path: PathBuf,
     pub size: ByteSize,

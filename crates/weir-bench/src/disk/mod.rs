@@ -111,7 +111,7 @@ impl Way {
     }
 }
 
-/// Runs every case in every way, in turns, and compares them.
+/// Runs every case on Weir with encryption, on Weir without, and on fio, in turns. Compares them.
 ///
 /// # Errors
 /// Fails when a file cannot be made, fio cannot be run, or an operation fails.
@@ -128,7 +128,7 @@ pub fn run(options: &Options) -> Result<Report, DiskError> {
     for case in CASES {
         let mut ways: [Way; 3] = Default::default();
         for run in 0..options.runs {
-            // Each way has the first turn once.
+            // In each run another of the three begins.
             for turn in 0..3 {
                 let way = (run + turn) % 3;
                 ways[way].push(match way {

@@ -31,7 +31,7 @@ pub use touch::{Bound, Touch, touch};
 pub struct Plan {
     /// Memory that the child goes through: a power of two.
     pub size: ByteSize,
-    /// Memory of the child that may stay in RAM.
+    /// Bytes of the child process that may stay in RAM.
     pub limit: ByteSize,
     /// Another store for `weir run`, as a URL without a size.
     pub store: Option<String>,
@@ -90,7 +90,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let steps = Steps::new(plan.runs * ways.len());
     for round in 0..plan.runs {
         for turn in 0..ways.len() {
-            // Each way has the first turn once.
+            // In each round another way begins.
             let (name, way) = &ways[(round + turn) % ways.len()];
             if lacking.contains(name) {
                 steps.end();

@@ -1,4 +1,5 @@
-//! The child process: it goes through more memory than it may keep.
+//! The child process of the fault benchmark. It goes through more memory than its limit lets it
+//! keep in RAM.
 
 use super::bare;
 use crate::policy::Zipf;
@@ -12,29 +13,30 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 
 const PAGE_WORDS: usize = PAGE_SIZE / size_of::<f64>();
-/// Least number of passes of each kind, and least time for all of them.
+/// Passes of one kind go on until there are this many, and until this time is over.
 const PASSES_MIN: u32 = 2;
 const PASSES_TIME: Duration = Duration::from_millis(300);
-/// Largest number of touches of single pages whose time is taken.
+/// Largest number of touches of single pages that are timed.
 const TOUCHES_MAX: usize = 500_000;
 
-/// The figures of a child.
+/// The figures that one child process measured.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Touch {
     /// Seconds of a pass that reads all memory in order.
     pub sweep_read_s: f64,
     /// Seconds of a pass that changes every word in order.
     pub sweep_write_s: f64,
-    /// Seconds of a gate on each bit of a word's number, from the lowest bit. The two words of a
-    /// pair lie 8 bytes apart for the lowest bit, and half of the memory for the highest.
+    /// Seconds of a gate for each bit of a word's index, from the lowest bit. A gate changes pairs
+    /// of words whose indices differ in that bit alone. The two words of a pair lie 8 bytes apart
+    /// for the lowest bit, and half of the memory for the highest.
     pub gates_s: Vec<f64>,
-    /// Mean time of touching a random page.
+    /// Mean microseconds of touching a random page.
     pub uniform_us: f64,
-    /// Median time of touching a random page.
+    /// Median microseconds of touching a random page.
     pub uniform_p50_us: f64,
-    /// 99th percentile of touching a random page.
+    /// 99th percentile of the microseconds of touching a random page.
     pub uniform_p99_us: f64,
-    /// Mean time of touching a page by Zipf's law with exponent 0.99.
+    /// Mean microseconds of touching a page that is drawn by Zipf's law with exponent 0.99.
     pub zipf_us: f64,
     /// Number of words with wrong content.
     pub mismatches: u64,
@@ -45,7 +47,7 @@ pub struct Touch {
 /// The way in which a child is bounded.
 #[derive(Clone, Copy, Debug)]
 pub enum Bound<'a> {
-    /// The parent process bounds the child, or nothing does.
+    /// The child itself has nothing to do: its parent process bounds it, or it has no limit.
     Outside,
     /// This memory cgroup bounds the child.
     Cgroup(&'a Path),
@@ -129,7 +131,7 @@ fn mean(taken: &[u64]) -> f64 {
 struct State {
     words: &'static mut [f64],
     added: f64,
-    /// Number of gates on each bit.
+    /// For each bit of a word's index, the number of gates that were applied to it.
     turns: [u32; usize::BITS as usize],
 }
 
@@ -170,7 +172,8 @@ impl State {
         Ok(State { words, added: 0.0, turns: [0; usize::BITS as usize] })
     }
 
-    /// Turns each pair of words whose numbers differ in this bit: `(a, b)` becomes `(-b, a)`.
+    /// Applies a gate: turns each pair of words `(a, b)` whose indices differ in `bit` alone into
+    /// `(-b, a)`.
     fn gate(&mut self, bit: u32) {
         let apart = 1 << bit;
         for pair in self.words.chunks_exact_mut(2 * apart) {

@@ -19,9 +19,9 @@ const SHARE: f64 = 0.9;
 pub struct Allocated {
     /// Bytes allocated.
     pub bytes: u64,
-    /// Bytes of the card.
+    /// Bytes of the card's whole memory.
     pub total: u64,
-    /// Number of steps.
+    /// Number of steps in which the process allocated.
     pub steps: usize,
     /// The median time of a step, in milliseconds.
     pub p50_ms: f64,

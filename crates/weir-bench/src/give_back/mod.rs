@@ -29,11 +29,11 @@ pub struct Plan {
     pub store: String,
     /// The URL of the store below the measured one. It must have room for the whole device.
     pub below: String,
-    /// The device's size; every page of it is in use.
+    /// The size of the served block device, in bytes. Every page of it is in use.
     pub size: ByteSize,
     /// Number of times that half of the device's size is given back and taken again.
     pub cycles: usize,
-    /// Number of programs that use the device meanwhile.
+    /// Number of programs that use the block device while memory is given back and taken.
     pub users: usize,
     /// The steps in which another process allocates the card; `None`: there is no such process.
     pub steps: Option<ByteSize>,
@@ -47,7 +47,7 @@ pub enum GiveBackError {
     Process {
         /// The name of the process.
         what: &'static str,
-        /// The reason of the failure.
+        /// The reason why the process failed.
         why: String,
     },
     /// An NBD connection broke.

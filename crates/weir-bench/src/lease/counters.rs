@@ -36,7 +36,8 @@ fn give(counts: &[AtomicU32], tokens: &[Token]) -> u32 {
     lasts
 }
 
-/// The design of versions 1 and 2: an atomic counter for each page and each connection.
+/// The design of versions 1 and 2 of the kernel's device memory series: an atomic counter for each
+/// page and each connection.
 pub struct SocketArrays {
     counts: Vec<Box<[AtomicU32]>>,
 }
@@ -67,9 +68,10 @@ impl Design for SocketArrays {
     }
 }
 
-/// The design of versions 3 to 10: an atomic counter for each page of the binding, for all
-/// connections together. The counter cannot tell which connection holds a page. If a connection
-/// ends without returning its pages, their references stay until the binding ends.
+/// The design of versions 3 to 10 of the kernel's device memory series. Each page of the binding
+/// has one atomic counter for all connections together. The counter cannot tell which connection
+/// holds a page. If a connection ends without returning its pages, their references stay until the
+/// binding ends.
 pub struct RegionCounters {
     counts: Arc<Box<[AtomicU32]>>,
 }

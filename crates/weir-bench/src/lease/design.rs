@@ -19,7 +19,7 @@ pub trait Design: Send {
     /// Bytes of memory held now, without memory that several threads' parts share.
     fn bytes(&self) -> usize;
 
-    /// Bytes that all parts share.
+    /// Bytes of memory that the parts of all threads share.
     fn shared_bytes(&self) -> usize {
         0
     }

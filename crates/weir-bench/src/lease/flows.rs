@@ -1,6 +1,6 @@
-//! An end-to-end run in the manner of kperf (4 flows, 4 workers, as that series has it). Pages go
-//! to their users over the share transport at a fixed rate. The run measures how busy the workers
-//! are with each design.
+//! An end-to-end run like kperf's in the kernel's device memory series, with 4 flows and 4 workers.
+//! Pages go to their users over the share transport at a fixed rate. The run measures how busy the
+//! workers are with each design.
 //!
 //! A worker is the server's side of one or more connections. For each page asked for it takes a
 //! free frame, copies the payload there, takes a reference, and answers with the token. The
@@ -83,7 +83,8 @@ pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     for (control, of) in controls {
         let busy = Row::lower(&id, "worker_cpu_percent", lease.busy.median());
         report.rows.push(busy.beside(control, of.busy.median()));
-        // This row counts only pages that arrived. On a busy machine some do not arrive in time.
+        // `worker_ns_per_page` counts only pages that arrived. On a busy machine some do not arrive
+        // in time.
         let ns = Row::lower(&id, "worker_ns_per_page", lease.ns.median());
         report.rows.push(ns.beside(control, of.ns.median()));
     }
@@ -124,7 +125,7 @@ impl<D: Design> Rounds for D {
     }
 }
 
-/// Runs all flows for `time` over one design, with a part of it for each worker.
+/// Runs all flows for `time` over one design. Each of `parts` is one worker's part of the design.
 fn run(
     into: &mut Figures,
     time: Duration,
@@ -308,8 +309,8 @@ impl Connection {
                 Op::Read => {
                     let frame = self.free.pop().expect("a flow holds a burst or two");
                     let from = page as usize % SOURCE_PAGES * PAGE_SIZE;
-                    // SAFETY: both are whole pages of their mappings; the source is not written,
-                    // and the frame is free.
+                    // SAFETY: both pointers are to whole pages of their mappings. Nobody writes the
+                    // source, and the frame is free.
                     unsafe {
                         let from = source.as_ptr().add(from).cast::<[u8; PAGE_SIZE]>();
                         std::ptr::copy_nonoverlapping(from, self.area.frame(frame), 1);

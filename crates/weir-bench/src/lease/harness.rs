@@ -71,8 +71,8 @@ pub struct Figures {
     pub xarray: Figure,
     pub kernel: Figure,
     pub region: Figure,
-    /// The figure of an array of counters for each connection. `None`: these arrays would take more
-    /// memory than [`DESIGN_BYTES_MAX`].
+    /// The figure of the design with an array of counters for each connection. `None`: the arrays
+    /// would take more memory than [`DESIGN_BYTES_MAX`].
     pub arrays: Option<Figure>,
 }
 
@@ -177,7 +177,8 @@ pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
     }
 }
 
-/// The tokens that one thread's connections hold, oldest first from `heads`.
+/// The tokens that one thread's connections hold. Each connection has a ring of `outstanding`
+/// tokens; its entry in `heads` is the index of its oldest token.
 struct Holdings {
     tokens: Vec<Token>,
     heads: Vec<u16>,
@@ -191,7 +192,8 @@ struct Holdings {
 impl Holdings {
     fn new(work: &Workload, thread: u32) -> Self {
         let connections = work.share(thread);
-        // Round down to whole bursts, so that the ring of a connection never splits one.
+        // A connection's tokens are a ring, and each step replaces `burst` of them. Round down to
+        // whole bursts, so that no step goes beyond the ring's end.
         let outstanding = work.outstanding - work.outstanding % work.burst;
         Holdings {
             tokens: vec![Token(0); (connections * outstanding) as usize],
@@ -231,7 +233,8 @@ impl Holdings {
         }
     }
 
-    /// Runs `steps` steps; returns their nanoseconds.
+    /// Does `steps` steps: each returns the oldest tokens of a connection and takes as many new
+    /// ones. Returns the nanoseconds of all steps together.
     fn run(&mut self, design: &mut impl Design, steps: u64) -> f64 {
         let mut pages = [Place::page(0, 0); BATCH_TOKENS_MAX];
         let pages = &mut pages[..self.burst as usize];

@@ -30,7 +30,7 @@ const SHIFT: u32 = 6;
 const SLOTS: usize = 1 << SHIFT;
 /// `MAX_SKB_FRAGS`: the number of indices of one refill.
 const REFILL: usize = 17;
-/// Number of pages that are put in one go.
+/// Number of pages whose references are dropped together.
 const PUT: usize = 16;
 /// Largest number of nodes that wait for a grace period.
 const RESTING: usize = 64;
@@ -46,7 +46,8 @@ const fn value(page: u32) -> u64 {
     (page as u64) << 1 | 1
 }
 
-/// Numbers of nodes begin after the tree's own constants, as pointers do.
+/// The lowest number of a node. Lower numbers would be taken for the tree's own constants, as low
+/// addresses would be in the kernel.
 const FIRST_NODE: u64 = 1025;
 
 const fn node_of(entry: u64) -> Option<usize> {
@@ -367,8 +368,8 @@ pub struct KernelXArrays {
 }
 
 impl KernelXArrays {
-    /// Makes one part for each entry of `connections`, with that many connections. All parts share
-    /// the pages.
+    /// Makes a part of the design for each entry of `connections`: one thread's part, with that
+    /// many connections. All parts share the pages.
     pub fn parts(connections: impl IntoIterator<Item = u32>, pages: u32) -> Vec<Self> {
         let pages: Arc<Box<[Page]>> = Arc::new((0..pages).map(|_| Page::default()).collect());
         let part = |connections| KernelXArrays {
@@ -391,8 +392,8 @@ fn locked<T>(tree: &mut Tree, body: impl FnOnce(&mut Tree) -> T) -> T {
 }
 
 impl KernelXArrays {
-    /// Erases entries under the lock, and puts their pages outside of it. Calls `put` with each
-    /// page, and with whether its last reference went.
+    /// Erases the tokens' entries under the tree's lock, and drops the pages' references after its
+    /// release. Calls `put` with each page, and with whether that was the page's last reference.
     fn give_each(&mut self, connection: u32, tokens: &[Token], mut put: impl FnMut(u32, bool)) {
         let tree = &mut self.trees[connection as usize];
         for tokens in tokens.chunks(PUT) {

@@ -8,8 +8,9 @@
 //! - an array of counters per connection (version 1 of the series).
 //! - one array of counters for the region (version 10).
 //!
-//! Every connection holds `outstanding` references all the time. They take turns: a connection
-//! returns its oldest references and takes as many new ones, of random pages of the region.
+//! Every connection holds `outstanding` references all the time. The connections take turns. In its
+//! turn a connection returns its oldest references and takes as many new ones, of random pages of
+//! the region.
 //!
 //! Times are net: a design that does nothing runs in the same rounds, and its time is subtracted.
 
@@ -42,7 +43,7 @@ pub struct Plan {
     /// Number of references that come and go in one step: a receive call brings several, and a
     /// return call takes several.
     pub burst: u32,
-    /// Bytes of the region.
+    /// Bytes of the memory region whose pages the connections reference.
     pub region: u64,
     /// Numbers of threads, each of which has its share of the connections; each number is a column.
     pub threads: Vec<u32>,
@@ -50,7 +51,7 @@ pub struct Plan {
     pub pairs: u64,
     /// Number of rounds; the figures are medians.
     pub rounds: usize,
-    /// Forged, stale and repeated tokens to try; 0 for none.
+    /// Number of forged, stale and repeated tokens to try; 0 for none.
     pub trials: u64,
     /// The seed of the random numbers.
     pub seed: u64,
@@ -90,14 +91,14 @@ pub enum PlanError {
     /// The end-to-end run has no sockets or no memory.
     #[error("cannot set up the flows")]
     Flows(#[from] std::io::Error),
-    /// A figure is out of range.
+    /// A number in the plan is out of range.
     #[error("{what} of {value} cannot be measured: use {range}")]
     Figure {
-        /// The figure's name.
+        /// The name of the number in the plan.
         what: &'static str,
-        /// The figure's value.
+        /// The number that the plan gives.
         value: u64,
-        /// The accepted values.
+        /// The range of accepted numbers, in words.
         range: &'static str,
     },
 }
@@ -109,7 +110,7 @@ const DESIGN_BYTES_MAX: u64 = 4 << 30;
 /// Runs the benchmark by `plan`.
 ///
 /// # Errors
-/// Fails with a [`PlanError`] that names the figure that is out of range.
+/// Fails with a [`PlanError`] that names the number in the plan that is out of range.
 pub fn run(plan: &Plan) -> Result<Report, PlanError> {
     check(plan)?;
     let mut report = Report::new("lease", plan.rounds);

@@ -37,8 +37,8 @@ const RESERVED: u64 = u64::MAX;
 type NodeId = u32;
 const NONE: NodeId = u32::MAX;
 
-/// A node. Slots hold entries in a leaf (`shift` 0), and nodes in an inner node. 0 is an empty
-/// slot.
+/// A node of the tree. The slots of a leaf (`shift` 0) hold entries, those of an inner node hold
+/// nodes. A slot of 0 is empty.
 struct Node {
     shift: u32,
     offset: u32,
@@ -142,7 +142,8 @@ fn alloc(slab: &mut Slab, head: &mut NodeId, entry: u64) -> u32 {
     node.slots[index as usize % SLOTS] = entry;
     node.count += 1;
     let mut offset = index % SLOTS as u32;
-    // Clear the mark here, and in each node above as long as nothing is left free.
+    // Clear the slot's free bit. If no free bit of the node is left, clear the node's own bit in
+    // its parent, and so on upwards.
     while at != NONE {
         let node = &mut slab.nodes[at as usize];
         node.free &= !(1 << offset);

@@ -16,7 +16,7 @@ pub(super) const NAME: &str = "batch";
 struct Shared {
     list: List,
     pending: AtomicUsize,
-    /// The lock with which the worker waits; it guards only the wait.
+    /// The mutex of the condition variable on which the worker sleeps. It guards nothing else.
     lock: Mutex<()>,
     wait_queue: Condvar,
     stop: AtomicBool,
@@ -51,7 +51,7 @@ impl Shared {
     }
 }
 
-/// This design of a queue, with its worker thread.
+/// The batching queue of pull request 1050, with its worker thread.
 pub(super) struct BatchQueue {
     shared: Arc<Shared>,
     worker: JoinHandle<()>,

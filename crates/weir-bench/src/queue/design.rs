@@ -16,7 +16,7 @@ pub(super) trait Design: Sized {
     /// Starts the worker.
     fn start() -> Result<Self, QueueError>;
 
-    /// Makes an end for a producer that will schedule `jobs`.
+    /// Makes the end of the queue at which one producer schedules `jobs`.
     fn port(&self, jobs: &'static [Self::Job]) -> Self::Port;
 
     /// Ends the worker, once all jobs have run. Returns the number of items in a batch, if the

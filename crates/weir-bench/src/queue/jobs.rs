@@ -67,8 +67,8 @@ impl Tally {
         }
     }
 
-    /// The time when the last job of the round had run, by the worker's own clock reading: the
-    /// waiting thread may be late.
+    /// The time when the last job of the round had run. The worker has read the clock for it, since
+    /// the thread that waits may wake up late.
     pub(super) fn finished(&self) -> u64 {
         self.finished.load(Relaxed)
     }
@@ -79,7 +79,7 @@ impl Tally {
         self.sleeps.load(Relaxed)
     }
 
-    /// The latencies since the last call, in nanoseconds.
+    /// Takes out the latencies that were recorded since the last call, in nanoseconds.
     pub(super) fn latencies(&self) -> Vec<u64> {
         std::mem::take(&mut *self.latencies.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -22,13 +22,13 @@ struct Rhythm {
     bursts: usize,
 }
 
-/// One item each half millisecond; 64 items each millisecond.
+/// The rhythms in which items come: one item each half millisecond, and 64 items each millisecond.
 const RHYTHMS: [Rhythm; 2] = [
     Rhythm { id: "sporadic", items: 1, gap: Duration::from_micros(500), bursts: 1000 },
     Rhythm { id: "burst64", items: 64, gap: Duration::from_millis(1), bursts: 500 },
 ];
 
-/// The latencies of every design with items at the same times, Weir's first.
+/// The latencies of every design in one rhythm of items. Weir's design is the first.
 pub(super) struct Latencies {
     id: &'static str,
     designs: Vec<(&'static str, [f64; 2])>,
@@ -46,7 +46,7 @@ impl Latencies {
     }
 }
 
-/// Measures every design in every rhythm.
+/// Measures the latencies of every design: with items that come alone, and with bursts of items.
 pub(super) fn measure() -> Result<Vec<Latencies>, QueueError> {
     RHYTHMS
         .iter()

@@ -2,11 +2,12 @@
 //! runs it. It compares weir-queue with the two designs of `nv_kthread_q` (a semaphore raised for
 //! each item; the batching of pull request 1050), and with the channels that Rust programs use.
 //!
-//! Every design gets the same jobs from the same number of threads, in the same round, one after
-//! the other; a round starts with a new worker. The time is from the moment when the producers may
-//! start to the end of the last job. The arguments are those of the pull request's own model:
-//! `300000 600000 8 10`. A round of that size lasts some milliseconds, so its figures need many
-//! rounds. [`Options::default`] is ten times that size, and fifty rounds.
+//! Every design gets the same jobs from the same number of threads. The designs run one after the
+//! other in each round, and a round starts with a new worker. The time is from the moment when the
+//! producers may start to the end of the last job. The arguments have the form of those that
+//! `nv_kthread_q`'s own benchmark takes: `300000 600000 8 10`. A round of that size lasts some
+//! milliseconds, so its figures need many rounds. [`Options::default`] is ten times that size, and
+//! fifty rounds.
 
 mod batch;
 mod channels;
@@ -45,7 +46,7 @@ impl Default for Options {
 /// The reason why the benchmark did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// A figure is 0, so there is nothing to measure.
+    /// An option is 0: the jobs, the producers or the rounds. So there is nothing to measure.
     #[error(
         "jobs, producers and rounds must be at least 1, got {0:?}; the source's own are 300000 600000 8 10"
     )]
@@ -55,7 +56,8 @@ pub enum QueueError {
     Start(#[from] weir_queue::StartError),
 }
 
-/// Number of jobs in a round from which on the goals apply: smaller rounds are too short.
+/// Least number of jobs in a round to which the goals apply. The time of a smaller round is too
+/// short to compare.
 const SIZE_OF_PROMISES: usize = 3_000_000;
 
 /// The ratios that the pull request states for its own design to the semaphore, with one producer

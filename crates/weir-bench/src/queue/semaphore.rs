@@ -72,7 +72,7 @@ impl Shared {
     }
 }
 
-/// This design of a queue, with its worker thread.
+/// The semaphore queue, with its worker thread.
 pub(super) struct SemaphoreQueue {
     shared: Arc<Shared>,
     worker: JoinHandle<()>,

@@ -13,13 +13,13 @@ use super::weir::{self, Embedded, Values};
 use super::{Options, QueueError};
 use crate::report::Runs;
 
-/// The rounds of one design.
+/// The figures of one design, with one value of each for every round.
 #[derive(Default)]
 pub(super) struct Rounds {
     pub(super) ns: Runs,
     /// Number of the worker's sleeps for each thousand items.
     pub(super) wakes: Runs,
-    /// Number of items in a batch, for designs that know it.
+    /// Number of items that the worker takes at once, on average, for designs that count it.
     pub(super) batch: Runs,
 }
 

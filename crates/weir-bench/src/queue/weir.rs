@@ -12,21 +12,23 @@ use super::channels::Message;
 use super::design::{Design, Port};
 use super::jobs;
 
-/// The name of the design with items, on a queue with default settings.
+/// The name of the design whose jobs have an embedded item, on a queue with default settings.
 pub(super) const EMBEDDED: &str = "weir";
-/// The name of the design with items, on a queue whose worker spins before it sleeps.
+/// The name of the design whose jobs have an embedded item, on a queue whose worker spins before it
+/// sleeps.
 pub(super) const SPINNING: &str = "weir-spinning";
-/// The name of the design with values.
+/// The name of the design that sends values through weir-queue's channel.
 pub(super) const VALUES: &str = "weir-values";
 
-/// Number of values that a sender has room for: this channel is bounded, and the others are not.
+/// Number of values that weir-queue's channel has room for. That channel is bounded, and the
+/// channels that it is compared with are not.
 const ROOM: usize = 1 << 14;
 
 /// Number of times that the spinning worker looks for an item before it sleeps. They take some
 /// milliseconds, longer than any gap between items.
 const LOOKS: u32 = 100_000;
 
-/// A job with its item, which is as large as an item of the list design.
+/// A job with its embedded item. It is as large as an item of the design with a list.
 pub(super) struct Step {
     item: Item<Step>,
     argument: AtomicU64,

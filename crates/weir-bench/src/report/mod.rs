@@ -73,7 +73,7 @@ pub enum Better {
     Higher,
 }
 
-/// The value that a goal bounds.
+/// What a goal bounds: a figure, or its ratio to the control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GoalOf {

@@ -23,7 +23,8 @@ impl Runs {
         self.sorted.is_empty()
     }
 
-    /// The middle run, or the mean of the middle two; NaN without runs.
+    /// The median of the figures of all runs; NaN without runs. With an even number of runs it is
+    /// the mean of the middle two.
     pub fn median(&self) -> f64 {
         let n = self.sorted.len();
         match n {
@@ -33,7 +34,7 @@ impl Runs {
         }
     }
 
-    /// The least run; NaN without runs.
+    /// The least figure of all runs; NaN without runs.
     pub fn min(&self) -> f64 {
         self.sorted.first().copied().unwrap_or(f64::NAN)
     }

@@ -76,7 +76,7 @@ pub struct Sweep {
     pub copies: Vec<u32>,
 }
 
-/// The figures of a process that survived.
+/// What a child process reports of its load, unless the driver has killed it.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Burnt {
     /// Pages moved; each page that was read was checked.

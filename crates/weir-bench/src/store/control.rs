@@ -110,13 +110,15 @@ pub struct BareCopy {
 }
 
 impl BareCopy {
-    /// Opens the control over `pages` pages of a card; `None` if nothing is mapped.
+    /// Opens the control over `pages` pages of a card. `None` if the processor cannot map the
+    /// card's memory.
     pub fn open(gpu: &Arc<Gpu>, pages: u32) -> Option<Self> {
         let page = Box::new(Page([0x5a; PAGE_SIZE]));
         Some(BareCopy { bare: Bare::open(gpu, pages)?, random: super::content::Random::new(5), page })
     }
 
-    /// Runs one copy, timed as an operation of the store is.
+    /// Copies one random page, and returns the time that it took. The clock is read in the same way
+    /// as around an operation of the store.
     pub fn once(&mut self, kind: Kind) -> Duration {
         let at = self.random.below(self.bare.pages());
         if kind == Kind::Write {

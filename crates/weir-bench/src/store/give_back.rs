@@ -15,16 +15,16 @@ use weir_store::{Done, Fault, Lane, Progress, Store};
 const BATCH: u32 = 64;
 /// Number of threads that use the chunks that are not given back.
 const USERS: usize = 4;
-/// Number of pages that these threads use.
+/// Number of pages that the threads use which read and write during the give-back.
 const USED: u32 = 1 << 18;
 
-/// The effort of a give-back. The more pages a draining thread reads at once, the longer other
-/// threads wait for their pages.
+/// The effort of a give-back: how many threads read chunks, and how much each reads at once. The
+/// more pages a thread reads at once, the longer the store's other users wait.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Effort {
     /// Number of threads that read chunks.
     pub threads: usize,
-    /// Number of pages that each reads at once.
+    /// Number of pages that each of these threads reads at once.
     pub batch: u32,
 }
 

@@ -86,7 +86,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Makes a part of page `first` and the `count - 1` pages that follow.
+    /// Makes the part with `count` pages from page `first` on, for one thread.
     pub fn new(first: u32, count: u32, seed: u64) -> Self {
         let generations = vec![0; count as usize];
         Part {
@@ -107,7 +107,8 @@ impl Part {
     /// # Errors
     /// Fails on a fault.
     pub fn fill(&mut self, lane: &mut impl Pages) -> Result<(), BenchError> {
-        /// The batch is as large as the smallest lane here allows.
+        /// Number of pages that are written together. Every lane of the benchmark has room for so
+        /// many.
         const BATCH: usize = 16;
         for start in (0..self.generations.len()).step_by(BATCH) {
             let end = (start + BATCH).min(self.generations.len());
@@ -139,7 +140,8 @@ impl Part {
             Kind::Write => {
                 self.generations[index] += 1;
                 stamp(&mut self.page, number, self.generations[index]);
-                // Read the clock twice: after a pause the clock itself is cold.
+                // Read the clock twice, and use the second time: the first reading after a pause
+                // takes longer.
                 let _ = Instant::now();
                 let since = Instant::now();
                 lane.plan(0, 1);
@@ -209,7 +211,8 @@ impl Part {
             stopping = stopping || since.elapsed() >= time;
             if !stopping && free.len() >= batch {
                 let reading = self.random.below(100) < reads;
-                // Runs of neighbours begin at multiples of their length.
+                // An operation of `run` neighbouring pages begins at a page whose number is a
+                // multiple of `run`.
                 let mut queued = 0;
                 lane.plan(if reading { batch } else { 0 }, if reading { 0 } else { batch });
                 while queued < batch {
@@ -286,8 +289,8 @@ fn drain(lane: &mut impl Pages, mut waiting: usize) -> Result<(), BenchError> {
     result.map_err(BenchError::Fault)
 }
 
-/// Runs `work` on `threads` threads at once, each with its lane and its part. Returns the sum of
-/// their results, divided by the time of the slowest thread.
+/// Runs `work` on `threads` threads at once. Each thread has a lane, and a part of the pages.
+/// Returns the sum of the threads' results, divided by the time of the slowest thread.
 ///
 /// # Errors
 /// Fails with the first error of any thread.

@@ -35,7 +35,7 @@ pub struct Plan {
     pub threads: usize,
     /// Number of operations in flight of each thread.
     pub depth: usize,
-    /// The efforts of give-backs; several, to find the best.
+    /// The efforts with which give-back is measured. Several are compared to find the best.
     pub efforts: Vec<Effort>,
     /// Seconds for each pair of paths of the coherence row.
     pub coherence_seconds: u64,
@@ -46,7 +46,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Whether the row is to be measured.
+    /// Whether the plan asks for the row with this id.
     fn is_wanted(&self, id: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| id.starts_with(only.as_str()))
     }

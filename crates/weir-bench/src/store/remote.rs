@@ -18,7 +18,7 @@ use weir_store::{Done, Lane, POLL_EVERY, Progress, RemoteUrl, StoreUrl, Ticket};
 
 /// Pages that are read in random order: 64 MiB. The client crate gets as many values.
 const PAGES: u32 = 1 << 14;
-/// Reads of a run, and as many GETs.
+/// Number of reads in a run. The run has as many GETs.
 const READS: usize = 20_000;
 /// Microseconds that a page may take longer than the client crate's own GET.
 const OVER_GET_US: f64 = 10.0;

@@ -18,7 +18,7 @@ const LARGE: usize = 256;
 /// Time between sporadic operations.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// The coherence row has its goal if each pair of paths runs for this many seconds or longer.
+/// Least number of seconds that each pair of paths must run for the coherence row to have its goal.
 const FULL_COHERENCE: u64 = 5;
 
 /// A thread's lane and its part of the pages.
@@ -71,7 +71,7 @@ pub fn run(plan: &Plan) -> Result<Report, BenchError> {
     Ok(bench.report)
 }
 
-/// The median and the 99th percentile, in microseconds.
+/// The median and the 99th percentile of `nanoseconds`, converted to microseconds.
 pub(super) fn middle_and_tail(mut nanoseconds: Vec<u64>) -> (f64, f64) {
     (percentile(&mut nanoseconds, 50.0) as f64 / 1e3, percentile(&mut nanoseconds, 99.0) as f64 / 1e3)
 }
@@ -145,8 +145,8 @@ impl Bench<'_> {
             .collect()
     }
 
-    /// The time of the mapped copy alone, with the same pauses. The rest of an operation's time is
-    /// the store's own.
+    /// The median microseconds of the mapped copy alone, with the same pauses as between the
+    /// store's operations. What an operation takes beyond that is the store's own work.
     fn bare_times(&self, kind: Kind, count: usize, pause: Option<Duration>) -> Option<f64> {
         let mut copy = BareCopy::open(self.gpu.as_ref()?, self.pages)?;
         (0..100).for_each(|_| _ = copy.once(kind));
@@ -359,8 +359,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Measures give-back: 16 GiB of chunks are read and released while four threads use the rest.
-    /// If several efforts are compared, each gives back only 4 GiB.
+    /// Measures give-back: 16 GiB of chunks are read and released, while four threads use other
+    /// chunks. If the plan compares several efforts, only 4 GiB are given back with each.
     fn give_back(&mut self) -> Result<(), BenchError> {
         let Some(memory) = self.store.reclaim() else { return Ok(()) };
         let slots = memory.chunk_slots();

@@ -72,15 +72,15 @@ pub enum SwapError {
     /// No device has the given name.
     #[error("{name:?} is no device; accepted: {accepted}")]
     Unknown {
-        /// The name that was given.
+        /// The name of a device that was asked for.
         name: String,
-        /// The names of devices.
+        /// The names of the devices that this benchmark has.
         accepted: String,
     },
     /// A step failed that should have worked.
     #[error("{what}")]
     Failed {
-        /// The step's name.
+        /// A description of the step that failed.
         what: String,
         /// The system's error.
         #[source]
@@ -135,7 +135,8 @@ const RAM_LOOP: &str = "ram-loop";
 /// and why.
 ///
 /// # Errors
-/// Fails when not even the RAM loop works here, or a page is not what was written.
+/// Fails when the control, a RAM loop, does not work on this machine, or when a page is not what
+/// was written.
 pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let kinds = Kind::all(plan);
     if let Some(name) = plan.only.iter().find(|name| kinds.iter().all(|kind| kind.name() != **name)) {
@@ -166,7 +167,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     }
     let steps = Steps::new(plan.runs * ways.len() * plan.page_clusters.len());
     for run in 0..plan.runs {
-        // Each device has the first turn once.
+        // In each run another device begins.
         for turn in 0..ways.len() {
             let at = (run + turn) % ways.len();
             let (kind, ways) = &mut ways[at];
@@ -214,8 +215,8 @@ fn rows(name: &str, kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
             p99 = p99.goal(Goal::Value(150.0));
         }
         Kind::Weir { spin_us: 1.., store: Some(_) } => {
-            // As with host memory the goal is 1.6 times the control. A page in GPU memory may take
-            // 6 us more.
+            // The goal with host memory is 1.6 times the control. With GPU memory it is 6 us more,
+            // for the way to the card.
             p50 = p50.goal(Goal::Value(control.fault_p50.median() * 1.6 + 6.0));
             p99 = p99.goal(Goal::Value(150.0));
         }

@@ -1,4 +1,5 @@
-//! The child process: writes more than it may keep, and times the pages that come back.
+//! The child process of the swap benchmark. It writes more memory than its limit lets it keep in
+//! RAM, and times the pages that come back.
 
 use super::devices::Device;
 use super::{Plan, SwapError};
@@ -19,7 +20,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Number of pages that are read in order from each random place: 64 KiB, such as a small record or
 /// a column of a matrix.
 const STRETCH: usize = 16;
-/// Largest number of page faults whose time is taken.
+/// Largest number of page faults that are timed.
 const FAULTS_MAX: usize = 200_000;
 /// Largest number of attempts to run a child, if the kernel kills it.
 const TRIES: u32 = 4;
@@ -27,22 +28,24 @@ const TRIES: u32 = 4;
 /// empty.
 const VAIN_MAX: u32 = 100_000;
 
-/// The figures of a child.
+/// The figures that one child process measured.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Touch {
-    /// Median latency of major page faults, one after the other.
+    /// Median microseconds of a major page fault, when page faults come one after the other.
     pub fault_p50_us: f64,
-    /// 99th percentile of that latency.
+    /// 99th percentile of the microseconds of a major page fault, when page faults come one after
+    /// the other.
     pub fault_p99_us: f64,
     /// Number of major page faults that were timed.
     pub faults: u64,
     /// Pages that came in for each page fault: more than one if the kernel read ahead.
     pub pages_per_fault: f64,
-    /// Median latency with one page fault each 20 ms.
+    /// Median microseconds of a major page fault, when one comes each 20 ms.
     pub sporadic_p50_us: f64,
-    /// 99th percentile of that latency.
+    /// 99th percentile of the microseconds of a major page fault, when one comes each 20 ms.
     pub sporadic_p99_us: f64,
-    /// Speed while the memory was written for the first time.
+    /// Speed at which pages went out to swap while the memory was written for the first time, in MB
+    /// a second.
     pub out_mb_per_s: f64,
     /// Speed of reading all memory in order, in MB of the program's memory.
     pub in_mb_per_s: f64,

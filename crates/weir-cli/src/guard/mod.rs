@@ -59,7 +59,8 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(Failure::failed)?;
     let mut words = std::env::args_os();
     let mut child = Command::new("/proc/self/exe")
-        // The name that `ps` shows.
+        // The child's first argument is this process's own, so that `ps` shows the same name for
+        // both.
         .arg0(words.next().unwrap_or_default())
         .args(words)
         .env(ENVIRONMENT, std::process::id().to_string())
@@ -72,7 +73,7 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
     }
     match (status.code(), status.signal()) {
         (Some(0), _) => Ok(()),
-        // The child has printed the reason.
+        // The child has printed the reason of its failure.
         (Some(code), _) => std::process::exit(code),
         (None, signal) => Err(Failure::Failed(format!(
             "the process that did the work was ended by signal {}; what it changed is as it was",
@@ -97,7 +98,8 @@ pub fn clear_up(elsewhere: Option<&Path>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether process `pid` has ended. Ends the process itself if its guard is gone.
+/// Whether process `pid` has ended. If it runs on though its guard has gone, it is killed here, and
+/// counts as ended.
 fn is_left(pid: u32) -> Result<bool, Failure> {
     let Some(process) = Pid::from_raw(pid as i32) else { return Ok(true) };
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -124,7 +126,8 @@ pub fn die_together(command: &mut Command) {
     unsafe {
         command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-            // The parent may be dead already.
+            // If the parent died before the system call above, no signal comes. So check that it
+            // still lives.
             if rustix::process::getppid() == Some(parent) { Ok(()) } else { Err(Errno::SRCH.into()) }
         });
     }
@@ -267,13 +270,14 @@ fn is_gone(process: Pid) -> bool {
     }
 }
 
-/// Whether a process is about to exit. The kernel frees its environment first, which names the
-/// guard. Then the exit takes as long as there is memory to free.
+/// Whether a process is about to exit. An exiting process soon has no environment, and so names no
+/// guard any more. Then it may live on for as long as the kernel needs to free its memory.
 fn is_exiting(process: Pid) -> bool {
     // The flag's value is from include/linux/sched.h.
     const PF_EXITING: u32 = 4;
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
-    // proc_pid_stat(5) has the flags in field nine; the name before may have blanks.
+    // Field nine of `/proc/PID/stat` has the flags (proc_pid_stat(5)). Count from the end of field
+    // two, the program's name, which may contain blanks.
     let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse::<u32>().ok());
     flags.is_some_and(|flags| flags & PF_EXITING != 0)
 }
@@ -281,8 +285,8 @@ fn is_exiting(process: Pid) -> bool {
 /// The paths of all mount points.
 fn mounts() -> Vec<PathBuf> {
     let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    // The table would write a blank in a path as an escape, but no path that matters here has
-    // blanks.
+    // Split at blanks: `/proc/self/mounts` shows a blank in a path as an escape, and no path that
+    // is looked up here has one.
     table.lines().filter_map(|line| line.split(' ').nth(1).map(PathBuf::from)).collect()
 }
 

@@ -25,12 +25,12 @@ pub fn scratch_path(pid: u32) -> PathBuf {
 /// of that run; only changes of that run are undone.
 ///
 /// # Errors
-/// Fails with the first thing that stays, to be tried again.
+/// Fails with the first thing that could not be undone. A later call tries again.
 pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
     if scratch.file_name() != scratch_path(pid).file_name() {
         return Ok(());
     }
-    // The path as the kernel shows it.
+    // The kernel shows a loop device's file by its canonical path, so compare with that one.
     let scratch = &fs::canonicalize(scratch)?;
     let cgroup = Cgroup::of(pid);
     if !cgroup.empty(OTHERS) {

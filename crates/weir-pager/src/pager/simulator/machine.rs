@@ -176,7 +176,7 @@ impl Kernel for Machine {
 
     fn event(&mut self) -> Option<Event> {
         self.pass();
-        // Faults are read before events.
+        // A userfaultfd hands over page faults before other events.
         if let Some((page, thread)) = self.world.faults.pop_front() {
             assert_eq!(self.program.threads[thread].waits_for, Some(page));
             return Some(Event::Fault(address(page) + self.world.random.below(PAGE_SIZE as u64) as usize));

@@ -86,8 +86,8 @@ fn play(seed: u64) {
     program.check_end(world);
 }
 
-/// A machine on which nothing runs, with a store and the state that a pager shares; and the first
-/// page of a block in its memory.
+/// Makes a machine on which no thread runs, a store, and the state that a pager shares with other
+/// threads. Also returns the number of a page at which a block can begin.
 pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
     let mut random = Random::new(1);
     let faults = Faults { rooms: 4, refused: 0, doomed: 0, unreadable: 0, dead_after: None };
@@ -123,7 +123,8 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
     (Machine { world, program }, store, shared, (OWN + BELLS).next_multiple_of(BLOCK_PAGES))
 }
 
-/// The work of a pager on a machine [at rest](at_rest), and the first page of a block.
+/// Makes a pager's [`Work`] on a machine [at rest](at_rest). Also returns the number of a page at
+/// which a block can begin.
 pub(super) fn work_at_rest() -> (Work<Machine, Simulated>, usize) {
     let (machine, store, shared, first) = at_rest();
     match Work::new(machine, store, Box::new(|_: &str| {}), Scope::Adopted, shared) {

@@ -26,7 +26,7 @@ pub struct Traits {
     pub maps: bool,
     pub migrates: bool,
     pub limits: bool,
-    /// Everything is moved out now and then.
+    /// Whether all resident memory is moved out now and then.
     pub evicts: bool,
     pub is_adopted: bool,
     pub unmaps_at_the_end: bool,
@@ -44,14 +44,14 @@ enum Must {
     Nothing,
 }
 
-/// Memory that was mapped at once.
+/// A piece of memory that the program mapped, with the content that it must have.
 #[derive(Debug)]
 struct Object {
     at: usize,
     pages: Vec<Must>,
     /// Number of threads that use the object now.
     users: usize,
-    /// The pages that a thread is giving up; the whole object while it moves.
+    /// The pages that a thread is giving up. While the object moves, these are all of its pages.
     busy: Range<usize>,
     is_readonly: bool,
 }
@@ -83,13 +83,13 @@ enum Action {
         lazily: bool,
     },
     Send(Event),
-    /// The event was read, and the change is over.
+    /// A change of the address space is over, since the pager has read its event.
     Done,
     Unmapped(usize),
     Moved(usize),
     Hold(bool),
     Fork,
-    /// The forked child ends, or the simulated device has finished with its pages.
+    /// The child of a fork ends, or a simulated device stops using pages.
     LetGo,
     Adopt(usize),
     Adopted,
@@ -125,7 +125,7 @@ pub struct Program {
     traits: Traits,
     /// Whether the pager is there before the program begins.
     pub has_begun: bool,
-    /// Accesses that are left.
+    /// Number of accesses that the program is still to make.
     budget: usize,
     pub idle_calls: usize,
     next_word: u64,
@@ -337,7 +337,7 @@ impl Program {
             if world.random.one_in(2) {
                 at = at / BLOCK_PAGES * BLOCK_PAGES;
             }
-            // Directly behind another mapping, as the kernel likes to map.
+            // Try a place directly behind another mapping, since the kernel often maps there.
             if world.random.one_in(3)
                 && let Some((_, area)) = world.areas.range(..at).next_back()
             {
@@ -481,7 +481,7 @@ impl Program {
         self.unmap_range(world, thread, start, end);
     }
 
-    /// The mappings and pages go, and then the event comes.
+    /// Unmaps a range. Its mappings and pages go first, and the pager gets the event after that.
     fn unmap_range(&mut self, world: &mut World, thread: usize, start: usize, end: usize) {
         world.say(start..end, "unmapped");
         let areas = world.take_areas(start, end);
@@ -576,7 +576,8 @@ impl Program {
             world.changing += 2;
             let bytes = (to - from) * weir_core::PAGE_SIZE;
             let old = address(at + from);
-            // The event of the old place's unmapping comes after that of the move. The list is in
+            // The pager gets the event of the move first, and then the one that unmaps the old
+            // place. A thread takes its actions from the end of `todo`, so they are pushed in
             // reverse.
             todo.extend([Action::Done, Action::Send(Event::Unmap(old, old + bytes)), Action::Done]);
             todo.push(Action::Send(Event::Remap(old, address(place), bytes)));
@@ -653,7 +654,7 @@ impl Program {
                 world.say(0..PAGES, "fork");
                 self.fork(world);
             }
-            // The child or the device lets its pages go only some time later.
+            // The child or the device keeps its pages for a random time.
             Action::LetGo if !world.random.one_in(300) => {
                 todo.push(action);
                 return false;
@@ -728,8 +729,8 @@ impl Program {
         if write {
             let word = self.next_word;
             self.next_word += 1;
-            // Some words are zero, so that the store gets no page for them. Some were written
-            // before.
+            // Some written words are zero: the store gets no page of zeros. Others repeat a word
+            // that was written before.
             let word = if word.is_multiple_of(8) { word / 8 % 3 } else { word };
             world.say(at..at + 1, format_args!("is written: {word:#x}"));
             world.set_word(at, word);
@@ -754,7 +755,8 @@ impl Program {
         }
     }
 
-    /// The child has all that the parent has.
+    /// Forks. Checks that the child gets all content that the parent has, and lets it share some
+    /// pages.
     fn fork(&mut self, world: &mut World) {
         for number in 0..self.objects.len() {
             let Some(object) = &self.objects[number] else { continue };
@@ -797,8 +799,8 @@ impl Program {
             .filter(|(_, area)| area.is_registered)
             .map(|(&start, area)| count(start..area.end))
             .sum();
-        // Memory beside the limit: the nursery, the page for single pages, and the ends of each
-        // object.
+        // Some memory does not count against the limit: that of the pager's `nursery`, the page
+        // through which single pages come, and the parts of blocks at the ends of each object.
         let beside = 2 * BLOCK_PAGES * self.objects.len() + BLOCK_PAGES + 1;
         let limit = self.shared.limit.load(Ordering::Relaxed) * BLOCK_PAGES;
         assert!(own + managed <= limit + beside, "{own} + {managed} pages with a limit of {limit}");

@@ -36,7 +36,7 @@ pub struct Entry {
     word: u64,
 }
 
-/// Pages up to `end` with the same attributes.
+/// A mapping up to page `end`. All its pages have these attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Area {
     pub end: usize,
@@ -46,7 +46,8 @@ pub struct Area {
     pub is_left_out_of_forks: bool,
 }
 
-/// Indexed by page number. The address of page n is `BASE` plus n pages.
+/// The simulated address space. Its page number n has the address `BASE` plus n pages, and
+/// `entries[n]`.
 pub struct World {
     pub random: Random,
     pub now: Duration,
@@ -170,7 +171,8 @@ impl World {
         self.merge(area.end);
     }
 
-    /// Takes mappings out, in parts, without their pages.
+    /// Removes the mappings in `start..end`, and returns them. A mapping across an end is split
+    /// there. The pages stay.
     pub fn take_areas(&mut self, start: usize, end: usize) -> Vec<(usize, Area)> {
         self.split(start);
         self.split(end);

@@ -103,7 +103,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         true
     }
 
-    /// Writes some pages of the block that is on its way out.
+    /// Writes the next [`STEP`] pages of the block that is being written to the store.
     pub(super) fn write(&mut self) {
         let Some(Transfer { id, slot, next }) = self.writing else { return };
         let from = self.slot(slot);
@@ -124,8 +124,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if next == BLOCK_PAGES && result.is_ok() {
             result = self.store.settle();
             if self.is_broken {
-                // An earlier call got the store's error, which names no page. So this block may be
-                // incomplete in the store.
+                // An earlier call of the store got the error of a failed write. That error names no
+                // page, so pages of this block may be missing in the store.
                 result = Err(io::ErrorKind::Other.into());
             }
         }
@@ -177,7 +177,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.slots.iter().filter(|slot| **slot == Slot::Busy).count() - writing
     }
 
-    /// Reads some pages of the block that is on its way in.
+    /// Reads the next [`STEP`] pages of the block that is being prefetched.
     pub(super) fn fill(&mut self) {
         let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
         if !self.read(id, slot, next, next + STEP) {
@@ -210,8 +210,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     pub(super) fn release_room(&mut self, id: u32) {
-        // Settle first: writes still under way must not overwrite the content of the room's next
-        // owner.
+        // Settle before the release: the room may get another owner, whose content a late write of
+        // this block must not overwrite.
         if self.blocks.get(id).room.is_some() && self.store.settle().is_err() {
             self.fail();
         }
@@ -241,8 +241,8 @@ mod tests {
         work.store.doom(1);
         work.write();
         work.store.doom(0);
-        // Release another block's room meanwhile. That call waits for all writes, and gets the
-        // error of the failed one.
+        // Release another block's room while a write is failing. The release waits for all writes,
+        // and so it gets the error of that one.
         let other = work.blocks.add(address(first + 2 * BLOCK_PAGES), State::Stored);
         work.blocks.get_mut(other).room = work.store.claim();
         work.rooms += 1;

@@ -3,11 +3,11 @@
 
 use super::*;
 
-/// Largest number of orders that the pager carries out between two steps.
+/// Largest number of the daemon's orders that the pager carries out between two steps.
 const ORDERS: usize = 16;
 
 impl<K: Kernel, S: Store> Work<K, S> {
-    /// Carries out the orders that have come.
+    /// Carries out the orders that the daemon has sent.
     pub(super) fn attend(&mut self) {
         for _ in 0..ORDERS {
             match self.outside.order() {

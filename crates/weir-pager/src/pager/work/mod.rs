@@ -46,13 +46,13 @@ struct Changed;
 enum Slot {
     /// The slot has no pages.
     Vacant,
-    /// The slot has all its pages, and belongs to no block.
+    /// All pages of the slot have memory, and the slot belongs to no block.
     Free,
     /// The slot belongs to a block.
     Busy,
 }
 
-/// A block on its way, and its next page.
+/// A block that is being written to the store or read from it. `next` is its next page.
 #[derive(Clone, Copy, Debug)]
 struct Transfer {
     id: u32,
@@ -60,11 +60,11 @@ struct Transfer {
     next: usize,
 }
 
-/// The rest of an eviction. Blocks go in the order in which they came. A block that comes during
-/// the eviction is behind the others, so the eviction ends.
+/// What is left of an eviction. Blocks go in the order in which they became resident. A block that
+/// comes during the eviction is behind the others, so the eviction ends.
 #[derive(Clone, Copy, Debug)]
 struct Eviction {
-    /// Number of blocks to try.
+    /// Number of blocks that are still to be tried.
     blocks: usize,
     /// Number of single pages that should go.
     singles: usize,
@@ -87,13 +87,13 @@ pub(super) struct Work<K: Kernel, S> {
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Memory that the tables have forgotten although the event of its `munmap` is still to come.
-    /// `mremap` sends such an event for the old place last. By then another thread may have moved
-    /// memory there.
+    /// Memory that was removed from the tables, although the event of its `munmap` is still to
+    /// come. After an `mremap`, the kernel sends such an event for the old place. By then another
+    /// thread may have moved other memory there.
     owed: Vec<(usize, usize)>,
-    /// Memory that was mapped before the pager began, its own memory included, to the exact byte.
-    /// If a part of the program's mapping is left alone, the kernel sees two mappings, and `mremap`
-    /// refuses to grow them.
+    /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
+    /// its own memory. If only a part of one of the program's mappings were managed, the kernel
+    /// would split the mapping, and `mremap` would refuse to grow it.
     excluded: Vec<(usize, usize)>,
     staging: usize,
     nursery: usize,
@@ -108,7 +108,8 @@ pub(super) struct Work<K: Kernel, S> {
     singles_there: usize,
     /// The time of the last attempt in which no block could make room for single pages.
     stuck: Option<Duration>,
-    /// The address of memory for one single page on its way.
+    /// The address of a page of the pager's own, into which a single page is read before it comes
+    /// into place.
     single: usize,
     eviction: Option<Eviction>,
     /// Number of blocks that have room in the store.
@@ -323,8 +324,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.shared.holds.load(Ordering::SeqCst) > 0
     }
 
-    /// Lets children inherit the part by which a mapping grew. That also holds for unmanaged
-    /// mappings: read-only ones, and those from before the pager.
+    /// Lets child processes inherit the part by which a mapping grew. This includes mappings that
+    /// are not managed: read-only ones, and those from before the pager.
     fn advise_growth(&mut self) {
         let mut grown_to = 0;
         for mapping in &self.mappings {
@@ -357,8 +358,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let slot = match self.blocks.get(id).state {
             State::Resident | State::Lost => return Ok(()),
             State::Writing(slot) => {
-                // Stopping this write loses nothing, because the slot has the whole block. The
-                // block's room in the store is written again before it is read.
+                // Stopping this write loses nothing, because the slot has the whole block. What is
+                // in the store is written anew before it is read.
                 self.writing = None;
                 count(&self.shared.counters.taken_back, 1);
                 slot
@@ -388,7 +389,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         let block = self.blocks.get_mut(id);
         let (at, was) = (block.at, block.state);
-        // The store has the block too. So it may be dropped if this must be tried again.
+        // Of `Stored` and `Ready` blocks the store has the content too. So such a slot may be
+        // dropped, if the address space changes before the block is in place.
         block.state = match was {
             State::Stored | State::Ready(_) => State::Ready(slot),
             _ => State::Back(slot),

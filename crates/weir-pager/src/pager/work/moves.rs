@@ -7,8 +7,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.staging + slot * BLOCK
     }
 
-    /// Moves pages of one or more mappings. The kernel moves within one mapping only, so neighbours
-    /// are moved one after the other.
+    /// Moves pages of one or more mappings. One request to the kernel moves pages within one
+    /// mapping only, so each mapping has its own requests.
     pub(super) fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut some = bytes;
         let mut is_unlocked = false;
@@ -89,7 +89,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if !is_whole {
             self.scrub(slot);
         }
-        // The kernel has woken only threads whose page it reported as moved.
+        // The kernel has woken only the threads that wait for a page which it reported as moved.
+        // Wake the others.
         self.kernel.wake(at, BLOCK);
         Ok(())
     }
@@ -108,8 +109,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// The present place of an address of the tables, after all events that were read and not yet
-    /// handled. `None`: the program has dropped the content.
+    /// The present address of memory that the tables have at `address`, after all events that were
+    /// read and are not handled yet. `None`: the program has dropped the content.
     pub(super) fn now_at(&self, address: usize) -> Option<usize> {
         if !self.has_changed() {
             return Some(address);
@@ -124,7 +125,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                         owed.push((at, at + 1));
                     }
                 }
-                // The block was unmapped, and the event of that comes later.
+                // The block's memory here was unmapped before other memory moved to its place. The
+                // event of the unmapping comes later.
                 Event::Remap(_, to, bytes) if (to..to + bytes).contains(&at) => return None,
                 Event::Remap(from, _, bytes) => owed.push((from, from + bytes)),
                 Event::Remove(start, end) if (start..end).contains(&at) => return None,
@@ -144,7 +146,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Moves a block's pages out of place. Missing pages are zeros in the slot.
+    /// Moves a block's pages from their place into a slot. Where the block has no page, the slot
+    /// gets a page of zeros.
     pub(super) fn move_out(&mut self, at: usize, slot: usize) -> bool {
         let to = self.slot(slot);
         let mut done = 0;
@@ -188,7 +191,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         false
     }
 
-    /// `mlockall()` locks this thread's memory too.
+    /// Unlocks the pager's own memory, which the program's `mlockall()` locks too. The kernel would
+    /// move no page between locked and unlocked memory.
     fn unlock(&mut self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
             self.kernel.unlock(at, bytes);
@@ -222,7 +226,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.shared.limit.load(Ordering::Relaxed)
     }
 
-    /// Number of frames of huge pages, in place and in slots.
+    /// Memory in use, in frames of a block's size: the blocks in place, the slots that have memory,
+    /// and the single pages in place.
     pub(super) fn frames(&self) -> usize {
         let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
         self.policy.len() + slots + self.singles_there.div_ceil(BLOCK_PAGES)
@@ -261,8 +266,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
-                // The kernel is splitting or migrating the page, for instance. Any other page will
-                // do.
+                // The kernel refuses to move this page of the nursery, for instance while it splits
+                // or migrates the page. A page of zeros will do as well.
                 Err(_) => match self.kernel.zero(to + done, PAGE_SIZE) {
                     Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
                     Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),

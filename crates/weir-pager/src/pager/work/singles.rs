@@ -8,9 +8,11 @@ use super::*;
 
 /// Number of single pages that are moved out together.
 const BATCH: usize = 64;
-/// Largest number of pages that the pager fails to move for one batch.
+/// Largest number of pages that may refuse to move while one batch is collected. After that the
+/// batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
-/// After this many page faults in a row, the rest of the block is brought too.
+/// After page faults on this many successive pages of a block, the rest of the block is brought
+/// too.
 const RUN: u8 = 3;
 /// The whole block is worth bringing if it has at least this many single pages, and more than
 /// `TIMES_AVERAGE` times the average of all blocks.
@@ -113,8 +115,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if is_whole {
                 self.stuck = Some(self.kernel.now());
             }
-            // Blocks that cannot go may take the whole limit. Then up to `BLOCK_PAGES` single pages
-            // may exceed it. If only one might, every page fault would write a page out first.
+            // Blocks that cannot be moved out may take the whole limit. Then up to `BLOCK_PAGES`
+            // single pages may exceed the limit. If only one page could exceed it, every page fault
+            // would have to write a page out first.
             if self.singles_there < BLOCK_PAGES || !self.write_singles() {
                 count(&self.shared.counters.beyond_limit, 1);
                 return;
@@ -140,7 +143,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Makes room for a block. Returns `false` if no page could go.
+    /// Makes room for a block by moving single pages out. Returns `false` if no page could be
+    /// moved.
     pub(super) fn write_block_of_singles(&mut self) -> bool {
         let before = self.singles_there;
         while before - self.singles_there < BLOCK_PAGES && self.write_singles() {}
@@ -155,7 +159,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let Some(slot) = self.find(Slot::Vacant) else { return false };
         let mut gone = Vec::with_capacity(BATCH);
         let mut refused = 0;
-        // The loop may pass every entry: old entries cost little, and there may be many of them.
+        // The loop may go through all entries: an outdated entry costs little, and there may be
+        // many of them.
         for _ in 0..self.singles.len() {
             if gone.len() == BATCH || refused == REFUSED_MAX {
                 break;
@@ -252,7 +257,8 @@ mod tests {
         work.kernel.world.set_word(first + 5, 8);
         let slot = work.frame();
         work.slots[slot] = Slot::Free;
-        // The address space changes after the block was read, and before it is in place.
+        // The address space changes after the block was read from the store, and before the block
+        // is moved into place.
         work.kernel.world.changing = 1;
         assert!(work.bring(id).is_err());
         work.kernel.world.changing = 0;

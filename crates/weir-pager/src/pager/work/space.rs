@@ -19,7 +19,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Forgets `start..end`, except for the parts that an earlier event made the pager forget.
+    /// Handles the `munmap` of `start..end`: forgets that memory, except for the parts that an
+    /// earlier event made the pager forget.
     fn unmapped(&mut self, start: usize, end: usize) {
         let mut parts = vec![(start, end)];
         for (first, last) in std::mem::take(&mut self.owed) {
@@ -48,9 +49,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.forget_span(start, end);
     }
 
-    /// The program moves memory to `start..end`. If the tables still have memory there, it was
-    /// unmapped before, and the event of that comes later. Forget it now, so that the late event
-    /// does not remove the new memory.
+    /// Prepares the tables for memory that the program moves to `start..end`. If the tables still
+    /// have memory there, it was unmapped before, and that event comes later. Forget it now, so
+    /// that the late event does not remove the new memory.
     fn overtook(&mut self, start: usize, end: usize) {
         let mut from = start;
         while from < end {
@@ -65,16 +66,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Forgets the owed `munmap` events once nothing changes: by then the pager has read every
-    /// event.
+    /// Empties `owed`, the list of expected `munmap` events, once the address space does not change
+    /// any more: by then the pager has read every event.
     pub(super) fn is_settled(&mut self) {
         if !self.owed.is_empty() && self.events.is_empty() && !self.kernel.is_changing() {
             self.owed.clear();
         }
     }
 
-    /// Ends blocks that `start..end` cuts in two. Each of their pages goes where an access looks
-    /// for it. The pages in `start..end` have moved, or are gone.
+    /// Dissolves the blocks that have pages both inside `start..end` and outside of it. The pages
+    /// inside have moved to `moved_to`, or are gone. All other pages come into place.
     pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
@@ -253,9 +254,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 let known = self.known(from, end);
                 let to = known.map_or(end, |(start, _)| start.max(from));
                 let is_next = self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
-                // A mapping that grew is registered as a whole. The kernel gives no child the new
-                // part until a fork asks for that. So the pager manages the new part, however small
-                // it is.
+                // When a registered mapping grows, the kernel registers its new part too, and
+                // withholds that part from children until a fork asks for it. So the pager manages
+                // the new part, however small it is.
                 let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
                 let least = if is_next { BLOCK } else { SPAN_MIN };
                 if to > from && (is_same || to - from >= least) {
@@ -281,9 +282,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.kernel.register(start, end).is_err() {
             return Ok(());
         }
-        // The mappings may have been read before a change, or after one whose event is not read
-        // yet. Then new blocks could overlap blocks that the event brings, or a hole that is mapped
-        // again. From here on each change has its event.
+        // From the registration on, each change of the range has its event. But the list of
+        // mappings may be older than a change, or newer than one whose event is not read yet. Then
+        // new blocks could overlap blocks that the event brings, or a hole that is mapped again.
         if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
             return Err(Changed);
         }
@@ -312,8 +313,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Whether the range is one mapping. The kernel never merges registered memory with other
-    /// memory.
+    /// Whether the range is part of one plain mapping. The kernel never merges memory that is
+    /// registered with userfaultfd with other memory.
     fn is_one_mapping(&mut self, start: usize, end: usize) -> bool {
         let covers = |mapping: Mapping| mapping.is_plain && mapping.start <= start && end <= mapping.end;
         let mut mappings = std::mem::take(&mut self.mappings_of_now);
