@@ -73,7 +73,7 @@ pub enum Better {
     Higher,
 }
 
-/// What a goal bounds: a figure, or its ratio to the control.
+/// The thing that a goal bounds: a figure, or its ratio to the control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GoalOf {

@@ -76,7 +76,7 @@ pub struct Sweep {
     pub copies: Vec<u32>,
 }
 
-/// What a child process reports of its load, unless the driver has killed it.
+/// The report of a child process about its load. A process that the driver has killed gives none.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Burnt {
     /// Pages moved; each page that was read was checked.

@@ -60,7 +60,7 @@ struct Transfer {
     next: usize,
 }
 
-/// What is left of an eviction. Blocks go in the order in which they became resident. A block that
+/// The part of an eviction that is still to do. Blocks go in the order in which they became resident. A block that
 /// comes during the eviction is behind the others, so the eviction ends.
 #[derive(Clone, Copy, Debug)]
 struct Eviction {
