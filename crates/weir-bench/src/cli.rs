@@ -367,9 +367,9 @@ pub struct BenchStoreOptions {
     #[arg(long)]
     pub calibrate: bool,
 
-    /// Only find out how many copies a call to the card's driver may name: each shape of load in a
-    /// process of its own, since drivers crash. Takes minutes; a driver that fails leaves a line in
-    /// the kernel's log.
+    /// Only find out how many copies a call to the card's driver may name. Each shape of load runs
+    /// in a process of its own, since drivers crash. Takes minutes; a driver that fails leaves a
+    /// line in the kernel's log.
     #[arg(long)]
     pub batch_sweep: bool,
 

@@ -1,5 +1,6 @@
-//! Failures of the program: one line on standard error, and an exit code that scripts can rely on
-//! (1 it failed, 2 it was called wrongly, 3 there is too little memory or room).
+//! Failures of the program. Each is one line on standard error, and an exit code that scripts can
+//! rely on. Code 1: the program failed. Code 2: it was called wrongly. Code 3: there is too little
+//! memory or room.
 
 use clap::error::ErrorKind;
 use std::fmt::Display;

@@ -1,6 +1,6 @@
-//! Parts that the command lines of Weir's programs share: errors on one line with their exit codes,
-//! standard output that may be closed, man pages and completions, and the guard that undoes changes
-//! to the machine.
+//! The parts that the command lines of Weir's programs share: errors on one line with their exit
+//! codes, man pages and completions. The output may be a closed pipe. A guard undoes changes to the
+//! machine.
 
 pub mod failure;
 pub mod guard;

@@ -1,6 +1,6 @@
 //! `weir bench give-back`: memory is given back and taken again while programs use the device,
 //! through a real daemon and real NBD connections. It measures the speed, and what those programs
-//! notice. With a GPU it also measures the main case: another process allocates most of the card,
+//! notice. With a GPU it also measures the main case. Another process allocates most of the card,
 //! step by step, and Weir gives memory back without a request.
 
 mod card;

@@ -1,4 +1,4 @@
-//! The `nv_kthread_q` of pull request 1050: a count of pending items wakes the worker when it
+//! The `nv_kthread_q` of pull request 1050. A count of pending items wakes the worker when it
 //! leaves 0, and the worker takes the whole list at once. The wait queue is a condition variable
 //! here.
 

@@ -1,6 +1,7 @@
 //! `weir bench queue`: the cost of a work item from the thread that schedules it to the thread that
-//! runs it. It compares weir-queue with the two designs of `nv_kthread_q` (a semaphore raised for
-//! each item; the batching of pull request 1050), and with the channels that Rust programs use.
+//! runs it. It compares weir-queue with the channels that Rust programs use, and with the two
+//! designs of `nv_kthread_q`. One raises a semaphore for each item; the other is the batching of
+//! pull request 1050.
 //!
 //! Every design gets the same jobs from the same number of threads. The designs run one after the
 //! other in each round, and a round starts with a new worker. The time is from the moment when the

@@ -1,7 +1,7 @@
 //! A benchmark's report: rows of figures beside their controls, with the machine and the time.
 //!
-//! The JSON form is a contract (`schema` 1): a consumer may rely on every key being present, and
-//! `null` if a row has no control or no goal.
+//! The JSON form is a contract (`schema` 1). A consumer may rely on every key: it is always there,
+//! and `null` if a row has no control or no goal.
 
 mod html;
 mod machine;

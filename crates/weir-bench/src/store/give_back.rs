@@ -1,5 +1,5 @@
-//! Measures give-back while the rest of the store is in use: chunks are read into host memory and
-//! released, as fast as possible, while other threads read and write other chunks.
+//! Measures give-back while the rest of the store is in use. Chunks are read into host memory and
+//! released, as fast as possible. Meanwhile other threads read and write other chunks.
 
 use super::BenchError;
 use super::content::{is_stamped, stamp};

@@ -1,5 +1,5 @@
-//! `weir bench swap`: the time of a page that comes back from swap, on Weir, and beside it on a RAM
-//! loop, zram, a file on disk and (if they are installed) nbdkit with nbdfuse.
+//! `weir bench swap`: the time of a page that comes back from swap on Weir. Beside it run a RAM
+//! loop, zram, a file on disk and, if they are installed, nbdkit with nbdfuse.
 //!
 //! Each device in turn is the swap that the kernel fills first. A child process under a memory
 //! limit writes more than it may keep. Then it touches pages at random, one after the other, which

@@ -60,8 +60,8 @@ struct Transfer {
     next: usize,
 }
 
-/// The part of an eviction that is still to do. Blocks go in the order in which they became resident. A block that
-/// comes during the eviction is behind the others, so the eviction ends.
+/// The part of an eviction that is still to do. Blocks go in the order in which they became
+/// resident. A block that comes during the eviction is behind the others, so the eviction ends.
 #[derive(Clone, Copy, Debug)]
 struct Eviction {
     /// Number of blocks that are still to be tried.

@@ -295,8 +295,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = self.kernel.advise(start, end - start, advice);
         self.add_span(start, end);
-        // Count the pages that are in place already: pages of a block that the new range shares
-        // with the span before it, and pages that were touched before the registration.
+        // Count the pages that are in place already. Some were touched before the registration.
+        // Others belong to a block that the new range shares with the span before it.
         let mut from = start / BLOCK * BLOCK;
         let Work { kernel, blocks, policy, spans, .. } = self;
         let (&first, &last) = spans.range(..=start).next_back().expect("just added");
