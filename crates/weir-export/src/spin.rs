@@ -83,7 +83,8 @@ impl<'a> Spin<'a> {
             if !matches!(found, Ok(None)) || looked >= self.now {
                 break found;
             }
-            // A look takes the socket's locks, and the client must not wait for them.
+            // Pause between two looks: a look takes the socket's locks, and the client must not
+            // wait for them.
             (0..PAUSES).for_each(|_| std::hint::spin_loop());
             if looked >= POLITE {
                 std::thread::yield_now();
@@ -127,7 +128,7 @@ mod tests {
             attempts += 1;
         }
         assert_eq!(attempts, 9, "1 ms halves 9 times before it falls below 2 us");
-        // The time limit must not matter, however long this thread is kept from running.
+        // Set so long a limit that it has no effect, however long this thread is kept from running.
         spin.most = Duration::from_secs(3600);
         spin.woke();
         let mut looked = false;

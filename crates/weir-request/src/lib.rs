@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Rest};
 use weir_device::{Coming, Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 
-/// The owner's number for a request.
+/// The number that the owner of the requests gives to one of them.
 pub type Id = u16;
 
 /// The bits of a ticket that hold the page's index in its request; the other bits hold the request.
@@ -89,8 +89,8 @@ pub struct Answer {
 
 /// The memory of requests, and the places of their pages in the device.
 pub trait RequestMemory {
-    /// Whether page `n` of a span is page `n` of the device, so that runs of pages can be done at
-    /// once.
+    /// Whether page `n` of a span is always page `n` of the device. Then runs of pages can be done
+    /// at once.
     const LINEAR: bool = true;
 
     /// The page of the device for a page of a request's span. `None` is a hole, which reads as
@@ -99,8 +99,8 @@ pub trait RequestMemory {
         Some(PageNo(page as u32))
     }
 
-    /// Called before a write is issued. Memory that shows one request at a time then makes
-    /// [`data`](RequestMemory::data) show the bytes of that write.
+    /// Called before a write is issued. If the memory can show only one request at a time,
+    /// [`data`](RequestMemory::data) must show the bytes of that write from now on.
     fn fetch(&mut self, _id: Id) {}
 
     /// The bytes that a write brings, at least its span's.
@@ -110,7 +110,8 @@ pub trait RequestMemory {
     /// page.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
 
-    /// Notes that `count` of these pages have been filled. The next read may get the same memory.
+    /// Notes that `count` pages of a read have been filled, from index `at` on. The next read may
+    /// get the same memory.
     fn filled(&mut self, _id: Id, _at: u32, _count: u32) {}
 }
 
@@ -126,7 +127,7 @@ struct Flight {
     works: Box<[Work]>,
     /// Requests that still have operations to issue.
     waiting: VecDeque<Id>,
-    /// Whether the first of these requests found the lane full.
+    /// Whether the first of the waiting requests found the lane full.
     stuck: bool,
     /// Requests whose answers nobody has taken yet.
     finished: VecDeque<Id>,
@@ -137,7 +138,7 @@ struct Flight {
 #[derive(Clone, Copy)]
 struct Work {
     request: Request,
-    /// The next page of the request to issue.
+    /// The index of the page to issue next.
     next: u32,
     /// Outstanding operations, plus one until all have been issued; 0: the entry is idle.
     left: u32,
@@ -154,7 +155,7 @@ enum Step {
     Issued,
     /// The lane has no more room.
     Full,
-    /// The request has more work, for another turn.
+    /// The request has more operations to issue, in a later turn.
     More,
 }
 
@@ -203,7 +204,7 @@ impl<L: PageLane> Requests<L> {
     /// returns. [`submit`](Requests::submit) ends the batch.
     pub fn begin(&mut self, id: Id, request: Request, memory: &mut impl RequestMemory) {
         self.flight.open(id, request);
-        // Requests that wait were here first.
+        // Requests that already wait go first.
         if self.flight.waiting.is_empty() {
             self.advance(id, memory);
         } else {
@@ -288,8 +289,8 @@ impl<L: PageLane> Requests<L> {
         Some(Answer { id, request, result, at })
     }
 
-    /// Whether an operation is under way, or a request waits for its next turn. A write that is
-    /// [open](Requests::open), and whose pieces have all been written, has neither.
+    /// Whether an operation is under way, or a request waits to issue more of them. An
+    /// [open](Requests::open) write counts only while pieces of it are being written.
     pub fn has_work(&self) -> bool {
         self.lane.in_flight() > 0 || !self.flight.waiting.is_empty()
     }
@@ -304,13 +305,13 @@ impl<L: PageLane> Requests<L> {
         self.is_ready() || self.lane.must_poll() || (self.flight.stuck && self.lane.in_flight() == 0)
     }
 
-    /// Whether a request waits only for its next turn.
+    /// Whether a request waits that could go on at once, in the next [`turn`](Requests::turn).
     fn is_ready(&self) -> bool {
         !self.flight.waiting.is_empty() && !self.flight.stuck
     }
 
-    /// Rests before the next turn, if [`must_poll`](Requests::must_poll) says that no descriptor
-    /// will wake this thread.
+    /// Pauses before the next [`turn`](Requests::turn), unless a request could go on at once. Call
+    /// it while [`must_poll`](Requests::must_poll) is true.
     pub fn rest(&mut self) {
         if !self.is_ready() {
             self.rest.until_next();
@@ -330,15 +331,16 @@ impl<L: PageLane> Requests<L> {
     /// bytes.
     ///
     /// # Errors
-    /// As [`sleep`].
+    /// Fails as [`sleep`] does.
     pub fn wait_for_room(&mut self, to: BorrowedFd<'_>) -> Result<(), Errno> {
         if self.is_ready() { Ok(()) } else { wait_for_room(&mut self.rest, &self.lane, to) }
     }
 
-    /// Sleeps as [`sleep`] does, where [`must_poll`](Requests::must_poll) lets it.
+    /// Sleeps as the function [`sleep`] does. Call it only while [`must_poll`](Requests::must_poll)
+    /// is false.
     ///
     /// # Errors
-    /// As [`sleep`].
+    /// Fails as [`sleep`] does.
     pub fn sleep(&self, also: Option<BorrowedFd<'_>>, most: Option<Duration>) -> Result<(), Errno> {
         sleep(&self.lane, also, most)
     }
@@ -348,9 +350,9 @@ impl<L: PageLane> Requests<L> {
         self.lane.wake_fds()
     }
 
-    /// Shows a read's bytes to `show` where they lie, after `head`, verified. `None`: a page must
-    /// be fetched first, so begin the read. `SLICES` is one more than the pages that the read may
-    /// touch.
+    /// Verifies the pages of a read. Passes `head` and then the read's bytes to `show`, from where
+    /// they lie. Returns `None` if a page must be fetched first: begin the read then. `SLICES` is
+    /// one more than the pages that the read may touch.
     pub fn view<const SLICES: usize, M: RequestMemory, R>(
         &mut self,
         (id, span): (Id, Span),
@@ -381,7 +383,7 @@ impl<L: PageLane> Requests<L> {
         Some(shown)
     }
 
-    /// Issues a request's operations from the point where it stopped, for one turn.
+    /// Issues the next operations of a request: as many as one turn may issue.
     fn advance<M: RequestMemory>(&mut self, id: Id, memory: &mut M) -> Step {
         let work = self.flight.works[usize::from(id)];
         let step = match work.request.op {
@@ -506,9 +508,10 @@ impl Flight {
         self.unfinished += 1;
     }
 
-    /// Issues writes of a span's pages from the page `at` on, with these bytes. Stops when the lane
-    /// is full, when the request has failed, or after `most` operations, without those that were
-    /// done at once. Returns the first page that is left. `linear` as [`RequestMemory::LINEAR`].
+    /// Issues writes of the span's pages from index `at` on; `data` has the bytes of the whole
+    /// span. Stops when the lane is full, when the request has failed, or after `most` operations;
+    /// a run that is done at once does not count. Returns the index of the first page that is left.
+    /// `linear` is the memory's [`RequestMemory::LINEAR`].
     #[inline]
     fn write(
         &mut self,
@@ -529,8 +532,8 @@ impl Flight {
             let from = piece.from as usize;
             let whole = span.whole_from(at) as usize;
             if runs && whole > 1 {
-                // Pages that `write_run` leaves go by the lane's other calls. So do not try a run
-                // again for each page.
+                // Other calls of the lane write the pages that `write_run` leaves. So try a run
+                // only once, and not again for each page.
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
                 continue;

@@ -8,7 +8,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// A range of bytes of a device, or of any other row of pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Span {
-    /// The range's first byte.
+    /// The offset of the range's first byte.
     pub offset: u64,
     /// The range's length in bytes.
     pub length: u64,
@@ -19,9 +19,9 @@ pub struct Span {
 pub struct Piece {
     /// The page's number.
     pub page: u64,
-    /// The piece's first byte in the page.
+    /// The piece's offset in the page, in bytes.
     pub within: usize,
-    /// The piece's first byte in the span.
+    /// The piece's offset in the span, in bytes.
     pub from: u64,
     /// The piece's length in bytes.
     pub len: usize,
@@ -71,7 +71,7 @@ impl Span {
         }
     }
 
-    /// The number of whole pages of the span, side by side, from index `at` on.
+    /// Number of whole pages in a row from index `at` on, within the span.
     #[inline]
     pub(crate) fn whole_from(&self, at: u32) -> u32 {
         let start = self.piece(at);

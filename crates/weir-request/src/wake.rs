@@ -1,4 +1,4 @@
-//! The one function that waits for a lane.
+//! The functions that wait for a lane.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -7,8 +7,8 @@ use std::time::Duration;
 use weir_core::Rest;
 use weir_device::{POLL_EVERY, PageLane, WAKE_FDS_MAX};
 
-/// Waits until `lane` may have something to hand over, or `also` is readable; for [`POLL_EVERY`] at
-/// most. `rest` counts the looks at operations that no descriptor announces.
+/// Waits until `lane` may have completions or `also` is readable, for [`POLL_EVERY`] at most.
+/// `rest` sets the pauses if no descriptor announces the lane's completions.
 ///
 /// # Errors
 /// Fails as [`sleep`] does.
@@ -16,8 +16,7 @@ pub fn wait<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<BorrowedFd<'_>>
     wait_with(rest, lane, also.map(readable))
 }
 
-/// Waits until `lane` may have something to hand over, or `to` takes more bytes; for [`POLL_EVERY`]
-/// at most.
+/// Waits until `lane` may have completions or `to` takes more bytes, for [`POLL_EVERY`] at most.
 ///
 /// # Errors
 /// Fails as [`sleep`] does.
@@ -34,8 +33,8 @@ fn wait_with<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<PollFd<'_>>) -
     sleep_with(lane, also, Some(POLL_EVERY))
 }
 
-/// Sleeps until a descriptor of `lane` or `also` is readable: for `most` at most, and for
-/// [`POLL_EVERY`] while something is in flight.
+/// Sleeps until a descriptor of `lane`, or `also`, is readable. Sleeps for `most` at most, and for
+/// [`POLL_EVERY`] at most while the lane has operations in flight.
 ///
 /// # Errors
 /// Fails with the error of `poll(2)`. A signal is no error: it only makes the sleep shorter.

@@ -16,7 +16,7 @@ const FLAGS: OFlags = OFlags::RDWR.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK
 #[derive(Debug)]
 pub struct Device(OwnedFd);
 
-/// The result of a read of the device.
+/// The result of a read of `/dev/fuse`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Incoming {
     /// A request of this many bytes.
@@ -28,7 +28,8 @@ pub enum Incoming {
 }
 
 impl Device {
-    /// Opens the device; it becomes a connection when it is mounted.
+    /// Opens `/dev/fuse`. The descriptor becomes a connection when a file system is mounted with
+    /// it.
     ///
     /// # Errors
     /// Fails with `ENOENT` if the kernel has no FUSE.
@@ -39,7 +40,7 @@ impl Device {
     /// Takes over a descriptor of an existing connection.
     ///
     /// # Errors
-    /// Fails when it is no open descriptor.
+    /// Fails when `fd` is no open descriptor.
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
         let flags = rustix::fs::fcntl_getfl(&fd)?;
         rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?;

@@ -16,7 +16,7 @@ use weir_core::{PAGE_SIZE, PageNo};
 use weir_device::PageLane;
 use weir_request::Span;
 
-/// Time that the kernel may keep names and attributes: nothing here ever changes.
+/// Seconds that the kernel may keep names and attributes: those of this file system never change.
 const FOR_EVER: u64 = 1 << 40;
 
 const KEEP_SIZE: u32 = 0x01;
@@ -174,8 +174,8 @@ impl<L: PageLane> Service<L> for Disk {
                 }
             },
             // An acknowledged page is safe, or waits for FSYNC. So FLUSH never waits, and FSYNC
-            // only if the device has something to flush. After one ENOSYS the kernel counts them as
-            // done without asking.
+            // only if the page device has something to flush. After one ENOSYS the kernel does not
+            // ask again, and counts both as done.
             _ => refuse(Errno::NOSYS),
         }
     }
@@ -204,7 +204,7 @@ impl Disk {
     fn allocate<L: PageLane>(&self, what: &FallocateIn, ranges: &mut Ranges<L>) -> Result<(), Errno> {
         let inside = self.shape.clip(what.offset, what.length);
         match what.mode & !KEEP_SIZE {
-            // The file has room for every page.
+            // Nothing to do: the volume has room for every page of the file from the start.
             0 if inside == what.length || what.mode & KEEP_SIZE != 0 => Ok(()),
             0 => Err(Errno::FBIG),
             PUNCH_HOLE | ZERO_RANGE if inside == 0 => Ok(()),
@@ -223,7 +223,7 @@ impl Disk {
             _ => return Err(Errno::INVAL),
         };
         if !L::CLEARS {
-            // No hole is known but the one after the file's end.
+            // A page device that cannot discard pages has no holes: the file is data up to its end.
             return Ok(if data { what.offset } else { self.shape.bytes });
         }
         let lane = ranges.lane();

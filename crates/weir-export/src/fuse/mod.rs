@@ -7,9 +7,9 @@
 //! offers it. [`mount`] puts a connection into the file system. [`Server`] serves one file with
 //! several threads, all of them started before the process is sealed.
 //!
-//! That file has no page cache: it is opened for direct I/O, so each request of the loop device is
-//! one request here. [`Server::ram_disk`] serves a whole file system to ordinary users instead,
-//! with the page cache.
+//! The file that [`Server::start`] serves has no page cache. It is opened for direct I/O, so each
+//! request of the loop device is one request of FUSE. [`Server::ram_disk`] serves a whole file
+//! system to ordinary users instead, with the page cache.
 
 pub mod device;
 mod disk;

@@ -1,9 +1,10 @@
 //! The pool of a connection's threads, which take turns at waiting for requests.
 //!
-//! A request wakes one thread, and only if no other is looking. So one thread at a time waits at
-//! the device: it spins for a while, then sleeps. The others are parked. A thread that finds
-//! several requests in a row calls one more. A thread that must wait for a slow store calls a
-//! replacement. A thread that finds nothing while another is there parks again.
+//! A request wakes one thread, and only if no other thread looks for requests. So one thread at a
+//! time waits at `/dev/fuse`: it spins for a while, then sleeps. The others are parked. A thread
+//! that finds several requests in a row wakes a parked one to help. A thread that must wait for a
+//! slow store wakes a parked one to take its place. A thread that finds no request parks again, if
+//! another thread waits at `/dev/fuse`.
 
 use super::device::Device;
 use crate::spin::SpinGate;
@@ -21,14 +22,14 @@ pub const THREADS_MAX: usize = 64;
 #[derive(Debug)]
 pub(super) struct Pool {
     threads: Box<[OnceLock<Thread>]>,
-    /// A bit for each thread that waits for a call.
+    /// A bit for each parked thread.
     parked: AtomicU64,
     /// Number of threads that read requests, now or after their present answer.
     at_device: AtomicUsize,
     stop: AtomicBool,
-    /// Readable once the pool is to stop.
+    /// An eventfd that becomes readable once the threads are to leave.
     bell: OwnedFd,
-    /// Readable once the file system has been unmounted.
+    /// An eventfd that becomes readable once the file system has been unmounted.
     gone: OwnedFd,
     pub gate: SpinGate,
 }
@@ -50,13 +51,13 @@ impl Pool {
 
     /// Registers the calling thread as number `number`.
     pub fn join(&self, number: usize) {
-        // Each number is given to one thread, so this is set only once.
+        // Each number belongs to one thread, which joins once. So the cell is empty here.
         let _ = self.threads[number].set(std::thread::current());
         self.back();
     }
 
-    /// Notes that the calling thread stops looking for requests until it is [`back`](Pool::back).
-    /// If no other thread looks, one is called.
+    /// Notes that the calling thread stops looking for requests, until it calls
+    /// [`back`](Pool::back). If no other thread looks for requests now, wakes a parked one.
     pub fn away(&self) {
         if self.at_device.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call_one();
@@ -68,7 +69,7 @@ impl Pool {
         self.at_device.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Calls a parked thread, if there is one.
+    /// Wakes a parked thread, if there is one.
     pub fn call_one(&self) {
         let mut parked = self.parked.load(Ordering::SeqCst);
         while parked != 0 {
@@ -85,7 +86,8 @@ impl Pool {
         }
     }
 
-    /// Parks the calling thread until it is called, if another thread is at the device.
+    /// If another thread looks for requests, parks the calling thread until it is woken. Returns
+    /// whether the thread was parked.
     pub fn step_aside(&self, number: usize) -> bool {
         if self.at_device.load(Ordering::SeqCst) <= 1 {
             return false;
@@ -96,8 +98,8 @@ impl Pool {
         }
         let bit = 1 << number;
         self.parked.fetch_or(bit, Ordering::SeqCst);
-        // The last thread at the device may have left before this one counted as parked. Then no
-        // thread would wake this one, so do not park.
+        // The last thread at `/dev/fuse` may have left before the calling thread counted as parked.
+        // Then nobody would wake the calling thread, so it does not park.
         if self.at_device.load(Ordering::SeqCst) == 0 {
             self.parked.fetch_and(!bit, Ordering::SeqCst);
         }
@@ -108,7 +110,7 @@ impl Pool {
         true
     }
 
-    /// Sleeps until the device may have a request or the pool is to stop.
+    /// Sleeps until `/dev/fuse` may have a request or the pool is to stop.
     pub fn sleep(&self, device: &Device) -> rustix::io::Result<()> {
         let mut fds = [
             PollFd::from_borrowed_fd(device.as_fd(), PollFlags::IN),

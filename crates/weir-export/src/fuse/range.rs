@@ -20,7 +20,7 @@ pub const IO_MAX: u32 = 1 << 20;
 /// Largest number of pages that a read or write touches.
 const SPAN_MAX: usize = IO_MAX as usize / PAGE_SIZE + 1;
 
-/// The id of a thread's only request.
+/// The number of a request at the request engine: a thread has only one request at a time.
 const ONE: Id = 0;
 
 /// Translates the pages of a range into pages of the volume.
@@ -129,12 +129,13 @@ impl<L: PageLane> Ranges<L> {
         reply.send(&slices[..1 + span.pages() as usize]).map(Ok)
     }
 
-    /// Writes at most [`IO_MAX`] bytes of `data` to the range in `what`; every page must have a
-    /// place. If the file was opened with `O_SYNC` or `O_DSYNC`, each write is flushed, since the
-    /// kernel leaves that to the server.
+    /// Writes at most [`IO_MAX`] bytes of `data` at the offset in `what`. The volume must already
+    /// have a page for every page of the range. If the file was opened with `O_SYNC` or `O_DSYNC`,
+    /// each write is flushed, since the kernel leaves that to the server.
     ///
     /// # Errors
-    /// Fails with the error that refuses the request. Some of its pages may be written.
+    /// Fails with the error that refuses the request. Some of its pages may have been written by
+    /// then.
     pub fn write(&mut self, what: &WriteIn, data: &[u8], places: impl Places) -> Result<(), Errno> {
         let span = Span { offset: what.offset, length: data.len() as u64 };
         // `O_SYNC` contains the bit of `O_DSYNC`, so one test finds both. (In `rustix` both
@@ -182,7 +183,7 @@ fn finish<L: PageLane, P: Places>(
     if requests.is_busy() {
         pool.away();
         while requests.is_busy() {
-            // The wait fails only with a closed descriptor, and these are open.
+            // A wait fails only if a descriptor is closed, and the lane keeps its descriptors open.
             let _ = requests.wait(None);
             requests.turn(Instant::now(), io);
         }

@@ -1,4 +1,4 @@
-//! The destination of an answer: `/dev/fuse`, or a ring's entry.
+//! The destination of an answer: `/dev/fuse`, or an io_uring's entry.
 
 use super::wire::OutHeader;
 use rustix::io::Errno;

@@ -127,7 +127,7 @@ impl Iterator for Forgets<'_> {
 pub struct Malformed {
     /// The request's opcode; 0 if there was not even a header.
     pub opcode: u32,
-    /// The number for the answer; 0 if no answer is possible.
+    /// The request's number, which the answer repeats; 0 if the request is too short to have one.
     pub unique: u64,
 }
 
@@ -139,7 +139,7 @@ impl fmt::Display for Malformed {
 
 impl std::error::Error for Malformed {}
 
-/// Parses one request: the bytes of one read of the device.
+/// Parses one request: the bytes of one read of `/dev/fuse`.
 ///
 /// # Errors
 /// Fails when the bytes are no request.

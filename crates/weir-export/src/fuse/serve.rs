@@ -18,7 +18,7 @@ use weir_core::PAGE_SIZE;
 use weir_core::log::{Level, Log};
 use weir_device::PageLane;
 
-/// Number of requests in a row after which a thread calls another thread.
+/// Number of requests in a row after which a thread wakes a parked thread to help.
 const HELP_AFTER: u32 = 8;
 
 /// Offset in the input at which a request is read, so that a write's data begin at a page.
@@ -26,7 +26,7 @@ const INPUT_AT: usize = PAGE_SIZE - InHeader::BYTES - WriteIn::BYTES;
 /// The kernel requires room for the largest write with its header, and some more (fs/fuse/dev.c).
 const INPUT_BYTES: usize = IO_MAX as usize + 2 * PAGE_SIZE;
 
-/// A file system's part of the work.
+/// One thread's part of a file system: it answers requests.
 pub(super) trait Service<L>: Send {
     /// Does a request and answers it, unless the kernel waits for no answer.
     ///
@@ -60,7 +60,7 @@ pub(super) struct Worker<S, L> {
     pub spin: Duration,
     pub counters: Arc<[Counters]>,
     pub log: Log,
-    /// The thread's ring, which [`run`](Worker::run) takes.
+    /// The thread's io_uring, which [`run`](Worker::run) takes.
     pub ring: Option<Uring>,
     input: Buffer,
     ranges: Ranges<L>,
@@ -68,7 +68,7 @@ pub(super) struct Worker<S, L> {
 }
 
 impl<L: PageLane, S: Service<L>> Worker<S, L> {
-    /// Takes the memory of one thread.
+    /// Allocates the memory of one thread.
     ///
     /// # Errors
     /// Fails when the memory cannot be had.
@@ -95,8 +95,8 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
 
     /// Serves requests until there are no more.
     pub fn run(&mut self) -> Ending {
-        // Keep the ring outside of the closure: dropping it frees memory, which an I/O thread must
-        // not do.
+        // Take the io_uring out here, so that it is dropped outside of the closure. A drop frees
+        // memory, which an I/O thread must not do.
         let mut ring = self.ring.take();
         weir_core::seal::on_io_thread(|| {
             self.pool.join(self.number);
@@ -119,9 +119,9 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                 in_a_row = 0;
                 found = spin
                     .attempt(|| {
-                        // The answer just given may have work waiting for this very processor (a
-                        // loop device's request ends in a softirq). Without this, it would wait
-                        // until the spinning ends.
+                        // The last answer may have left work for this very processor, such as a
+                        // loop device's softirq. Without this yield, that work would wait until the
+                        // spinning ends.
                         rustix::thread::sched_yield();
                         match self.look() {
                             Ok(Incoming::Nothing) => Ok(None),
@@ -159,7 +159,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
         Ending::Stopped
     }
 
-    /// Serves requests that come by the ring; returns `None` if the kernel accepts no ring.
+    /// Serves requests that come by io_uring; returns `None` if the kernel accepts no io_uring.
     fn serve_ring(&mut self, ring: &mut Uring) -> Option<Ending> {
         let pool = Arc::clone(&self.pool);
         if let Err(error) = ring.open(&self.device, pool.bell(), self.number == 0) {
@@ -195,8 +195,8 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                         Ok(ending) => return Some(ending),
                         Err(errno) => Err(errno),
                     },
-                    // The loop looks at the bell after it has answered the requests of the same
-                    // turn.
+                    // Nothing to do yet: the loop looks at the bell once it has answered the other
+                    // requests.
                     ring::Event::Bell => Ok(()),
                     ring::Event::Gone(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED) => {
                         return Some(Ending::Unmounted);
@@ -213,7 +213,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
         Some(Ending::Stopped)
     }
 
-    /// Serves the requests that are at the device.
+    /// Serves the requests that wait at `/dev/fuse`.
     fn drain(&mut self) -> rustix::io::Result<Ending> {
         loop {
             match self.look()? {

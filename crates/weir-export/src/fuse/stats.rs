@@ -24,7 +24,7 @@ pub struct Stats {
     pub threads: u64,
     /// Number of requests of every kind.
     pub requests: u64,
-    /// Number of requests that came by rings; the others came by `/dev/fuse`.
+    /// Number of requests that came by io_uring; the others came by `/dev/fuse`.
     pub by_ring: u64,
     /// Number of reads.
     pub reads: u64,
@@ -38,7 +38,7 @@ pub struct Stats {
     pub bytes_read: u64,
     /// Bytes that writes sent.
     pub bytes_written: u64,
-    /// Times that a thread called another one to share the work.
+    /// Times that a thread woke a parked one to share the work.
     pub calls: u64,
 }
 

@@ -69,7 +69,8 @@ pub mod init {
     pub const INIT_EXT: u64 = 1 << 30;
     /// The kernel can send unanswered requests again.
     pub const HAS_RESEND: u64 = 1 << 39;
-    /// Requests may come by a ring (Linux 6.14, if the module's parameter `enable_uring` says so).
+    /// Requests may come by io_uring (Linux 6.14, if the module's parameter `enable_uring` says
+    /// so).
     pub const OVER_IO_URING: u64 = 1 << 41;
 }
 
@@ -77,7 +78,7 @@ pub mod init {
 pub mod open_flag {
     /// The file has no page cache: every read and write comes to the server.
     pub const DIRECT_IO: u32 = 1 << 0;
-    /// The file's pages in the page cache stay there.
+    /// Opening the file leaves its pages in the page cache.
     pub const KEEP_CACHE: u32 = 1 << 1;
     /// Writes of one file may come in parallel.
     pub const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
@@ -289,11 +290,11 @@ structure!(
 );
 
 structure!(
-    /// The fields of a ring's entry besides the request: `fuse_uring_ent_in_out`.
+    /// The fields of an io_uring's entry besides the request: `fuse_uring_ent_in_out`.
     RingRequest, 32 { flags: u64, commit: u64, payload: u32, padding: u32, reserved: u64 }
 );
 structure!(
-    /// The argument of a ring's command: `fuse_uring_cmd_req`.
+    /// The argument of an io_uring's command: `fuse_uring_cmd_req`.
     RingCommand, 24 { flags: u64, commit: u64, queue: u16, padding_1: u16, padding_2: u32 }
 );
 

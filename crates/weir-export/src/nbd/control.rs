@@ -138,7 +138,8 @@ impl<'e> Control<'e> {
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
-                    // Only a bug makes this fail. The connections that are served go on.
+                    // `epoll_wait` fails only because of a bug. Connections in transmission are
+                    // served on.
                     self.log.line(Level::Warning, format_args!("no new connections: epoll: {errno}"));
                     return;
                 }
@@ -181,7 +182,7 @@ impl<'e> Control<'e> {
                 Ok(None) => return,
                 Err(error) => {
                     // The process is out of descriptors or memory. The connection stays in the
-                    // queue, so without a pause this would spin.
+                    // socket's queue, so without a pause this thread would spin.
                     self.shortage.line(
                         Level::Warning,
                         format_args!("cannot accept: {error}; raise the limit of open files"),
@@ -316,7 +317,7 @@ impl<'e> Control<'e> {
                     self.negotiations[at].pending.take().expect("matched above");
                 epoll::delete(&self.epoll, &socket)?;
                 rustix::io::ioctl_fionbio(&socket, false)?;
-                // With a smaller buffer than this, long reads are slower, but correct.
+                // If the system refuses the larger buffer, long reads are slower, but correct.
                 let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
                 rustix::net::sockopt::set_socket_timeout(
                     &socket,

@@ -1,8 +1,8 @@
-//! The requests of a connection that the engine has, and the pages that their reads fill.
+//! The requests of a connection that the request engine has, and the pages that their reads fill.
 //!
-//! The engine's number of a request is that of its entry. Once the engine has answered a read, the
-//! entry is ready to be answered too. The size is fixed: requests that do not fit wait in the
-//! socket.
+//! The request engine knows a request by the number of its entry. Once it has answered a read, the
+//! client can be answered from the entry. The number of entries is fixed: requests that do not fit
+//! wait in the socket.
 
 use super::pool::{Loan, Pool};
 use super::wire::Errno;
@@ -16,18 +16,20 @@ use weir_store::Fault;
 
 /// Bytes of the longest piece of a read that slow stores fetch at once.
 pub(super) const CHUNK_MAX: u32 = 256 << 10;
-/// Largest number of pages that a chunk touches, when it is not aligned.
+/// Largest number of pages that a piece of [`CHUNK_MAX`] bytes touches, if it does not begin at a
+/// page.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
-/// Pages that reads under way may fill: a request of 1 MiB at any offset, and one chunk more, so
-/// that the next is read while one is sent. The first chunk's pages are the connection's own; the
-/// others are borrowed.
+/// Number of pages that reads under way may fill. They suffice for a request of 1 MiB at any offset
+/// and one more piece, so that the next piece is read while one is sent. The first piece's pages
+/// are the connection's own; the others are borrowed.
 pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
 const LOANS: usize = 4;
-/// Bytes of a borrowed unit.
+/// Bytes of a borrowed buffer.
 pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
-/// Largest number of requests under way. More would not fit the pages, but writes need none.
+/// Largest number of requests under way. The pages suffice for few more reads; writes need no
+/// pages.
 pub(super) const ENTRIES: u16 = 256;
-/// The end of an entry's pages.
+/// Marks the end of the list of an entry's pages.
 const END: u16 = u16::MAX;
 
 /// The kind of request that an entry holds.
@@ -35,12 +37,12 @@ const END: u16 = u16::MAX;
 pub(super) enum Work {
     /// The entry is free.
     Idle,
-    /// A range of at most [`CHUNK_MAX`] bytes to be answered with data, by itself or as a part of a
-    /// `stream`.
+    /// A read of at most [`CHUNK_MAX`] bytes. With a `stream` it is a piece of the long read that
+    /// has that entry.
     Read { offset: u64, length: u32, stream: Option<u16> },
     /// A read that one function begins, waits for and answers.
     Held { offset: u64, length: u32 },
-    /// The end of a long read. It counts the chunks of the read.
+    /// A long read. It counts its pieces, and is answered after them.
     Stream,
     /// A request that is answered only with success or an error.
     Write,
@@ -51,8 +53,8 @@ pub(super) struct Entry {
     pub cookie: u64,
     /// The first error of the request, and its offset in the export.
     pub error: Option<(Errno, u64)>,
-    /// 1 until the engine has answered. For a stream: its unfinished chunks, plus one until all
-    /// have begun.
+    /// 1 until the request engine has answered. For a long read: the number of its unfinished
+    /// pieces, plus one until all of them have begun.
     left: u32,
     /// The entry's first page.
     first: u16,
@@ -75,7 +77,7 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    /// Makes the tables; `pool` must have units of [`LOAN_BYTES`].
+    /// Makes the tables. The buffers of `pool` must have [`LOAN_BYTES`] bytes.
     pub fn new(pool: &Arc<Pool>) -> io::Result<Flight> {
         let entry =
             || Entry { work: Work::Idle, cookie: 0, error: None, left: 0, first: END, last: (END, 0) };
@@ -98,8 +100,8 @@ impl Flight {
         idle
     }
 
-    /// Whether an entry with `span` pages can begin, with one entry to spare for its stream.
-    /// Borrows pages for it if that helps.
+    /// Whether an entry with `span` pages can begin, and one more for the long read that it may
+    /// belong to. Borrows buffers while too few pages are free.
     pub fn has_room(&mut self, span: usize) -> bool {
         while self.idle_pages.len() < span {
             let Some(place) = self.loans.iter().position(Option::is_none) else { return false };
@@ -113,14 +115,15 @@ impl Flight {
         self.idle.len() >= 2
     }
 
-    /// Gives the borrowed units back. Nothing may be under way.
+    /// Gives the borrowed buffers back. Nothing may be under way.
     fn give_back(&mut self) {
         self.loans = [const { None }; LOANS];
         self.idle_pages = Self::own_pages(std::mem::take(&mut self.idle_pages));
     }
 
     /// Takes an entry and `span` pages for it; the caller has checked that there is room. The
-    /// engine has the entry until the entry has [ended](Flight::end), unless it is a stream.
+    /// request engine has the entry until [`end`](Flight::end). It never has the entry of a long
+    /// read, but those of its pieces.
     pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
         let index = self.idle.pop().expect("the caller has seen that there is room");
         self.writes += usize::from(work == Work::Write);
@@ -181,12 +184,12 @@ impl Flight {
         }
     }
 
-    /// Notes that every chunk of a stream has begun.
+    /// Notes that every piece of a long read has begun.
     pub fn issued(&mut self, stream: u16) {
         self.one_less(stream);
     }
 
-    /// Takes the engine's answer.
+    /// Notes the request engine's answer to an entry.
     pub fn end(&mut self, answer: &Answer) {
         if let Err(fault) = answer.result {
             let at = match self.entry(answer.id).work {
@@ -271,7 +274,7 @@ impl Flight {
     }
 }
 
-/// Reads fill the pages of their entries. Writes come in pieces.
+/// The memory of reads is the pages of their entries. Writes have none: their bytes come in pieces.
 impl RequestMemory for Flight {
     fn data(&self, _id: Id) -> &[u8] {
         &[]
@@ -303,7 +306,7 @@ mod tests {
     use super::*;
     use weir_request::{Op, Request, Span};
 
-    /// The engine's answer to a read.
+    /// The request engine's answer to a read.
     fn answer(id: Id, result: Result<(), (Fault, u32)>) -> Answer {
         let request = Request { op: Op::Read, span: Span { offset: 0, length: 0 }, fua: false };
         let (result, at) = result.map_or_else(|(fault, at)| (Err(fault), at), |()| (Ok(()), 0));

@@ -1,8 +1,8 @@
 //! Memory that connections share. A long request needs more memory than its connection has, and
 //! only a few requests are long at a time.
 //!
-//! All memory of the pool is taken at the start. A connection borrows a unit by one atomic
-//! operation and gives it back soon. If no unit is left, the connection uses its own memory, in
+//! All memory of the pool is taken at the start. A connection borrows a buffer by one atomic
+//! operation and gives it back soon. If no buffer is left, the connection uses its own memory, in
 //! smaller pieces.
 
 use crate::buffer::Buffer;
@@ -12,16 +12,16 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A pool of units of one size.
+/// A pool of buffers of one size.
 #[derive(Debug)]
 pub(super) struct Pool {
     memory: Buffer,
     unit: usize,
-    /// A bit for each unit that is free.
+    /// A bit for each buffer that is free.
     idle: AtomicU64,
 }
 
-/// A borrowed unit, which returns to the pool when this is dropped.
+/// A borrowed buffer. Dropping it returns the buffer to the pool.
 #[derive(Debug)]
 pub(super) struct Loan {
     pool: Arc<Pool>,
@@ -29,7 +29,7 @@ pub(super) struct Loan {
 }
 
 impl Pool {
-    /// Makes a pool of `units` (64 at most) of `unit` bytes, in whole pages.
+    /// Makes a pool of `units` buffers (64 at most), each of `unit` bytes in whole pages.
     ///
     /// # Errors
     /// Fails when the memory cannot be had.
@@ -39,7 +39,7 @@ impl Pool {
         Ok(Arc::new(Pool { memory, unit, idle: AtomicU64::new(u64::MAX >> (64 - units)) }))
     }
 
-    /// Borrows a unit, if one is left.
+    /// Borrows a buffer, if one is left.
     pub fn borrow(self: &Arc<Self>) -> Option<Loan> {
         let lowest = |idle: u64| (idle != 0).then(|| idle & (idle - 1));
         let before = self.idle.fetch_update(Ordering::Acquire, Ordering::Relaxed, lowest).ok()?;
@@ -54,7 +54,7 @@ impl Pool {
 
 impl Loan {
     fn start(&self) -> *mut u8 {
-        // SAFETY: the pool has more units than this number.
+        // SAFETY: the pool has more buffers than this number.
         unsafe { self.pool.memory.as_mut_ptr().add(self.number as usize * self.pool.unit) }
     }
 }
@@ -63,7 +63,7 @@ impl Deref for Loan {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: while the loan lives, the unit is this loan's alone, and it lies in memory that
+        // SAFETY: while the loan lives, the buffer is the loan's alone, and it lies in memory that
         // the pool keeps.
         unsafe { &*ptr::slice_from_raw_parts(self.start(), self.pool.unit) }
     }
@@ -71,7 +71,7 @@ impl Deref for Loan {
 
 impl DerefMut for Loan {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: while the loan lives, the unit is this loan's alone, and `self` is borrowed
+        // SAFETY: while the loan lives, the buffer is the loan's alone, and `self` is borrowed
         // exclusively.
         unsafe { &mut *ptr::slice_from_raw_parts_mut(self.start(), self.pool.unit) }
     }

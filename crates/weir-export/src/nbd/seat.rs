@@ -27,7 +27,7 @@ pub(super) struct Seats {
 
 struct Seat {
     mailbox: Mutex<Mailbox>,
-    /// Rung when the mailbox's state changes.
+    /// The condition variable that is notified when the mailbox's state changes.
     bell: Condvar,
     counters: Counters,
 }
@@ -202,14 +202,13 @@ impl Seats {
         busy
     }
 
-    /// Number of connections that may be the kernel's: all that no other living process has open.
-    /// One that this process has open counts too, since this process may have made it for the
-    /// kernel.
+    /// Number of connections that may be the kernel's: all that no other living process made. One
+    /// that this process made counts too, since this process may have made it for the kernel.
     pub fn kernels(&self) -> usize {
         self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
     }
 
-    /// Ends the connections that may be the kernel's.
+    /// Ends the connections that may be those of the kernel's NBD client.
     pub fn hang_up_kernels(&self) {
         for seat in &self.seats {
             let mail = seat.lock();
@@ -260,8 +259,8 @@ impl Seat {
     }
 }
 
-/// Whether no other living process has the connection. If that is unknown, the connection may be
-/// the kernel's.
+/// Whether the connection may be the kernel's: no other living process made it, or its maker is
+/// unknown.
 fn is_kernels(socket: &OwnedFd) -> bool {
     let maker = rustix::net::sockopt::socket_peercred(socket).map_or(0, |peer| peer.pid.as_raw_pid());
     maker <= 0

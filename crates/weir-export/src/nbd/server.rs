@@ -40,7 +40,7 @@ pub struct Config {
     /// The export is to carry swap: TLS is refused, and every thread must have the I/O flusher flag
     /// unless [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
-    /// Serve swap without the flusher flag.
+    /// Serve swap even with threads that lack the I/O flusher flag.
     pub unsafe_no_flusher: bool,
 }
 
@@ -71,7 +71,7 @@ pub enum ServeError {
     /// A thread's lane cannot be opened.
     #[error(transparent)]
     Lane(#[from] OpenError),
-    /// A thread cannot have the flusher flag.
+    /// A thread lacks the I/O flusher flag, without which it must not serve swap.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),
     /// The system has no memory, threads or descriptors left.
@@ -101,7 +101,7 @@ impl fmt::Debug for Server {
     }
 }
 
-/// The server's connections that may be the kernel's own client's.
+/// The server's connections that may be those of the kernel's NBD client.
 #[derive(Clone)]
 pub struct KernelConnections(Arc<Seats>);
 
@@ -112,12 +112,12 @@ impl fmt::Debug for KernelConnections {
 }
 
 impl KernelConnections {
-    /// Number of connections with the kernel.
+    /// Number of connections that may be those of the kernel's NBD client.
     pub fn count(&self) -> usize {
         self.0.kernels()
     }
 
-    /// Ends all connections with the kernel.
+    /// Ends the connections that may be those of the kernel's NBD client.
     pub fn hang_up(&self) {
         self.0.hang_up_kernels();
     }
@@ -225,7 +225,7 @@ impl Server {
         &self.addresses
     }
 
-    /// The server's connections with the kernel.
+    /// The server's connections that may be those of the kernel's NBD client.
     pub fn kernel_connections(&self) -> KernelConnections {
         KernelConnections(Arc::clone(&self.seats))
     }
@@ -250,12 +250,12 @@ impl Server {
     fn stop(&mut self, grace: Duration) -> usize {
         self.bell.ring();
         if let Some(control) = self.control.take() {
-            // The panic hook has reported a panic of that thread.
+            // If the thread panicked, the panic hook has reported that.
             let _ = control.join();
         }
         let busy = self.seats.close(grace);
         for thread in self.threads.drain(..) {
-            // A thread that waits for a store is not joined.
+            // A thread that waits for a store may never end, so it is not joined.
             if busy == 0 || thread.is_finished() {
                 let _ = thread.join();
             }
@@ -279,8 +279,8 @@ fn arrival(
     let ready = ready.clone();
     move || {
         if swap {
-            // Each reply takes a kernel buffer. Without access to the kernel's reserve, the server
-            // must wait for memory like any program.
+            // Each reply takes a buffer of the kernel. So let the thread use the kernel's memory
+            // reserve. If that is denied, the thread must wait for memory like any other.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
         let flusher = if must_flush { swap_safety::has_io_flusher() } else { Ok(true) };

@@ -64,7 +64,7 @@ pub enum IdentityError {
     },
 }
 
-/// The fault of an unsupported key; the ring library does the cryptography here.
+/// The keys that the `ring` library supports, for the error about any other key.
 const KEYS: &str =
     "no key that can be used: RSA of 2048, 3072 or 4096 bits, ECDSA on P-256 or P-384, or Ed25519 can";
 
@@ -91,8 +91,8 @@ impl Identity {
             .map_err(|error| failed("server-key.pem", &error))?;
         // Check the key here, since later errors name no file.
         rustls::crypto::ring::sign::any_supported_type(&key).map_err(|_| failed("server-key.pem", &KEYS))?;
-        // A file that cannot be read, or a link to nothing, counts too. Its owner put it there so
-        // that the server does not accept every client.
+        // A `ca-cert.pem` that cannot be read, or is a link to nothing, counts as present. Its
+        // owner put it there so that the server does not accept every client.
         let checks_clients = match std::fs::symlink_metadata(file("ca-cert.pem")) {
             Err(error) if error.kind() == ErrorKind::NotFound => false,
             Err(error) => return Err(failed("ca-cert.pem", &error)),
@@ -152,7 +152,7 @@ pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd>
     let socket = TcpStream::from(socket);
     std::thread::Builder::new().name("weir-nbd-tls".to_owned()).spawn(move || {
         let _permit = permit;
-        // The outcome shows at the other end: the server logs the end of the plaintext connection.
+        // The relay's error is not needed: the server logs the end of the plaintext connection.
         let _ = Relay { session, socket, plain: ours, received: Vec::new(), sent: 0 }.run();
     })?;
     Ok(theirs.into())
@@ -190,7 +190,8 @@ impl Relay {
                         continue;
                     }
                     Some(read) => {
-                        // The session's limit is the size of the buffer, so all bytes fit.
+                        // The session holds as many bytes as `buffer` does, so it takes all of
+                        // them.
                         self.session.writer().write_all(&buffer[..read])?;
                         continue;
                     }

@@ -17,7 +17,7 @@ pub struct Request {
     pub command: u16,
     /// The client's name for the request, which comes back in the reply.
     pub cookie: u64,
-    /// The range's first byte.
+    /// The offset of the range's first byte.
     pub offset: u64,
     /// The range's length in bytes.
     pub length: u32,
@@ -240,8 +240,8 @@ pub fn simple_reply(cookie: u64, error: Option<Errno>) -> [u8; SIMPLE_REPLY_BYTE
     bytes
 }
 
-/// Encodes a chunk's header, with the first `N - 20` bytes of its payload as zeros; `more` bytes
-/// follow them.
+/// Encodes a chunk's header. The returned array also has the first `N - 20` bytes of the payload,
+/// as zeros that the caller replaces. `more` bytes of payload follow it.
 fn chunk_header<const N: usize>(cookie: u64, done: bool, kind: u16, more: u32) -> [u8; N] {
     let mut bytes = [0; N];
     bytes[..4].copy_from_slice(&wire::STRUCTURED_REPLY_MAGIC.to_be_bytes());

@@ -5,7 +5,7 @@ use weir_core::Slot;
 use weir_lease::{OwnedCounts, PageCounts, Place};
 use weir_volume::Lender;
 
-/// The table's region of frames; the regions of windows come after it.
+/// The region of the token table that stands for frames. The regions of windows come after it.
 pub(super) const FRAMES: u8 = 0;
 
 pub(super) struct Loans {
@@ -20,7 +20,7 @@ impl Loans {
         Loans { frames: OwnedCounts::new(&[frames]), lender, stores }
     }
 
-    /// The table's region for a store that has a window.
+    /// The region of the token table that stands for a store's window. The store must have one.
     #[inline]
     pub fn window(&self, store: usize) -> u8 {
         let window =
@@ -28,7 +28,7 @@ impl Loans {
         window as u8 + 1
     }
 
-    /// Returns a slot that the lender lent, and that no client got.
+    /// Takes back a slot that the lender lent for a client, but that the client did not get.
     pub fn never_lent(&mut self, place: Place) {
         self.give(place);
     }

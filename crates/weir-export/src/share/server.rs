@@ -103,11 +103,11 @@ pub enum ServeError {
         "{clients} clients with {frames} frames and {entries} entries cannot be served: use 1 to 16384, 1 to 4096, and a power of two up to 4096"
     )]
     Config {
-        /// The number of clients asked for.
+        /// The number of clients that the configuration asks for.
         clients: u32,
-        /// The number of frames asked for.
+        /// The number of frames for each client that the configuration asks for.
         frames: u32,
-        /// The number of entries asked for.
+        /// The number of entries in each ring that the configuration asks for.
         entries: u32,
     },
     /// The socket cannot be made.
@@ -270,7 +270,7 @@ impl Porter {
             stats,
         };
         let (closer, to_close) = mpsc::channel::<OwnedFd>();
-        // The thread ends when the channel closes, and need not be joined.
+        // Nobody joins this thread: it ends when the channel closes.
         let close = move || to_close.into_iter().for_each(drop);
         std::thread::Builder::new().name("weir-share-close".to_owned()).spawn(close)?;
         let seats = (0..config.clients).map(|_| Seat::Empty).collect();
@@ -302,8 +302,8 @@ impl Porter {
                 last_work = Instant::now();
                 rest.end();
             } else if rounds % YIELD == 0 {
-                // The client may wait for this very CPU, since the scheduler likes to wake a client
-                // on its server's CPU.
+                // Let a client run that waits for this very CPU. The scheduler likes to wake a
+                // client on its server's CPU.
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -312,8 +312,8 @@ impl Porter {
             let idle = last_work.elapsed() >= self.spin;
             if idle && !self.requests.must_poll() {
                 self.sleep();
-                // Serve a client that rang before the next sleep. A spin begins with that client's
-                // request.
+                // A client that rang is served before the next sleep, and its request begins a new
+                // spin.
             } else if idle {
                 rest.until_next();
             }
@@ -405,8 +405,8 @@ impl Porter {
             })
         };
         sessions().for_each(|session| session.set_asleep(true));
-        // A client submits first, and then reads the flag. So either it rings, or this thread sees
-        // its submission.
+        // A client first submits, and then reads the flag that this thread sleeps. So either the
+        // client sees the flag and rings, or this thread sees the submission.
         fence(Ordering::SeqCst);
         if !sessions().any(|session| session.has_work() && !session.is_stalled()) {
             let stalled = sessions().any(|session| session.has_work()).then_some(STALL);
@@ -414,7 +414,7 @@ impl Porter {
             let pause = self.paused.map(|until| until.saturating_duration_since(Instant::now()));
             add(&self.desk.stats.sleeps, 1);
             let wait = [stalled, greeting, pause].into_iter().flatten().min();
-            // After any outcome the rings and sockets are looked at next.
+            // An error needs no answer: the thread looks at the rings and sockets next in any case.
             let _ = self.requests.sleep(Some(self.epoll.as_fd()), wait);
         }
         sessions().for_each(|session| session.set_asleep(false));
@@ -457,8 +457,8 @@ impl Porter {
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(Errno::AGAIN) => return,
                 Err(errno) => {
-                    // The process is out of descriptors or memory. The clients stay in the queue,
-                    // so without a pause this would spin.
+                    // The process is out of descriptors or memory. The clients stay in the socket's
+                    // queue, so without a pause this thread would spin.
                     self.shortage.line(
                         Level::Warning,
                         format_args!("cannot let a client in yet: {errno}; raise the limit of open files"),
@@ -525,7 +525,8 @@ impl Porter {
         let _ = self.closer.send(socket);
     }
 
-    /// Answers a greeting, and gives the client what it needs.
+    /// Answers a client's greeting. Sends the descriptors of the client's area, of its bell and of
+    /// the windows, or refuses the client.
     fn welcome(&mut self, seat: usize, socket: OwnedFd, hello: Option<Hello>) {
         let hello = match hello {
             Some(hello) if hello.version == VERSION => hello,
@@ -610,11 +611,11 @@ impl Porter {
             }
             Seat::Taken { session, socket } => {
                 self.hang_up(socket);
-                // The client holds the bell too, so closing it here would not take it out of the
-                // epoll.
+                // The client holds the bell too. So closing the server's descriptor of it would not
+                // take it out of the epoll set.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
-                // Other clients may write those pages anew before a slow store has finished these
-                // requests.
+                // Forsake the client's requests: other clients may write the same pages before a
+                // slow store has finished them.
                 let asked = &self.desk.asked;
                 self.requests.forsake(|id| asked[usize::from(id)].session == session.number);
                 while let Some(answer) = self.requests.finished() {

@@ -18,8 +18,8 @@ use super::stats::{Stats, add};
 
 /// Number of submissions taken from one client before the next one's turn.
 const TURN: u32 = 64;
-/// Distance, in submissions, at which a page's entry in the map is prefetched; and the distance at
-/// which its record and its first bytes are.
+/// Number of submissions that the thread looks ahead: first to prefetch a page's entry in the page
+/// map, and later to prefetch the page's record and first bytes.
 const PLACE_AHEAD: u32 = 6;
 const HEAD_AHEAD: u32 = 2;
 
@@ -27,7 +27,7 @@ const HEAD_AHEAD: u32 = 2;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Violation(pub &'static str);
 
-/// The client and the frame of a request that the engine has, or had.
+/// The client and the frame of a request that the request engine has, or had.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Asked {
     pub seat: usize,
@@ -37,8 +37,8 @@ pub(super) struct Asked {
     frame: u32,
 }
 
-/// The frames of requests as the engine's memory. A client may change a frame at any time, so the
-/// volume gets a copy.
+/// The frames of requests, as the memory that the request engine works with. A client may change a
+/// frame at any time, so the volume gets a copy.
 pub(super) struct Frames<'a> {
     /// Finds the area of a request's session; `None` once the client has gone.
     pub area: &'a dyn Fn(&Asked) -> Option<&'a Area>,
@@ -76,7 +76,7 @@ impl RequestMemory for Frames<'_> {
 /// The state that all sessions share, on the server's thread.
 pub(super) struct Desk {
     pub table: Table<Loans>,
-    /// The clients' requests, by the engine's number.
+    /// The clients' requests, by their numbers at the request engine.
     pub asked: Vec<Asked>,
     /// The request numbers that are free.
     pub idle: Vec<Id>,
@@ -125,9 +125,9 @@ pub(super) struct Session {
     /// client can change its flags so that a read blocks.
     pub server_bell: OwnedFd,
     connection: Connection,
-    /// The first page number of the table's region that stands for a frame of this area.
+    /// The page number of this area's first frame, in the token table's region of frames.
     base: u32,
-    /// Whether the client has the windows.
+    /// Whether the client got the windows, and so may read pages in place.
     in_place: bool,
     free: Vec<u32>,
     taken: u32,
@@ -135,8 +135,8 @@ pub(super) struct Session {
     /// Number of completions that the client has been told of.
     published: u32,
     in_flight: u32,
-    /// The last look could do nothing: the client leaves no room for completions, or the volume has
-    /// none.
+    /// Whether the last look at the submissions could serve none of them. The client leaves no room
+    /// for completions then, or the volume has no room.
     stalled: bool,
 }
 
@@ -186,7 +186,8 @@ impl Session {
         self.area.written(Ring::Submissions).load(Ordering::Acquire) != self.taken
     }
 
-    /// Whether the waiting submissions cannot be served now. The server must look again by itself.
+    /// Whether the waiting submissions cannot be served now. No bell will say when they can, so the
+    /// server must look again by itself.
     pub(super) fn is_stalled(&self) -> bool {
         self.stalled
     }
@@ -272,7 +273,7 @@ impl Session {
         true
     }
 
-    /// Gives a request for pages to the engine. `false`: the engine has no room.
+    /// Gives a request for pages to the request engine. Returns false if the engine has no room.
     fn begin(
         &mut self,
         requests: &mut Requests<Lane>,
@@ -287,14 +288,15 @@ impl Session {
         let area = &self.area;
         let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
         requests.begin(id, Request { op, span, fua: false }, &mut frames);
-        // All earlier answers have been taken. So every answer here is for this session.
+        // Earlier answers have been taken, each by its own session. So every answer now is for this
+        // session.
         while let Some(answer) = requests.finished() {
             self.finish(desk, &answer);
         }
         true
     }
 
-    /// Ends a request that the engine has answered.
+    /// Ends a request that the request engine has answered.
     pub(super) fn finish(&mut self, desk: &mut Desk, answer: &Answer) {
         let Asked { tag, frame, .. } = desk.asked[usize::from(answer.id)];
         desk.idle.push(answer.id);
@@ -330,8 +332,8 @@ impl Session {
         }
     }
 
-    /// Reads on from the next submission, at most `room` pages, as long as the pages lie in host
-    /// memory. Returns how many.
+    /// Serves reads from the next submission on, as long as their pages lie in host memory, and at
+    /// most `room` of them. Returns the number served.
     fn read_run(&mut self, lane: &mut Lane, desk: &mut Desk, end: u32, room: u32) -> u32 {
         let guard = lane.pin();
         let mut found = Found::new();
@@ -468,7 +470,7 @@ impl Session {
         Ok(())
     }
 
-    /// Ends a session that has not begun.
+    /// Gives up a session that has not begun. Returns its connection to the token table.
     pub(super) fn leave(self) -> Connection {
         self.connection
     }

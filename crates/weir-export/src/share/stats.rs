@@ -45,13 +45,13 @@ counters! {
     writes
     /// Pages that could not be read or written.
     faults
-    /// Number of leases that were given out.
+    /// Number of pages and frames that clients were lent.
     taken
-    /// Number of leases of pages in the stores' memory.
+    /// Number of pages that clients were lent in place, in the stores' memory.
     in_place
-    /// Leases that clients have returned.
+    /// Number of lent pages and frames that clients have returned.
     given
-    /// Leases taken back from clients that went away.
+    /// Number of lent pages and frames taken back from clients that went away.
     reclaimed
     /// Returned tokens that were not held.
     refused
@@ -64,7 +64,7 @@ counters! {
 }
 
 impl Stats {
-    /// Number of leases that clients hold now.
+    /// Number of pages and frames that clients hold now.
     pub fn out(&self) -> u64 {
         self.taken() - self.given() - self.reclaimed()
     }

@@ -1,5 +1,5 @@
-//! Control commands to the ublk driver: one at a time, through a ring of their own, whose 128-byte
-//! entries carry the command.
+//! Control commands to the ublk driver: one at a time, through an io_uring of their own, whose
+//! 128-byte entries carry the command.
 
 use super::uapi::{self, CONTROL_PATH, ControlCommand, NO_QUEUE, Plain};
 use io_uring::{IoUring, opcode, squeue::Entry128, types::Fd};
@@ -22,7 +22,7 @@ pub enum ControlError {
     /// The kernel is older than Linux 6.5.
     #[error("the kernel's ublk driver is too old to say what it can do: use Linux 6.5 or newer")]
     TooOld(#[source] io::Error),
-    /// The system gives no ring for the commands.
+    /// The system gives no io_uring for the commands.
     #[error("no io_uring for the ublk driver: {}", ring_advice(.0))]
     Ring(#[source] io::Error),
     /// The driver refused a command.
@@ -125,7 +125,7 @@ impl Driver for Control {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // If entering the ring fails, the command has not begun, or its end will not be
+                // If entering the io_uring fails, the command has not begun, or its end will not be
                 // reported: there is no safe way on.
                 Err(error) => panic!("io_uring_enter on the ublk control ring: {error}"),
             }

@@ -25,7 +25,7 @@ pub struct Shape {
     pub pages: u32,
     /// Number of hardware queues.
     pub queues: u16,
-    /// Number of requests of each queue.
+    /// Largest number of requests in flight at each queue.
     pub depth: u16,
     /// Bytes of the longest request.
     pub request_bytes: u32,
@@ -177,8 +177,9 @@ impl Device {
             match begun {
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EBUSY) && again() => {}
-                // A server that died during a takeover left no queue ready. The driver refuses to
-                // begin the takeover again, and waits for the fetches of the queues.
+                // A server died during a takeover, and had offered no buffers. The takeover that it
+                // began goes on: the driver refuses to begin another, and waits for the queues'
+                // fetches.
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EINVAL) && info.state == uapi::STATE_QUIESCED =>
                 {

@@ -1,5 +1,5 @@
-//! A queue's requests and its lane of the volume, without a ring: takes descriptors and returns
-//! results.
+//! A queue's requests and its lane of the volume, without an io_uring: takes descriptors and
+//! returns results.
 
 use super::request::{Rules, is_swap, success, urgent_first};
 use super::stats::Counters;
@@ -16,7 +16,7 @@ use weir_volume::Lane;
 /// Bytes of the longest request that a device is made for.
 pub(super) const REQUEST_BYTES_MAX: u32 = 1 << 20;
 
-/// The parts of a queue without its ring.
+/// The parts of a queue without its io_uring.
 pub(super) struct Engine {
     requests: Requests<Lane>,
     rules: Rules,
@@ -143,7 +143,7 @@ impl Engine {
         self.requests.must_poll()
     }
 
-    /// Rests between two turns if [`must_poll`](Engine::must_poll) demands it.
+    /// Pauses before the next turn. Call it while [`must_poll`](Engine::must_poll) is true.
     pub fn rest(&mut self) {
         self.requests.rest();
     }
@@ -211,8 +211,8 @@ mod tests {
         engine.memory.pages(tag, 0)[..pages as usize].as_flattened().to_vec()
     }
 
-    /// The stores: one answers at once. The other answers later, and takes fewer operations in
-    /// flight than the batch has pages.
+    /// Two stores. The first answers at once. The second answers later, and takes fewer operations
+    /// in flight than the batch has pages.
     const STORES: [&str; 2] = ["host:4MiB", "sim:seed=1,size=4MiB,delay=20"];
 
     #[test]

@@ -1,9 +1,9 @@
 //! A block device of the kernel's ublk driver (`Documentation/block/ublk.rst`), served from this
 //! process.
 //!
-//! The driver hands each request to a thread of this process through that thread's own ring, with
-//! one command for each request. The command that answers a request also asks for the next. Nothing
-//! on the way is a socket, and nothing allocates. So its structure is safer under swap than that of
+//! The driver hands each request to a thread of this process through that thread's own io_uring,
+//! with one command for each request. The command that answers a request also asks for the next.
+//! Nothing on the way is a socket, and nothing allocates. So a ublk device is safer under swap than
 //! a network block device.
 //!
 //! | file | holds |

@@ -1,8 +1,8 @@
-//! The thread of a queue: takes requests from its ring, has the engine do them, answers, and
-//! sleeps.
+//! The thread of a queue: takes requests from its io_uring, has the request engine do them,
+//! answers, and sleeps.
 //!
 //! Commands are bound to the thread that issued the first of them, so the thread itself makes the
-//! ring. One system call sends the answers of a batch and sleeps until the next.
+//! io_uring. One system call sends the answers of a batch and sleeps until the next.
 
 use super::engine::Engine;
 use super::server::doing;
@@ -23,8 +23,8 @@ use weir_device::WAKE_FDS_MAX;
 /// Time that offering every buffer may take.
 const OFFERING: Duration = Duration::from_secs(10);
 
-/// Time that a thread waits after the kernel had no memory for a request of the ring, or no room
-/// for its completions.
+/// Time that a thread waits after the kernel had no memory for a request of the io_uring, or no
+/// room for its completions.
 const REFUSED_NAP: Duration = Duration::from_millis(1);
 
 /// The bit of a completion's user data that says: it is about a store's descriptor, not a tag.
@@ -83,7 +83,7 @@ pub(super) struct Queue<'a> {
     depth: u16,
     /// Number of tags that will not come back, because the device is being removed.
     gone: u16,
-    /// Descriptors of stores that the ring is polling.
+    /// Descriptors of stores that the io_uring is polling.
     polled: [Option<RawFd>; WAKE_FDS_MAX],
     spin: Option<Spin<'a>>,
     counters: &'a Counters,
@@ -92,10 +92,10 @@ pub(super) struct Queue<'a> {
 }
 
 impl<'a> Queue<'a> {
-    /// Makes the thread's ring and offers every buffer. Call it on the thread that is to serve.
+    /// Makes the thread's io_uring and offers every buffer. Call it on the thread that is to serve.
     ///
     /// # Errors
-    /// Fails when no ring can be had, or the driver refuses the buffers.
+    /// Fails when no io_uring can be had, or the driver refuses the buffers.
     pub fn open(
         number: u16,
         depth: u16,
@@ -122,7 +122,7 @@ impl<'a> Queue<'a> {
             log,
             _character: character,
         };
-        // This saves a look-up for each system call; without it the ring works too.
+        // The registration saves a look-up for each system call. The io_uring works without it too.
         let _ = queue.ring.submitter().register_ring_fd();
         for tag in 0..depth {
             queue.command(uapi::FETCH_REQ, tag, -1);
@@ -131,8 +131,8 @@ impl<'a> Queue<'a> {
         while !queue.ring.submission().is_empty() && begun.elapsed() < OFFERING {
             passed(queue.ring.submit()).map_err(|error| doing("offering its buffers", &error))?;
         }
-        // A refusal of the driver comes at once. A request may come at once too, if the device had
-        // a server before.
+        // Completions that are there already are refusals of the driver. If the device had a server
+        // before, they may also be requests.
         match queue.collect() {
             None => Ok(queue),
             Some((_, error)) => Err(doing("having its buffers accepted", &error)),
@@ -142,7 +142,7 @@ impl<'a> Queue<'a> {
     /// Serves until the device has gone.
     ///
     /// # Errors
-    /// Fails when the ring fails, which leaves the device without this queue.
+    /// Fails when the io_uring fails, which leaves the device without this queue.
     pub fn serve(&mut self) -> io::Result<()> {
         loop {
             if let Some((tag, error)) = self.collect()
@@ -200,8 +200,8 @@ impl<'a> Queue<'a> {
             self.send()?;
             let Queue { ring, spin, .. } = self;
             let found = spin.as_mut().expect("looked").attempt(|| {
-                // The flag says that completions wait for a system call, which puts them into the
-                // ring.
+                // This flag of the io_uring says that completions wait in the kernel. A system call
+                // adds them.
                 let due = ring.submission().taskrun();
                 if due {
                     passed(ring.submit())?;
@@ -233,7 +233,7 @@ impl<'a> Queue<'a> {
         })
     }
 
-    /// Has the ring wake this thread when a store has a completion.
+    /// Has the io_uring wake this thread when a store has a completion.
     fn poll_stores(&mut self) {
         let Queue { ring, engine, polled, .. } = self;
         for fd in engine.wake_fds() {
@@ -249,7 +249,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Queues a command about a tag, which also offers its buffer for the next request.
+    /// Queues a command for a tag. The command also offers the tag's buffer for its next request.
     fn command(&mut self, command: u32, tag: u16, result: i32) {
         let address = self.engine.address(tag);
         let argument = IoCommand { queue: self.number, tag, result, address };
@@ -259,9 +259,9 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// Ignores a ring's errors that do not end it: a signal came, the time is over, or the kernel has
-/// no memory for a request now. The last comes when swap is full, which is when the kernel needs
-/// this thread most. Unsent commands stay in the ring for the next call.
+/// Ignores an io_uring's errors that do not end it: a signal came, the time is over, or the kernel
+/// has no memory for a request now. The last comes when swap is full, which is when the kernel
+/// needs this thread most. Unsent commands stay in the io_uring for the next call.
 fn passed(entered: io::Result<usize>) -> io::Result<()> {
     let Err(error) = entered else { return Ok(()) };
     match error.raw_os_error() {
@@ -280,13 +280,13 @@ fn is_abort(error: &io::Error) -> bool {
 }
 
 fn push(ring: &mut IoUring, entry: &squeue::Entry) {
-    // SAFETY: the buffer that a command names is the engine's, which outlives the ring in `Queue`'s
-    // order of fields. Polls name descriptors that the engine's lane holds open.
+    // SAFETY: the buffer that a command names is the engine's, which outlives the io_uring in
+    // `Queue`'s order of fields. Polls name descriptors that the engine's lane holds open.
     unsafe { ring.submission().push(entry) }.expect("room for one command a tag and one poll a store");
 }
 
-/// Makes a ring with room for every tag and every store. The kernel adds completions only when the
-/// thread asks, so it does not interrupt a working thread (Linux 6.1).
+/// Makes an io_uring with room for every tag and every store. The kernel adds completions only when
+/// the thread asks, so it does not interrupt a working thread (Linux 6.1).
 fn ring(depth: u16) -> io::Result<IoUring> {
     let entries = u32::from(depth) + WAKE_FDS_MAX as u32;
     let deferred = IoUring::builder()

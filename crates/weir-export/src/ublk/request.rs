@@ -13,8 +13,8 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Translates `descriptor` into a request: whole pages of the device, and data that fit its
-    /// buffer.
+    /// Translates `descriptor` into a request. Its range must be whole pages of the device, and its
+    /// data must fit a buffer.
     ///
     /// # Errors
     /// Fails with a negative error number. It is `EOPNOTSUPP` for an operation that was never

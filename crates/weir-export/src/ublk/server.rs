@@ -27,10 +27,10 @@ use weir_volume::Volume;
 const STACK_BYTES: usize = 256 << 10;
 /// Time that the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Time after which every processor is taken to have put its request back, if the kernel cannot
-/// report that; see [`let_requests_return`].
+/// Time that the server gives processors to put their requests back, if the kernel cannot say when
+/// they have; see [`let_requests_return`].
 const RETURN: Duration = Duration::from_millis(250);
-/// Time between two looks.
+/// Pause between two looks at the driver, or for a file of the device.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// The settings of a ublk server.
@@ -47,7 +47,7 @@ pub struct Config {
     /// The device is to carry swap: its buffers must be locked, and every thread must have the I/O
     /// flusher flag unless [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
-    /// Serve swap without the flusher flag.
+    /// Serve swap even with threads that lack the I/O flusher flag.
     pub unsafe_no_flusher: bool,
     /// Whether the device outlives this process, and waits for another server.
     pub recoverable: bool,
@@ -99,7 +99,7 @@ pub enum UblkError {
         #[source]
         source: io::Error,
     },
-    /// A thread cannot have the flusher flag.
+    /// A thread lacks the I/O flusher flag, without which it must not serve swap.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),
 }
@@ -182,6 +182,7 @@ impl Server {
             Ok(()) => Ok(server),
             Err(error) => {
                 // Threads that have started wait for requests of a device that was never published.
+                // Giving up the device ends them.
                 let _ = device.abandon(&mut server.control);
                 server.join();
                 let _ = device.forget(&mut server.control);
@@ -242,8 +243,8 @@ impl Server {
                 depth: info.depth,
                 engine,
                 character: Arc::clone(&character),
-                // A thread that spins is not pinned: on its clients' own processor it would block
-                // them.
+                // A thread that spins is not pinned: it would block those clients that run on its
+                // processor.
                 processors: config.spin.is_zero().then(|| self.affinity(number)).flatten(),
                 gate: Arc::clone(&gate),
                 spin: config.spin,
@@ -319,7 +320,7 @@ impl Server {
         Ok(self.device.stop(&mut self.control, features)?)
     }
 
-    /// Removes the rest of a device that was stopped.
+    /// Joins the threads of a device that was stopped, and removes the device from the driver.
     ///
     /// # Errors
     /// Fails with the driver's refusal.
@@ -331,7 +332,7 @@ impl Server {
 
     fn join(&mut self) {
         for thread in self.threads.drain(..) {
-            // The panic hook has reported a panic of that thread.
+            // If the thread panicked, the panic hook has reported that.
             let _ = thread.join();
         }
     }
@@ -384,8 +385,9 @@ impl Thread {
         let spin = (!self.spin.is_zero()).then(|| Spin::new(&self.gate, self.spin));
         let counters = &self.counters[usize::from(number)];
         if self.swap {
-            // The kernel makes the ring's memory in one go, or not at all. If access to its reserve
-            // is denied, another daemon may have to try again.
+            // The kernel allocates the io_uring's memory in one piece, or refuses. So use the
+            // kernel's memory reserve. If the system denies that, the next daemon may have to try
+            // again.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
         let queue = Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
@@ -399,29 +401,28 @@ impl Thread {
         let _ = ready.send(Ok(()));
         let served = weir_core::seal::on_io_thread(|| queue.serve());
         if let Err(error) = served {
-            // The requests of this queue would wait for ever. So panic: the program's panic hook
-            // can end the process. The next daemon gets the requests again.
+            // Without this thread, the requests of its queue would wait for ever. So panic: the
+            // program's panic hook can end the process. The next daemon gets the requests again.
             panic!("ublk: queue {number} serves no more: {error}");
         }
     }
 }
 
-/// Waits until every processor that found no server has put its request back, so that the end of
-/// the recovery finds it. Since Linux 6.15 (and 6.14.6) the driver hands requests out from the
-/// moment when all buffers are offered; since 7.0, when a queue's own are. A processor that looked
-/// just before puts its request on a list that only the end of the recovery reads. After that end,
-/// the request would wait for ever (docs/ublk.md).
+/// Waits until each processor that saw no server has put its request on the driver's list. Only the
+/// end of the recovery reads that list, so a request that comes to it later would wait for ever
+/// (docs/ublk.md). Since Linux 6.15 (and 6.14.6) the driver gives requests to the server as soon as
+/// all buffers are offered; since 7.0, as soon as the buffers of one queue are.
 fn let_requests_return() {
-    // The processor looks and puts back within one read-side section of RCU. This call has the
-    // kernel wait for the section's end, if there are several processors, and none of them is a
-    // nohz_full one.
+    // A processor looks for the server and puts its request back within one read-side section of
+    // RCU. This membarrier waits for the end of such sections. It needs several processors, none of
+    // them a nohz_full one.
     let several = std::thread::available_parallelism().is_ok_and(|processors| processors.get() > 1);
     if !several || rustix::thread::membarrier(MembarrierCommand::Global).is_err() {
         std::thread::sleep(RETURN);
     }
 }
 
-/// The same error, with the action that failed.
+/// An error of the same kind as `error`, whose message also says what was being done.
 pub(super) fn doing(what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what}: {error}"))
 }
@@ -430,8 +431,8 @@ fn open(path: &str) -> Result<OwnedFd, UblkError> {
     let begun = Instant::now();
     loop {
         match rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
-            // The device's file may come a moment after the device, and a dead server may still be
-            // ending.
+            // Try again: the file may appear a moment after the device, and a dead server may still
+            // hold it.
             Err(Errno::NOENT | Errno::BUSY | Errno::NXIO) if begun.elapsed() < PATIENCE => {
                 std::thread::sleep(LOOK);
             }

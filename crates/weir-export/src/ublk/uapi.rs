@@ -66,7 +66,7 @@ pub const TRY_STOP_DEV: u32 = control(READ_WRITE, 0x17);
 
 /// Offers a buffer for a request; completes when the first request comes.
 pub const FETCH_REQ: u32 = io(0x20);
-/// Answers a request and offers the buffer again.
+/// Answers a request, and offers its buffer for the next one.
 pub const COMMIT_AND_FETCH_REQ: u32 = io(0x21);
 
 /// The result of a fetch when the device has gone.
@@ -80,7 +80,7 @@ pub const FEATURE_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 pub const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
 /// The kernel can quiesce a device. Weir does not use that, but the bit tells newer drivers from
 /// older ones. Newer ones survive their server's death under load (Linux 6.16). In older ones,
-/// completions that are on their way then may outlive their ring. That is a NULL pointer in
+/// completions that are on their way then may outlive their io_uring. That is a NULL pointer in
 /// `tctx_task_work_run`, seen on Debian's 6.12.95; not on 6.12.117, which has the repair and not
 /// this bit.
 pub const FEATURE_QUIESCE: u64 = 1 << 12;
@@ -108,7 +108,7 @@ pub mod op {
     pub const WRITE_ZEROES: u8 = 5;
 }
 
-/// The flag of a write of zeros that must keep its room.
+/// The flag of a write of zeros that must not discard: the range keeps its room.
 pub const IO_NO_UNMAP: u32 = 1 << 15;
 /// The flag of a request by which the kernel swaps.
 pub const IO_SWAP: u32 = 1 << 16;
@@ -159,8 +159,8 @@ macro_rules! plain {
 }
 
 plain! {
-    /// `struct ublksrv_ctrl_cmd`: a control command, inside a submission of a ring with 128-byte
-    /// entries.
+    /// `struct ublksrv_ctrl_cmd`: a control command, inside a submission of an io_uring with
+    /// 128-byte entries.
     ControlCommand: 32 {
         /// The device's number.
         device: u32 = 0,
@@ -174,9 +174,9 @@ plain! {
         data: u64 = 16,
         /// A length that only unprivileged devices use.
         path_length: u16 = 24,
-        /// Always zero.
+        /// Reserved: always zero.
         pad: u16 = 26,
-        /// Always zero.
+        /// Reserved: always zero.
         reserved: u32 = 28,
     }
 
@@ -184,11 +184,11 @@ plain! {
     DeviceInfo: 64 {
         /// Number of hardware queues.
         queues: u16 = 0,
-        /// Number of requests of each queue.
+        /// Largest number of requests in flight at each queue.
         depth: u16 = 2,
         /// The device's state, one of the `STATE_` numbers.
         state: u16 = 4,
-        /// Always zero.
+        /// Reserved: always zero.
         pad0: u16 = 6,
         /// Bytes of a request's buffer.
         buffer_bytes: u32 = 8,
@@ -196,7 +196,7 @@ plain! {
         device: u32 = 12,
         /// The server's process id.
         server: i32 = 16,
-        /// Always zero.
+        /// Reserved: always zero.
         pad1: u32 = 20,
         /// The device's `FEATURE_` bits.
         flags: u64 = 24,
@@ -206,9 +206,9 @@ plain! {
         owner_user: u32 = 40,
         /// The group of the user who made the device.
         owner_group: u32 = 44,
-        /// Always zero.
+        /// Reserved: always zero.
         reserved1: u64 = 48,
-        /// Always zero.
+        /// Reserved: always zero.
         reserved2: u64 = 56,
     }
 
@@ -246,7 +246,7 @@ plain! {
         max_zeroes_sectors: u32 = 12,
         /// Largest number of ranges of one request.
         max_segments: u16 = 16,
-        /// Always zero.
+        /// Reserved: always zero.
         reserved: u16 = 18,
     }
 

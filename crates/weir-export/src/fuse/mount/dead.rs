@@ -1,11 +1,12 @@
 //! Finds out whether a mount's server is gone, without waiting for it.
 //!
 //! A connection ends when its last descriptor is closed. From then on every request to it fails. If
-//! requests come by rings, the rings' commands also hold the descriptor, and they end with their
-//! ring. Linux 6.18 once let a ring wait for its commands as long as the connection lived: for
-//! twenty minutes, until it was ended by hand. All programs that used the mount waited too. A
-//! forced unmount ends such a connection. Weir forces it only if no process has a descriptor of the
-//! connection. A connection that a keeper holds between two servers must live.
+//! requests come by io_uring, the commands in the io_urings also hold the descriptor, and they end
+//! with their io_uring. Linux 6.18 once let an io_uring wait for its commands for as long as the
+//! connection lived: twenty minutes, until somebody ended the connection by hand. All programs that
+//! used the mount waited too. A forced unmount ends such a connection. Weir forces it only if no
+//! process has a descriptor of the connection. A connection that a keeper holds between two servers
+//! must live.
 
 use rustix::io::Errno;
 use std::ffi::OsStr;
@@ -37,9 +38,10 @@ pub(super) enum Life {
 /// Checks the server of the mount at `point`, for at most twice [`PATIENCE`].
 pub(super) fn life(point: &Path) -> Life {
     let asked = point.to_owned();
-    // Do not read attributes: the kernel may have them cached.
+    // Ask with statfs, not with stat: the kernel may answer a stat from cached attributes, without
+    // the server.
     match within(move || rustix::fs::statfs(&asked).map(drop)) {
-        // The second error comes when the server goes while the call asks it.
+        // ECONNABORTED comes when the server ends while it is asked.
         Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Life::Dead,
         Some(_) => Life::Alive,
         None => {
@@ -55,8 +57,8 @@ pub(super) fn life(point: &Path) -> Life {
     }
 }
 
-/// The result of `ask`, unless it takes longer than [`PATIENCE`]. Then its thread waits on for as
-/// long as the kernel wants.
+/// The result of `ask`, which runs on a thread of its own; `None` if it takes longer than
+/// [`PATIENCE`]. Then the thread is left behind, until the kernel answers it.
 fn within<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (answer, answered) = mpsc::channel();
     std::thread::Builder::new().spawn(move || answer.send(ask())).ok()?;
@@ -89,8 +91,8 @@ fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
     match info {
         // A descriptor that is not mounted yet names no connection.
         Ok(info) => connection(&info) == Some(device),
-        // Some systems hide process 1, since it has more rights than root. Process 1 serves no
-        // disks.
+        // Process 1 serves no disks, so it holds nothing. Some systems hide its descriptors even
+        // from root, since it has more rights.
         Err(error) => !is_gone(&error) && process != Path::new("/proc/1"),
     }
 }

@@ -37,7 +37,7 @@ pub enum MountError {
         /// The system's error.
         source: io::Error,
     },
-    /// The mount there does not answer.
+    /// The file system that is mounted at this path does not answer.
     #[error(
         "what is mounted on {0} does not answer, and its server may live; wait for it or end it, then run umount -f {0}"
     )]
@@ -45,12 +45,12 @@ pub enum MountError {
     /// A daemon that has ended left its mount at this path.
     #[error("{0} is a mount point whose server is gone; run fusermount3 -u {0} (or umount {0})")]
     Stale(PathBuf),
-    /// Both ways of mounting failed.
+    /// The system or `fusermount3` refused to mount.
     #[error("cannot mount on {path}: {reason}")]
     Refused {
         /// The mount point.
         path: PathBuf,
-        /// The reason given.
+        /// The reason that the system or `fusermount3` gave.
         reason: String,
     },
 }
@@ -60,7 +60,7 @@ pub enum MountError {
 pub struct Mount {
     point: PathBuf,
     by_fusermount: bool,
-    /// Whether dropping this unmounts.
+    /// Whether dropping this value unmounts the file system.
     armed: bool,
 }
 
@@ -78,7 +78,8 @@ pub struct Options<'a> {
 }
 
 impl Options<'_> {
-    /// The option that says which users the kernel lets in; both ways of mounting take it.
+    /// The option that says which users the kernel lets in. mount(2) and `fusermount3` both take
+    /// it.
     fn access(&self) -> String {
         let words = [(self.default_permissions, ",default_permissions"), (self.allow_other, ",allow_other")];
         words.into_iter().filter_map(|(is_set, word)| is_set.then_some(word)).collect()
@@ -107,8 +108,8 @@ impl Mount {
         }
     }
 
-    /// Takes over a mount that another process made. Dropping this leaves it mounted;
-    /// [`unmount`](Self::unmount) removes it.
+    /// Takes over a mount that another process made. Dropping the returned value leaves the file
+    /// system mounted; [`unmount`](Self::unmount) unmounts it.
     ///
     /// # Errors
     /// Fails when the path does not exist.
@@ -145,7 +146,7 @@ impl Mount {
         Ok(rustix::mount::unmount(&self.point, UnmountFlags::NOFOLLOW)?)
     }
 
-    /// Whether dropping this leaves the file system mounted.
+    /// Whether dropping this value leaves the file system mounted.
     pub(super) fn stays(&self) -> bool {
         !self.armed
     }
@@ -186,7 +187,7 @@ fn run_fusermount(arguments: &[&str], point: &Path) -> io::Result<()> {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // An error can no longer be reported; the next start finds the dead mount.
+        // A drop cannot report an error. The next server finds a dead mount when it starts.
         let _ = self.undo();
     }
 }
@@ -196,7 +197,8 @@ impl Drop for Mount {
 #[derive(Debug)]
 pub struct Left {
     point: PathBuf,
-    /// Whether nothing was at the path. If a file is there now, a server made it.
+    /// Whether nothing was at the path before the first server started. If so, a server made the
+    /// file that is there now.
     vacant: bool,
 }
 
@@ -209,8 +211,8 @@ impl Left {
         Left { point: point.to_owned(), vacant }
     }
 
-    /// Stands in for [`before`](Self::before) in a process that did not see the first server start.
-    /// The result takes an empty file without a mount for one that a server made.
+    /// Does what [`before`](Self::before) does, for a process that did not see the first server
+    /// start. An empty file without a mount then counts as one that a server made.
     pub fn by_others(point: &Path) -> Left {
         Left { point: point.to_owned(), vacant: true }
     }
@@ -235,8 +237,8 @@ impl Left {
 /// `point`: the kernel may let that wait for ever.
 ///
 /// # Errors
-/// Fails with [`MountError::Stale`] if the mount is of another kind, or cannot be removed; with
-/// [`MountError::Silent`] if the server's state is not known.
+/// Fails with [`MountError::Stale`] if the mount is none of Weir's, or cannot be removed. Fails
+/// with [`MountError::Silent`] if the server does not answer and may still live.
 pub(super) fn replace_dead(point: &Path) -> Result<(), MountError> {
     match life(point) {
         Life::Alive => Ok(()),
@@ -253,7 +255,7 @@ fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
         return Err(stale());
     }
     if found == Life::Kept {
-        // This call ends the connection, even if it returns "busy" because a program waits.
+        // A forced unmount ends the connection, even if it returns "busy" because a program waits.
         let _ = rustix::mount::unmount(&mount.point, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
     }
     mount.unmount().map_err(|_| stale())
@@ -269,7 +271,7 @@ struct Mounted {
 }
 
 impl Mounted {
-    /// Whether the file system is one of this program.
+    /// Whether Weir made the mount: the file system has Weir's type.
     fn is_ours(&self) -> bool {
         self.kind == format!("fuse.{SUBTYPE}")
     }
@@ -280,7 +282,7 @@ fn mounted(point: &Path) -> Option<Mounted> {
     let table = std::fs::read("/proc/self/mountinfo").ok()?;
     let escaped = escape(point.as_os_str().as_bytes());
     let mut lines = table.split(|byte| *byte == b'\n').map(|line| line.split(|byte| *byte == b' '));
-    // The last line is the topmost mount.
+    // Of several mounts at one path, the last line is the topmost.
     let mut top = lines.rfind(|fields| fields.clone().nth(4) == Some(&escaped[..]))?;
     let device = String::from_utf8_lossy(top.nth(2)?).split_once(':')?.1.parse().ok()?;
     top.find(|field| *field == b"-")?;

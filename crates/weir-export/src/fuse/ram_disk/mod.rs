@@ -48,7 +48,7 @@ impl Shared {
         Arc::new(Shared(RwLock::new(Tree::new(pages, owner, 0o755, now()))))
     }
 
-    // The panic of another thread has been reported, and the lock's content is still usable.
+    // If a thread panicked with the lock, the panic hook has reported that. The tree stays usable.
     fn read(&self) -> RwLockReadGuard<'_, Tree> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -101,7 +101,7 @@ impl Service<Lane> for RamDisk {
                 Ok(()) => reply.answer(unique, &self.listing),
                 Err(errno) => reply.refuse(unique, errno),
             },
-            // These requests have no answer.
+            // FORGET and BATCH_FORGET have no answer.
             Request::Forget { lookups } => {
                 let mut tree = self.shared.write();
                 discard(&tree.forget(node, lookups), ranges);
@@ -247,7 +247,8 @@ impl RamDisk {
         if has(setattr::SIZE) {
             let was = tree.size(node)?;
             discard(&tree.resize(node, change.size, now())?, ranges);
-            // Bytes after the end, in the file's last page, would come back if the file grew again.
+            // Zero the last page's bytes after the file's new end. Else they would come back if the
+            // file grew again.
             let end = if change.size < was { change.size.next_multiple_of(PAGE) } else { change.size };
             let tail = Span { offset: change.size, length: end - change.size };
             ranges.clear(tail, |page| tree.place(node, page))?;

@@ -1,5 +1,5 @@
-//! The memory of a ring's entry: a page that begins with the kernel's `fuse_uring_req_header`, then
-//! the payload.
+//! The memory of an io_uring's entry: a page that begins with the kernel's `fuse_uring_req_header`,
+//! then the payload.
 //!
 //! The header has three parts: the request's own header at 0 (where the kernel then expects the
 //! answer's), the part for its opcode at 128, and lengths at 256. Put together, they are the bytes
@@ -30,7 +30,7 @@ const WRITE_ANSWER_MAX: usize = 64;
 #[derive(Clone, Copy, Debug)]
 pub struct Incoming {
     header: InHeader,
-    /// The number to name in the answer's command.
+    /// The request's commit number. The command that answers the request must name it.
     pub commit: u64,
     payload: usize,
 }
@@ -42,7 +42,8 @@ impl Incoming {
         Incoming { header, commit: lengths.commit, payload: lengths.payload as usize }
     }
 
-    /// Bytes of the part for the opcode; `None` if the lengths contradict each other or the memory.
+    /// Number of bytes that the request has for its opcode, without the payload. `None` if the
+    /// lengths contradict each other, or exceed the entry's memory.
     fn operation(&self, room: usize) -> Option<usize> {
         let operation = (self.header.len as usize).checked_sub(InHeader::BYTES)?.checked_sub(self.payload)?;
         (operation <= OPERATION_MAX && self.payload <= room).then_some(operation)
@@ -130,7 +131,8 @@ impl Reply for Answer<'_> {
         let mut at = 0;
         for slice in body {
             let Some(to) = room.get_mut(at..at + slice.len()) else {
-                // The answer is longer than any that was asked for.
+                // No request asks for an answer that is too long for an entry. So answer with an
+                // error.
                 let unique = OutHeader::decode(&mut &header[..]).map_or(0, |header| header.unique);
                 self.sent.set((error(unique, Errno::IO), 0));
                 return Ok(());

@@ -1,15 +1,15 @@
-//! Requests by a ring instead of by `/dev/fuse` (FUSE over io_uring, Linux 6.14:
+//! Requests by io_uring instead of by `/dev/fuse` (FUSE over io_uring, Linux 6.14:
 //! fs/fuse/dev_uring.c).
 //!
 //! The kernel has a queue for every possible processor. It puts a request into the queue of the
-//! processor on which its caller runs. The rings work only once *every* queue has an entry. So each
-//! thread serves the queues of some neighbouring processors, and is pinned to these. The caller and
-//! the thread that answers then share a cache, and neither wakes another processor. One command
-//! answers a request and takes the next one. `FORGET` and `INTERRUPT` still come by `/dev/fuse`. If
-//! the kernel refuses an entry, all requests come by `/dev/fuse`.
+//! processor on which its caller runs. The io_urings work only once *every* queue has an entry. So
+//! each thread serves the queues of some neighbouring processors, and is pinned to these. The
+//! caller and the thread that answers then share a cache, and neither wakes another processor. One
+//! command answers a request and takes the next one. `FORGET` and `INTERRUPT` still come by
+//! `/dev/fuse`. If the kernel refuses an entry, all requests come by `/dev/fuse`.
 //!
-//! Requests that a dead server had in a ring fail, so the next daemon cannot take such a server
-//! over. A server that must be taken over uses `/dev/fuse`.
+//! Requests that a dead server had in an io_uring fail, so the next daemon cannot take such a
+//! server over. A server that must be taken over uses `/dev/fuse`.
 
 mod entry;
 
@@ -31,7 +31,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// The commands to the device (include/uapi/linux/fuse.h).
+/// The commands to `/dev/fuse` (include/uapi/linux/fuse.h).
 const REGISTER: u32 = 1;
 const COMMIT_AND_FETCH: u32 = 2;
 
@@ -42,7 +42,7 @@ const DEVICE: u64 = BELL + 1;
 /// The most memory for all entries of a connection. There is one entry for each processor: more
 /// were no faster (measured).
 const MEMORY_MAX: usize = 64 << 20;
-/// Least bytes of payload: smaller requests are not worth a ring.
+/// Smallest payload of an entry, in bytes. With smaller requests an io_uring is not worthwhile.
 const PAYLOAD_LEAST: usize = 128 << 10;
 /// An answer of more bytes than this is sent before the next request is looked at.
 const LARGE: usize = 64 << 10;
@@ -50,11 +50,11 @@ const LARGE: usize = 64 << 10;
 /// The reason why requests come by `/dev/fuse`.
 #[derive(Debug)]
 pub(super) enum Unavailable {
-    /// The kernel has no rings, or its parameter forbids them.
+    /// The kernel has no FUSE over io_uring, or its module parameter `enable_uring` forbids it.
     Disabled,
     /// The processors' numbers have gaps, or there are too many processors for the memory.
     Processors,
-    /// The system gives no ring.
+    /// The system gives no io_uring.
     Refused(io::Error),
 }
 
@@ -70,7 +70,7 @@ impl fmt::Display for Unavailable {
     }
 }
 
-/// The rings of a connection's threads, before the kernel knows of them.
+/// The io_urings of a connection's threads, before the kernel knows of them.
 #[derive(Debug)]
 pub(super) struct Prepared {
     pub rings: Vec<Uring>,
@@ -79,16 +79,16 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    /// No rings: all requests come by `/dev/fuse`.
+    /// No io_urings: all requests come by `/dev/fuse`.
     pub fn none() -> Prepared {
         Prepared { rings: Vec::new(), io_max: IO_MAX }
     }
 }
 
-/// Makes a ring for each of up to `threads` threads, with all memory that they need.
+/// Makes an io_uring for each of up to `threads` threads, with all memory that they need.
 ///
 /// # Errors
-/// Fails with the reason why there are no rings.
+/// Fails with the reason why there are no io_urings.
 pub(super) fn prepare(threads: usize) -> Result<Prepared, Unavailable> {
     let parameter = fs::read_to_string("/sys/module/fuse/parameters/enable_uring");
     if !parameter.is_ok_and(|text| text.trim() == "Y") {
@@ -103,8 +103,8 @@ pub(super) fn prepare(threads: usize) -> Result<Prepared, Unavailable> {
     Ok(Prepared { rings, io_max: payload as u32 })
 }
 
-/// Counts the processors in a list such as `0-3`, which number the kernel's queues. `None` if the
-/// numbers have gaps.
+/// Counts the processors in a list such as `0-3`. The kernel has a queue for each number in the
+/// list. `None` if the numbers have gaps.
 fn count(list: &str) -> Option<usize> {
     let list = list.trim();
     let last: u16 = list.strip_prefix("0-").unwrap_or(list).parse().ok()?;
@@ -123,9 +123,9 @@ fn share(processors: usize, threads: usize, thread: usize) -> Range<usize> {
     processors * thread / threads..processors * (thread + 1) / threads
 }
 
-/// A thread's ring, with an entry for each queue that it serves.
+/// A thread's io_uring, with an entry for each queue that it serves.
 pub(super) struct Uring {
-    // Field order: the ring closes before the memory that it names is freed.
+    // Field order: the io_uring closes before the memory that it names is freed.
     io: IoUring<squeue::Entry128, cqueue::Entry>,
     memory: Buffer,
     payload: usize,
@@ -140,16 +140,16 @@ impl fmt::Debug for Uring {
     }
 }
 
-/// An event of a ring.
+/// An event of an io_uring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Event {
     /// A request is in this entry.
     Request(usize),
-    /// A request is at the device, or no more will come.
+    /// `/dev/fuse` has a request, or no more requests will come.
     Device,
-    /// The eventfd that the ring watches was signalled.
+    /// The eventfd that the io_uring watches was signalled.
     Bell,
-    /// An entry does not come back: mostly because the connection has ended.
+    /// The kernel does not return an entry any more, mostly because the connection has ended.
     Gone(Errno),
 }
 
@@ -157,7 +157,7 @@ impl Uring {
     fn new(queues: Range<usize>, payload: usize) -> io::Result<Uring> {
         let room = queues.len() as u32 + 2;
         // The kernel adds completions only when the thread asks. Only the thread that enables the
-        // ring may submit.
+        // io_uring may submit.
         let io = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -168,25 +168,25 @@ impl Uring {
         Ok(Uring { io, memory, payload, queues, scratch: Box::new([0; SMALL_MAX]) })
     }
 
-    /// Whether the ring's memory is locked in RAM.
+    /// Whether the io_uring's memory is locked in RAM.
     pub fn is_locked(&self) -> bool {
         self.memory.is_locked()
     }
 
-    /// Offers every entry to the kernel, and watches `bell`, and the device if `and_device`. Call
-    /// it on the thread that is to serve.
+    /// Offers every entry to the kernel. Has the io_uring watch `bell` and, if `and_device`,
+    /// `/dev/fuse`. Call it on the thread that is to serve.
     ///
     /// # Errors
-    /// Fails when the kernel refuses: then requests come by `/dev/fuse`.
+    /// Fails when the kernel refuses the io_uring. All requests then come by `/dev/fuse`.
     pub fn open(&mut self, device: &Device, bell: BorrowedFd<'_>, and_device: bool) -> io::Result<()> {
         let mut processors = CpuSet::new();
         self.queues.clone().filter(|queue| *queue < CpuSet::MAX_CPU).for_each(|queue| processors.set(queue));
-        // If this fails, serving from another processor is correct, but slower: a container may
-        // have none of these processors.
+        // Pinning fails in a container that has none of these processors. Serving from another
+        // processor is correct, but slower.
         let _ = rustix::thread::sched_setaffinity(None, &processors);
         self.io.submitter().register_enable_rings()?;
         self.io.submitter().register_files(&[device.as_fd().as_raw_fd()])?;
-        // The registration saves a look-up for each system call. The ring works without it too.
+        // The registration saves a look-up for each system call. The io_uring works without it too.
         let _ = self.io.submitter().register_ring_fd();
         for at in 0..self.queues.len() {
             let start = self.entry(at).as_mut_ptr();
@@ -210,7 +210,7 @@ impl Uring {
         Ok(())
     }
 
-    /// Has [`Event::Device`] come once, when the device has a request.
+    /// Has [`Event::Device`] come once, as soon as `/dev/fuse` has a request.
     pub fn watch_device(&mut self, device: &Device) {
         self.watch(device.as_fd(), DEVICE);
     }
@@ -224,7 +224,7 @@ impl Uring {
     /// Sends the answers. With `wait`, returns once an event has come.
     ///
     /// # Errors
-    /// Fails when the ring fails.
+    /// Fails when the io_uring fails.
     pub fn turn(&mut self, wait: bool) -> rustix::io::Result<()> {
         match self.io.submit_and_wait(usize::from(wait)) {
             Ok(_) => Ok(()),
@@ -250,7 +250,7 @@ impl Uring {
     /// answer.
     ///
     /// # Errors
-    /// Fails with the errors of `serve`, and of the ring.
+    /// Fails with the errors of `serve`, and of the io_uring.
     pub fn answer(
         &mut self,
         at: usize,
@@ -288,7 +288,7 @@ impl Uring {
     }
 }
 
-/// Sets a field for which the crate has no setter: the number of buffers in a vector.
+/// Sets the number of buffers in a command's vector. The `io_uring` crate has no setter for it.
 fn set_len(command: &mut squeue::Entry128, len: u32) {
     const LEN_AT: usize = 24;
     const _: () = assert!(size_of::<squeue::Entry128>() == 128);

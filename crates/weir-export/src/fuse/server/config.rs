@@ -20,9 +20,9 @@ pub struct Config {
     /// The file is to carry swap: every thread must have the I/O flusher flag unless
     /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
-    /// Serve swap without the flusher flag.
+    /// Serve swap even with threads that lack the I/O flusher flag.
     pub unsafe_no_flusher: bool,
-    /// Whether requests come by rings, if the kernel offers them and every page lies in memory.
+    /// Whether requests come by io_uring, if the kernel offers them and every page lies in memory.
     /// Such a server cannot be taken over: it has no [`handoffs`](super::Server::handoffs), and if
     /// it is killed, its requests under way fail.
     pub ring: bool,
@@ -54,7 +54,7 @@ pub enum ServeError {
     /// The file to mount over cannot be made.
     #[error("cannot make {path}, to mount over it")]
     Point {
-        /// The path of that file.
+        /// The path of the file to mount over.
         path: PathBuf,
         /// The system's error.
         #[source]
@@ -69,7 +69,7 @@ pub enum ServeError {
     /// A thread's lane cannot be opened.
     #[error(transparent)]
     Lane(#[from] OpenError),
-    /// A thread cannot have the flusher flag.
+    /// A thread lacks the I/O flusher flag, without which it must not serve swap.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),
     /// The system has no memory, threads or descriptors left.

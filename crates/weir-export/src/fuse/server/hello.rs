@@ -14,8 +14,8 @@ use weir_core::PAGE_SIZE;
 const HELLO_WITHIN: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 /// The buffer that the kernel requires before its first request (`FUSE_MIN_READ_BUFFER`), and more.
 const HELLO_BYTES: usize = 64 << 10;
-/// Largest number of requests in flight that no program waits for: all requests of a loop device
-/// are such.
+/// Largest number of background requests in flight: those for which no program waits. All requests
+/// of a loop device are background requests.
 const BACKGROUND_MAX: u16 = 512;
 
 /// The options of the handshake, beside those that the server always asks for.
@@ -23,7 +23,7 @@ const BACKGROUND_MAX: u16 = 512;
 pub(super) struct Wish {
     /// Bytes of the largest read or write.
     pub io_max: u32,
-    /// Whether requests are to come by rings.
+    /// Whether requests are to come by io_uring.
     pub ring: bool,
 }
 
@@ -62,7 +62,7 @@ fn offered(first: &Request<'_>) -> io::Result<(InitIn, u64)> {
 /// The answer to the kernel's offer, and whether the kernel will offer again.
 fn reply_to(offer: &InitIn, flags: u64, wish: Wish) -> Result<(InitOut, bool), ServeError> {
     if offer.major > MAJOR {
-        // The kernel offers again, with our version.
+        // The kernel will make another offer, with the server's version.
         return Ok((InitOut { major: MAJOR, minor: MINOR, ..InitOut::default() }, true));
     }
     if offer.major < MAJOR || offer.minor < MINOR_LEAST {

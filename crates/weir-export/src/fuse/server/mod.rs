@@ -45,7 +45,7 @@ pub struct Handoff<'a> {
 
 /// The name of the handoff that holds the connection.
 const CONNECTION: &str = "connection";
-/// The name of the connection's handoff if the server made the file that it is mounted over.
+/// The name of the handoff that holds the connection, if the server made the file under the mount.
 const CONNECTION_OF_OURS: &str = "connection-made";
 
 fn queue_name(number: usize) -> String {
@@ -61,7 +61,7 @@ pub struct Server {
     connection: Device,
     queues: Vec<Device>,
     can_resend: bool,
-    /// Number of threads that have a ring.
+    /// Number of threads that have an io_uring.
     rings: usize,
     mount: Option<Mount>,
     file: PathBuf,
@@ -161,8 +161,8 @@ impl Server {
             ServeError::Kernel(format!("the keeper does not hold the connection of {}", point.display()))
         })?;
         let connection = Device::adopt(connection).map_err(resources)?;
-        // The dead server may have had more queues, by a configuration with more threads. The
-        // resend brings the requests of those queues too.
+        // The dead server may have had more queues than this one has threads. The resend brings the
+        // requests of all the dead server's queues.
         let kept: Vec<OwnedFd> = (0..THREADS_MAX).map_while(|number| take(&queue_name(number))).collect();
         let queues: Vec<_> =
             kept.into_iter().map(Device::adopt).collect::<io::Result<_>>().map_err(resources)?;
@@ -173,7 +173,8 @@ impl Server {
             })?;
         }
         let mount = Mount::adopt(point).map_err(resources)?;
-        // The mount hides the owner of the mount point. A look at it would wait for this process.
+        // The files belong to this process's user. The mount hides the real owner of the mount
+        // point, and a look at the mount would wait for this process itself.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let opened = Opened { mount, connection, queues, can_resend, made, rings: Vec::new() };
         Server::disk(volume, volume.bytes(), config, opened, owner, log)
@@ -217,7 +218,7 @@ impl Server {
         }
     }
 
-    /// Makes a file system of one file for the device.
+    /// Starts to serve a file system of one file, which holds the bytes of a page device.
     fn disk<D>(
         device: &Arc<D>,
         bytes: u64,
@@ -326,8 +327,8 @@ impl Server {
                 }
                 match worker.run() {
                     Ending::Unmounted => worker.pool.gone(),
-                    // Requests that only this thread serves would wait for ever. So panic: the
-                    // program's panic hook can end the process.
+                    // Without this thread, requests that only it serves would wait for ever. So
+                    // panic: the program's panic hook can end the process.
                     Ending::Broken(errno) if !worker.pool.is_stopping() => {
                         panic!("fuse: thread {number} cannot serve: {errno}");
                     }
@@ -373,7 +374,7 @@ impl Server {
     /// The descriptors that a keeper must hold so that a new daemon can take over from this one. If
     /// the kernel cannot send requests again, the queues are not among them. Then requests that a
     /// killed daemon had read fail at once, and do not wait for ever. The list is empty if requests
-    /// come by rings, which cannot be taken over.
+    /// come by io_uring, which cannot be taken over.
     pub fn handoffs(&self) -> Vec<Handoff<'_>> {
         if self.rings > 0 {
             return Vec::new();
@@ -421,7 +422,7 @@ impl Server {
         let mut busy = 0;
         for thread in self.threads.drain(..) {
             if thread.is_finished() {
-                // The panic hook has reported a panic of that thread.
+                // If the thread panicked, the panic hook has reported that.
                 let _ = thread.join();
             } else {
                 busy += 1;

@@ -23,7 +23,7 @@ pub(super) struct Opened {
     pub queues: Vec<Device>,
     pub can_resend: bool,
     pub made: bool,
-    /// Rings for the first threads; without rings, all requests come by `/dev/fuse`.
+    /// The io_urings of the first threads. Without them, all requests come by `/dev/fuse`.
     pub rings: Vec<Uring>,
 }
 
@@ -60,8 +60,8 @@ pub(super) fn mounted(
         allow_other: config.allow_other,
         read_max: IO_MAX,
     };
-    // Make the rings before the kernel is told of them. From then on the kernel holds all requests
-    // back until the rings are ready.
+    // Make the io_urings before the kernel is told of them. From then on the kernel holds all
+    // requests back until the io_urings are ready.
     let Prepared { mut rings, io_max } = if config.ring && may_ring {
         ring::prepare(config.threads).unwrap_or_else(|why| {
             log(Level::Info, format_args!("fuse: requests come by /dev/fuse: {why}"));
@@ -79,8 +79,8 @@ pub(super) fn mounted(
     Ok(Opened { mount, connection, queues: Vec::new(), can_resend, made: false, rings })
 }
 
-/// Whether every page is answered at once. A thread with a ring is the only one that serves its
-/// processors, so it must not wait. Behind a thread that reads from a disk, 16 requests of one
+/// Whether every page is answered at once. A thread with an io_uring is the only one that serves
+/// its processors, so it must not wait. Behind a thread that reads from a disk, 16 requests of one
 /// program came at half the rate (measured).
 pub(super) fn lies_in_memory(volume: &Volume) -> bool {
     volume.stores().all(|store| store.share().is_some())
@@ -91,7 +91,7 @@ pub(super) fn make(point: &Path) -> Result<bool, ServeError> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(point) {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-        // A later step examines the mount at this path.
+        // A dead mount is at the path. Count it as a file for now: a later step examines it.
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::NOTCONN.raw_os_error()) => Ok(false),
         Err(source) => Err(ServeError::Point { path: point.to_owned(), source }),
     }

@@ -39,7 +39,7 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// Whether several connections may be used.
+    /// Whether a client may use several connections to the export.
     pub fn multi_conn(&self) -> bool {
         self.flags & transmission_flag::CAN_MULTI_CONN != 0
     }

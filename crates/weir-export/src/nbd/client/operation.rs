@@ -8,7 +8,7 @@ use super::super::wire::{Errno, command, command_flag};
 pub enum Operation<'a> {
     /// Read a range.
     Read {
-        /// The range's first byte.
+        /// The offset of the range's first byte.
         offset: u64,
         /// The range's length in bytes.
         length: u32,
@@ -28,14 +28,14 @@ pub enum Operation<'a> {
     Flush,
     /// Discard a range.
     Trim {
-        /// The range's first byte.
+        /// The offset of the range's first byte.
         offset: u64,
         /// The range's length in bytes.
         length: u32,
     },
     /// Make a range zeros.
     WriteZeroes {
-        /// The range's first byte.
+        /// The offset of the range's first byte.
         offset: u64,
         /// The range's length in bytes.
         length: u32,
@@ -46,14 +46,14 @@ pub enum Operation<'a> {
     },
     /// Announce that a range will be read.
     Cache {
-        /// The range's first byte.
+        /// The offset of the range's first byte.
         offset: u64,
         /// The range's length in bytes.
         length: u32,
     },
     /// Ask which parts of a range are holes.
     BlockStatus {
-        /// The range's first byte.
+        /// The offset of the range's first byte.
         offset: u64,
         /// The range's length in bytes.
         length: u32,

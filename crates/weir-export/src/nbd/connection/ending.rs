@@ -23,7 +23,8 @@ pub(crate) enum Ending {
 }
 
 impl Ending {
-    /// Whether this is the usual way for a client to leave.
+    /// Whether the client left in a usual way: it disconnected, or closed the connection between
+    /// two requests.
     pub fn is_usual(&self) -> bool {
         matches!(self, Ending::Disconnect | Ending::Closed)
     }

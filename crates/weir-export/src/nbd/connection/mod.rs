@@ -39,16 +39,18 @@ use weir_store::Fault;
 /// Largest number of bytes of one `recv`: a queue depth of 16 with 16 KiB each. Larger payloads
 /// stream through the buffer.
 const INPUT_BYTES: usize = 256 << 10;
-/// Bytes of payload in one `sendmsg`, and of the longest piece of a read that is verified and sent
-/// at once from where it lies. Between the two steps the piece stays in the second-level cache.
-/// Bytes that the client does not take are copied, so a buffer for the whole piece is borrowed.
+/// Largest number of payload bytes in one `sendmsg`. It is also the longest piece of a read that is
+/// verified and then sent from where it lies: between the two steps the piece stays in the
+/// second-level cache. Bytes that the client does not take are copied, so a buffer for the whole
+/// piece is borrowed.
 const PIECE_MAX: u32 = 512 << 10;
-/// The same limit without a borrowed buffer: the size of the connection's own buffer.
+/// The longest piece of a read that is sent without a borrowed buffer: the size of the connection's
+/// own buffer.
 const OWN_PIECE_MAX: u32 = 64 << 10;
-/// Bytes of the buffer for the headers of one round, and for acknowledgements that wait for the
-/// next.
+/// Bytes of the buffer for the headers of one `sendmsg`, and for acknowledgements that wait for the
+/// next one.
 const HEADS_BYTES: usize = 32 << 10;
-/// Bytes of the longest header, with some slack.
+/// Bytes of the longest header, with some to spare.
 const HEAD_MAX: usize = 64;
 /// Largest number of reads of a batch that wait to be answered together.
 const READS_MAX: usize = 256;
@@ -78,7 +80,7 @@ struct Write {
 /// The state that all connections share: memory for long requests, since few of them are answered
 /// at a time.
 pub(super) struct Shared {
-    /// Memory for the part of a long piece that a client has not taken.
+    /// Buffers for the parts of long reads that clients have not taken yet.
     rests: Arc<Pool>,
     /// Memory for pages on their way from slow stores.
     chunks: Arc<Pool>,
@@ -88,7 +90,7 @@ pub(super) struct Shared {
 const LONG_AT_ONCE: usize = 4;
 
 impl Shared {
-    /// Takes the memory for this many connections.
+    /// Allocates the memory that this many connections share.
     ///
     /// # Errors
     /// Fails when the memory cannot be had.
@@ -96,7 +98,7 @@ impl Shared {
         let busy = connections.min(LONG_AT_ONCE);
         Ok(Shared {
             rests: Pool::new(busy, PIECE_MAX as usize + 2 * HEADS_BYTES)?,
-            // Each connection also has one chunk of its own.
+            // Each connection also has memory of its own, for one piece of a long read.
             chunks: Pool::new(3 * busy, LOAN_BYTES)?,
         })
     }
@@ -135,7 +137,7 @@ struct Connection<'a, L> {
 }
 
 impl<L: PageLane> Worker<L> {
-    /// Takes the memory of one thread.
+    /// Allocates the memory of one thread.
     ///
     /// # Errors
     /// Fails when the memory cannot be had.
@@ -227,7 +229,8 @@ impl<L: PageLane> Connection<'_, L> {
                 }
                 return Ok(ending);
             }
-            // At most a page and a header are left, so this copy is cheap.
+            // At most a page and a header are left to parse, so it is cheap to copy them to the
+            // front.
             input.copy_within(filled - left..filled, 0);
             filled = left;
             let received = self.receive(&mut input[filled..], spin)?;
@@ -245,7 +248,7 @@ impl<L: PageLane> Connection<'_, L> {
     /// operation.
     fn plan(&mut self, parser: &Parser, received: &[u8]) {
         let rules = self.rules;
-        // A device that ignores announcements does not run this.
+        // This iterator runs only at a device that uses announcements.
         let coming = std::iter::once_with(|| {
             // Do not announce more pages than can be under way at once.
             let (mut reads, mut count, mut room) = ([None; PAGES], 0, PAGES as u32);
@@ -303,7 +306,7 @@ impl<L: PageLane> Connection<'_, L> {
         counters.requests.add(1);
         let checked = self.rules.check(&request);
         match (request.command, checked) {
-            // A refused write's payload must be consumed too.
+            // A refused write is opened too: its payload must be received all the same.
             (command::WRITE, checked) => {
                 counters.writes.add(1);
                 counters.bytes_written.add(u64::from(request.length));
@@ -404,7 +407,7 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Resets the desk for a new connection, so that no operation of this one completes later.
+    /// Clears the thread's desk for its next connection. Returns when no operation is under way.
     /// Writes under way take no effect any more, unless the client has disconnected in order. The
     /// client may have sent them again on another connection, and newer writes after them.
     fn clear(&mut self) {
@@ -419,8 +422,8 @@ impl<L: PageLane> Connection<'_, L> {
         while requests.is_busy() {
             requests.turn(Instant::now(), flight);
             if requests.is_busy() {
-                // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short sleep
-                // delays no client.
+                // Stores answer within [`weir_store::ANSWER_WITHIN`]. This thread serves no client
+                // until then, so a short sleep delays none.
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }

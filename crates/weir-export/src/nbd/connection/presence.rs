@@ -96,11 +96,11 @@ impl<L: PageLane> Connection<'_, L> {
         if ending == Ending::Closed && self.presence.leaves { Ok(()) } else { Err(ending) }
     }
 
-    /// Whether a client that sends no more ended with a request to disconnect. If the socket holds
-    /// more bytes than fit here, the client has not waited for its answers, and counts as gone.
+    /// Whether the last request of a client that has closed its end asked for a disconnect. A
+    /// client counts as gone if the socket still holds more bytes than the buffer of headers: it
+    /// has not waited for its answers.
     fn ends_with_goodbye(&mut self) -> bool {
-        // Look into the buffer of headers, which is empty while a send waits, and outside of a
-        // round.
+        // Peek into the buffer of headers: it is free while a send waits, and between two sends.
         let waiting = &mut self.desk.heads[..];
         let Ok((count, _)) =
             rustix::net::recv(self.socket, &mut *waiting, RecvFlags::PEEK | RecvFlags::DONTWAIT)

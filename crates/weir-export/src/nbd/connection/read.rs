@@ -43,7 +43,8 @@ impl<L: PageLane> Connection<'_, L> {
     /// Returns the first read that was not reached, or not completely answered.
     fn round(&mut self, mut at: usize) -> Result<usize, Ending> {
         let Desk { requests, reads, acks, heads, rest, rests, .. } = &mut *self.desk;
-        // Borrow memory if the waiting reads are more than the connection's own buffer takes.
+        // Borrow a buffer if the waiting reads need more bytes than the connection's own buffer
+        // has.
         let mut loan = is_long(&reads[at..]).then(|| rests.borrow()).flatten();
         let (rest, piece_max): (&mut [u8], u32) = match &mut loan {
             Some(loan) => (loan, PIECE_MAX),
@@ -65,7 +66,7 @@ impl<L: PageLane> Connection<'_, L> {
                 continue;
             }
             if !self.rules.structured && read.request.length > piece_max {
-                // The read cannot be answered in pieces.
+                // A simple reply cannot be sent in pieces.
                 read.apart = true;
                 continue;
             }
@@ -136,8 +137,9 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Verifies a range and, if `send`, sends it after `head`. With a `loan` for bytes that the
-    /// client does not take, the range may have [`CHUNK_MAX`] bytes, else [`OWN_PIECE_MAX`].
+    /// Verifies a range and, if `send`, sends it after `head`. Bytes that the client does not take
+    /// are copied into `loan`, or else into the connection's own buffer. So the range may have
+    /// [`CHUNK_MAX`] bytes with a `loan`, and [`OWN_PIECE_MAX`] without.
     fn with_chunk(
         &mut self,
         offset: u64,
@@ -186,7 +188,7 @@ impl<L: PageLane> Connection<'_, L> {
     }
 }
 
-/// Whether the waiting reads are more than a connection's own buffer takes.
+/// Whether the waiting reads need more bytes than the connection's own buffer has.
 fn is_long(reads: &[Read]) -> bool {
     let mut bytes = 0;
     reads.iter().any(|read| {

@@ -13,8 +13,8 @@ use weir_request::{Op, Request, Span};
 const PIPED: u32 = 64 << 10;
 
 impl<L: PageLane> Connection<'_, L> {
-    /// Waits until a slow store may have a completion, or, if `client`, until the client has sent
-    /// bytes.
+    /// Waits until a slow store may have a completion. If `client`, the wait also ends when the
+    /// client has sent bytes.
     pub(super) fn wait(&mut self, client: bool) -> Result<(), Ending> {
         Ok(self.desk.requests.wait(client.then_some(self.socket))?)
     }
@@ -31,15 +31,15 @@ impl<L: PageLane> Connection<'_, L> {
         }
         while done < request.length {
             let offset = request.offset + u64::from(done);
-            // Chunks meet between pages, so that no page is read for two of them. A chunk that is
-            // the whole reply is not cut.
+            // Cut a long read between pages, so that no page is read for two pieces. A read of one
+            // piece is not cut.
             let whole = CHUNK_MAX - (offset % PAGE_SIZE as u64) as u32;
             let left = request.length - done;
             let length = if stream.is_some() { left.min(whole) } else { left };
             self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             if length >= PIPED {
-                // Start this chunk now. So the store works on it while the next chunk is begun, and
-                // on the next while this chunk is verified and sent.
+                // Submit this piece now. So the store works on it while the next piece is begun,
+                // and on the next piece while this one is verified and sent.
                 self.desk.requests.submit();
             }
             done += length;
@@ -50,13 +50,13 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Begins an entry, and has the engine read its range.
+    /// Begins an entry, and has the request engine read its range.
     pub(super) fn begin(&mut self, work: Work, cookie: u64, offset: u64, length: u32) -> Result<u16, Ending> {
         let span = Span { offset, length: length.into() };
         self.begin_request(work, cookie, Request { op: Op::Read, span, fua: false })
     }
 
-    /// Begins an entry, and gives its request to the engine.
+    /// Begins an entry, and gives its request to the request engine.
     pub(super) fn begin_request(&mut self, work: Work, cookie: u64, request: Request) -> Result<u16, Ending> {
         let pages = if request.op == Op::Read { request.span.pages() as usize } else { 0 };
         while !self.desk.flight.has_room(pages) {
@@ -69,8 +69,8 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(index)
     }
 
-    /// Takes the engine's answers. The next send acknowledges requests without data; reads become
-    /// ready. Returns whether there were any.
+    /// Takes the request engine's answers. The next send acknowledges requests without data; reads
+    /// become ready to be answered. Returns whether there were any answers.
     pub(super) fn take_answers(&mut self) -> Result<bool, Ending> {
         let mut any = false;
         while let Some(answer) = self.desk.requests.finished() {
@@ -94,7 +94,7 @@ impl<L: PageLane> Connection<'_, L> {
         self.has_begun() || self.desk.requests.has_work()
     }
 
-    /// Whether a request has begun whose payload is not still arriving.
+    /// Whether any request has begun, apart from a write whose payload is still arriving.
     fn has_begun(&self) -> bool {
         let arriving = self.desk.write.is_some_and(|write| write.index.is_some());
         self.desk.flight.begun() > usize::from(arriving)
@@ -222,7 +222,7 @@ fn gather_ready<'a>(
         errors +=
             u64::from(entry.error.is_some() && !matches!(entry.work, Work::Read { stream: Some(_), .. }));
         match (entry.work, entry.error) {
-            // The end of the stream reports the error.
+            // The end of the long read reports this piece's error.
             (Work::Read { stream: Some(_), .. }, Some(_)) => {}
             (Work::Read { offset, length, stream }, None) => {
                 let head = if structured {
@@ -246,7 +246,7 @@ fn gather_ready<'a>(
     (count, errors)
 }
 
-/// Adds the bytes of the pages that an entry has read.
+/// Adds the bytes that an entry has read to `slices`.
 pub(super) fn push_pages<'a>(
     flight: &'a Flight,
     index: u16,

@@ -70,7 +70,7 @@ impl<L: PageLane> Connection<'_, L> {
         self.change(request, op, whole(request))
     }
 
-    /// Begins a request without data. A long one goes on whenever completions are taken.
+    /// Begins a request without data. If it is long, the calls that take completions continue it.
     pub(super) fn change(&mut self, request: &Request, op: Op, span: Span) -> Result<(), Ending> {
         self.see_client()?;
         self.begin_request(Work::Write, request.cookie, change(request, op, span)).map(drop)

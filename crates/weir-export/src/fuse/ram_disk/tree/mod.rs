@@ -383,14 +383,15 @@ impl Tree {
         Ok(dots.chain(named).map(move |(name, node, cookie)| Listed { name, node, mode: mode(node), cookie }))
     }
 
-    /// Counts that the kernel has been told of a node once more.
+    /// Adds one to the number of times that the kernel was told of a node.
     pub fn remember(&mut self, node: u64) {
         if let Some(node) = self.nodes.get_mut(&node) {
             node.lookups += 1;
         }
     }
 
-    /// Counts that the kernel has forgotten a node this many times.
+    /// Subtracts `lookups` from the number of times that the kernel was told of a node. Frees the
+    /// node if nothing uses it any more.
     pub fn forget(&mut self, node: u64, lookups: u64) -> Freed {
         if let Some(found) = self.nodes.get_mut(&node) {
             found.lookups = found.lookups.saturating_sub(lookups);
@@ -424,8 +425,8 @@ impl Tree {
         let (file, room) = self.file_mut(node)?;
         let most = file.held + u64::from(room.free());
         if pages.end.saturating_sub(pages.start) > most {
-            // Check this first, before a loop over the pages: the range may be as long as the
-            // largest file.
+            // Refuse a range that is too long before any loop over its pages: it may be as long as
+            // the largest file.
             return Err(Errno::NOSPC);
         }
         let missing = pages.clone().filter(|page| file.place(*page).is_none()).count() as u64;
@@ -440,7 +441,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Notes a write that ended at byte `end`.
+    /// Notes a write that ended at byte `end`: the file is at least that long, and was changed at
+    /// `now`.
     pub fn written(&mut self, node: u64, end: u64, now: Time) -> Result<()> {
         let (file, _) = self.file_mut(node)?;
         file.size = file.size.max(end);
