@@ -95,8 +95,8 @@ impl<'a> Spin<'a> {
         found
     }
 
-    /// Notes that a request came after an attempt without success, and decides whether to try
-    /// longer.
+    /// Notes that a request has come after a spin without success. If it came soon enough that a
+    /// spin of the full time would have caught it, the next spin takes the full time.
     pub fn woke(&mut self) {
         if self.waiting_since.take().is_some_and(|since| since.elapsed() <= self.most) {
             self.now = self.most;

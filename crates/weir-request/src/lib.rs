@@ -178,7 +178,7 @@ impl<L: PageLane> Requests<L> {
         }
     }
 
-    /// The lane, for work outside of requests.
+    /// The lane, for its owner's operations that are no requests.
     pub fn lane(&mut self) -> &mut L {
         &mut self.lane
     }
@@ -241,8 +241,8 @@ impl<L: PageLane> Requests<L> {
         self.flight.one_less(id);
     }
 
-    /// Gives up the requests for which `whose` is true. From here on they have no further effect,
-    /// and are answered with [`Fault::Forsaken`].
+    /// Gives up the requests for which `whose` returns true. They have no further effect, and are
+    /// answered with [`Fault::Forsaken`].
     pub fn forsake(&mut self, whose: impl Fn(Id) -> bool) {
         self.lane.forsake(|ticket| whose((ticket >> PAGE_BITS) as Id));
         for _ in 0..self.flight.waiting.len() {
@@ -305,7 +305,7 @@ impl<L: PageLane> Requests<L> {
         self.is_ready() || self.lane.must_poll() || (self.flight.stuck && self.lane.in_flight() == 0)
     }
 
-    /// Whether a request waits that could go on at once, in the next [`turn`](Requests::turn).
+    /// Whether a waiting request could go on at once, in the next [`turn`](Requests::turn).
     fn is_ready(&self) -> bool {
         !self.flight.waiting.is_empty() && !self.flight.stuck
     }

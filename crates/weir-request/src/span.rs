@@ -57,8 +57,8 @@ impl Span {
         }
     }
 
-    /// The span's edges, which are parts of pages, and between them the numbers of its whole pages.
-    /// A missing part is empty.
+    /// The part of a page with which the span begins, the numbers of its whole pages, and the part
+    /// of a page with which it ends. Each of the three may be empty.
     pub fn parts(&self) -> (Span, Range<u64>, Span) {
         let end = self.offset + self.length;
         let whole = self.offset.div_ceil(PAGE)..end / PAGE;

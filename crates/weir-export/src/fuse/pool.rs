@@ -24,7 +24,7 @@ pub(super) struct Pool {
     threads: Box<[OnceLock<Thread>]>,
     /// A bit for each parked thread.
     parked: AtomicU64,
-    /// Number of threads that read requests, now or after their present answer.
+    /// Number of threads that look for requests now, or will after their present answer.
     at_device: AtomicUsize,
     stop: AtomicBool,
     /// An eventfd that becomes readable once the threads are to leave.

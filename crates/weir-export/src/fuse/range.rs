@@ -58,7 +58,7 @@ pub(super) struct Ranges<L> {
     pool: Arc<Pool>,
 }
 
-/// The memory of the request under way.
+/// The memory of the thread's request, as the request engine sees it.
 struct Io<'a, P> {
     pages: &'a mut Buffer,
     data: &'a [u8],
@@ -82,7 +82,7 @@ impl<P: Places> RequestMemory for Io<'_, P> {
 }
 
 impl<L: PageLane> Ranges<L> {
-    /// Takes the memory for one thread.
+    /// Allocates the memory of one thread.
     ///
     /// # Errors
     /// Fails when there is not enough memory.

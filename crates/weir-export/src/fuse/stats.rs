@@ -30,13 +30,13 @@ pub struct Stats {
     pub reads: u64,
     /// Number of writes.
     pub writes: u64,
-    /// Number of holes punched and ranges zeroed.
+    /// Number of requests to punch a hole or to zero a range.
     pub discards: u64,
     /// Number of reads, writes and discards that failed.
     pub errors: u64,
-    /// Bytes that reads asked for.
+    /// Number of bytes that all reads asked for.
     pub bytes_read: u64,
-    /// Bytes that writes sent.
+    /// Number of bytes in all writes.
     pub bytes_written: u64,
     /// Times that a thread woke a parked one to share the work.
     pub calls: u64,

@@ -101,7 +101,7 @@ pub mod setattr {
 /// The number of the notification that asks for unanswered requests again.
 pub const NOTIFY_RESEND: i32 = 7;
 
-/// A field's type: read from and written to a fixed number of bytes.
+/// The type of a field, which has a fixed number of bytes on the wire.
 trait Field: Sized {
     fn take(from: &mut &[u8]) -> Option<Self>;
     fn put(&self, into: &mut &mut [u8]);

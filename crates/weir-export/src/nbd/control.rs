@@ -88,7 +88,7 @@ pub(super) struct Control<'e> {
 }
 
 impl<'e> Control<'e> {
-    /// Takes the memory of the control thread.
+    /// Allocates the memory of the control thread.
     ///
     /// # Errors
     /// Fails when the system has no descriptors left.
@@ -241,7 +241,8 @@ impl<'e> Control<'e> {
         self.go_on(at);
     }
 
-    /// Begins TLS on `socket`; the messages inside it are negotiated as a new connection.
+    /// Begins TLS on `socket`. Inside TLS the client negotiates from the start, as on a new
+    /// connection.
     fn start_tls(&mut self, socket: OwnedFd, early: usize, listener: usize) {
         let Listen::Tls { identity, .. } = &self.listeners[listener].bound else { return };
         if early > 0 {

@@ -40,7 +40,7 @@ pub(super) enum Work {
     /// A read of at most [`CHUNK_MAX`] bytes. With a `stream` it is a piece of the long read that
     /// has that entry.
     Read { offset: u64, length: u32, stream: Option<u16> },
-    /// A read that one function begins, waits for and answers.
+    /// A read whose pages one function begins to fetch, waits for and answers.
     Held { offset: u64, length: u32 },
     /// A long read. It counts its pieces, and is answered after them.
     Stream,
@@ -56,7 +56,7 @@ pub(super) struct Entry {
     /// 1 until the request engine has answered. For a long read: the number of its unfinished
     /// pieces, plus one until all of them have begun.
     left: u32,
-    /// The entry's first page.
+    /// The number of the entry's first page.
     first: u16,
     /// The last page that was looked up, and its index. The next look-up begins there.
     last: (u16, u32),
@@ -65,14 +65,14 @@ pub(super) struct Entry {
 pub(super) struct Flight {
     entries: Box<[Entry]>,
     idle: Vec<u16>,
-    /// For each page, the next page of the same entry.
+    /// For each page, the number of the next page of the same entry.
     next_pages: Box<[u16]>,
     memory: Buffer,
     pool: Arc<Pool>,
     loans: [Option<Loan>; LOANS],
     idle_pages: Vec<u16>,
     ready: VecDeque<u16>,
-    /// Number of entries that write.
+    /// Number of entries that hold writes.
     writes: usize,
 }
 

@@ -101,7 +101,8 @@ impl Listener {
         match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => {
                 if !matches!(self.bound, Listen::Unix(_)) {
-                    // Replies are sent whole, and should not wait for one another.
+                    // Each reply is sent whole, so it must not wait for the acknowledgement of an
+                    // earlier one.
                     rustix::net::sockopt::set_tcp_nodelay(&socket, true)?;
                     rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
                 }

@@ -20,7 +20,7 @@ pub(super) struct Seats {
     gate: SpinGate,
     spin: Duration,
     read_only: bool,
-    /// The server is shutting sockets for reading.
+    /// Whether the server has begun to shut its connections' sockets for reading.
     closing: AtomicBool,
     log: Log,
 }
@@ -34,7 +34,7 @@ struct Seat {
 
 struct Mailbox {
     state: State,
-    /// The connection's socket, for a thread that must end it from outside.
+    /// The connection's socket, for another thread that must end the connection.
     socket: Option<OwnedFd>,
     /// The serving thread's own descriptor of the connection, until the thread takes it.
     given: Option<OwnedFd>,

@@ -17,7 +17,7 @@ use weir_core::swap_safety::{self, Children, NOT_PROTECTED, Unprotected};
 use weir_device::{PageDevice, PageLane};
 use weir_store::OpenError;
 
-/// Stack of a thread; with `mlockall` all of it is resident.
+/// Bytes of a thread's stack. With `mlockall` the whole stack is resident.
 const STACK_BYTES: usize = 256 << 10;
 
 /// The settings of a server.

@@ -35,9 +35,9 @@ pub struct Stats {
     pub trims: u64,
     /// Number of requests answered with an error.
     pub errors: u64,
-    /// Bytes that reads asked for.
+    /// Number of bytes that all reads asked for.
     pub bytes_read: u64,
-    /// Bytes that writes sent.
+    /// Number of bytes in all writes.
     pub bytes_written: u64,
     /// Number of batches; `requests / batches` requests came together on average.
     pub batches: u64,

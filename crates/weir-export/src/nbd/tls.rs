@@ -41,7 +41,7 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// The reason why a directory gives no identity.
+/// The reason why a directory gives no usable certificate and key.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     /// A file is missing, or has wrong content.
@@ -57,7 +57,7 @@ pub enum IdentityError {
     /// Certificate and key do not match, or are unusable.
     #[error("the certificate and key in {directory} cannot be used: {source}")]
     Unusable {
-        /// The directory of the files.
+        /// The directory that holds the certificate and the key.
         directory: String,
         /// The error of rustls.
         source: rustls::Error,
@@ -214,7 +214,8 @@ impl Relay {
                     }
                     Some(_) => {
                         if let Err(error) = self.session.process_new_packets() {
-                            // Tells the client the reason, if it still reads.
+                            // Send the TLS alert that tells the client the reason, if it still
+                            // reads.
                             let _ = self.session.write_tls(&mut self.socket);
                             return Err(io::Error::other(error));
                         }
@@ -225,8 +226,8 @@ impl Relay {
         }
     }
 
-    /// Passes the client's plaintext on, as far as the server takes it. Returns whether more may
-    /// come.
+    /// Passes the client's plaintext on, as far as the server takes it. Returns false once the
+    /// client has ended its side.
     fn pass_on(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
         loop {
             while self.sent < self.received.len() {

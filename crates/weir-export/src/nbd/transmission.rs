@@ -61,12 +61,12 @@ pub enum Event<'a> {
 /// part of one page with which an unaligned write begins or ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Payload<'a> {
-    /// The piece's offset in the export. It wraps around for a write whose range does, which
-    /// [`Rules::check`] refuses.
+    /// The piece's offset in the export. If the range of a write goes beyond 2^64 bytes, the offset
+    /// wraps around; [`Rules::check`] refuses that write.
     pub offset: u64,
     /// The piece's bytes, never empty.
     pub bytes: &'a [u8],
-    /// Number of bytes of this write that are still to come.
+    /// Number of bytes of the write that are still to come.
     pub left: u32,
 }
 
@@ -112,8 +112,8 @@ impl Parser {
         Ok(Some(Event::Request(request)))
     }
 
-    /// Looks ahead: shows every request whose header lies in `input`, and consumes nothing. Returns
-    /// how many pages of payload are in `input`.
+    /// Looks ahead: passes every request whose header lies in `input` to `see`, and consumes
+    /// nothing. Returns how many pages of payload are in `input`.
     pub fn survey(&self, mut input: &[u8], mut see: impl FnMut(&Request)) -> usize {
         let (mut pages, mut left) = (0, self.left as usize);
         loop {

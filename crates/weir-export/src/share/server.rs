@@ -35,7 +35,7 @@ use super::stats::{Stats, add};
 use weir_core::log::{Level, Log, Throttle};
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// Time until the next look at a client whose ring was full, or at a volume that had no room.
+/// Pause before the next look at a client whose ring was full, or at a volume that had no room.
 const STALL: Duration = Duration::from_millis(1);
 /// Time that a client may take for its greeting.
 const GREETING: Duration = Duration::from_secs(2);
@@ -360,8 +360,8 @@ impl Porter {
         if self.requests.is_busy() {
             worked |= self.complete();
         }
-        // Publish only after the lane's pin has ended, so that no writer of the volume waits
-        // meanwhile.
+        // Tell the clients of their completions only after the lane's pin has ended. So no writer
+        // of the volume waits meanwhile.
         if worked {
             for seat in &mut self.seats[..self.used] {
                 if let Seat::Taken { socket, session } = seat {
@@ -576,7 +576,7 @@ impl Porter {
         let area = session.area().fd().ok_or(io::ErrorKind::Unsupported)?;
         let bell = EventData::new_u64(BELL | seat as u64);
         epoll::add(&self.epoll, &session.server_bell, bell, EventFlags::IN | EventFlags::ET)?;
-        // From here on the client's messages on the socket are not read.
+        // The client's messages on the socket are not read any more, so wait only for its end.
         epoll::modify(&self.epoll, socket, EventData::new_u64(seat as u64), EventFlags::RDHUP)?;
         let mut fds = [area; 2 + WINDOWS_MAX as usize];
         fds[1] = session.server_bell.as_fd();

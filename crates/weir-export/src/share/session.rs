@@ -16,7 +16,7 @@ use weir_volume::{Guard, Lane, Loan, View};
 use super::loans::{FRAMES, Loans};
 use super::stats::{Stats, add};
 
-/// Number of submissions taken from one client before the next one's turn.
+/// Number of submissions that are taken from one client before the next client has its turn.
 const TURN: u32 = 64;
 /// Number of submissions that the thread looks ahead: first to prefetch a page's entry in the page
 /// map, and later to prefetch the page's record and first bytes.
@@ -132,7 +132,7 @@ pub(super) struct Session {
     free: Vec<u32>,
     taken: u32,
     completed: u32,
-    /// Number of completions that the client has been told of.
+    /// Number of completions that the server has announced to the client.
     published: u32,
     in_flight: u32,
     /// Whether the last look at the submissions could serve none of them. The client leaves no room
@@ -197,7 +197,8 @@ impl Session {
         self.area.server_asleep().store(u32::from(asleep), Ordering::Relaxed);
     }
 
-    /// Takes the client's submissions, one turn's worth, and returns how many requests that were.
+    /// Takes the client's submissions, at most as many as one turn allows. Returns how many it
+    /// took.
     pub(super) fn serve(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk) -> Result<u32, Violation> {
         let written = self.area.written(Ring::Submissions).load(Ordering::Acquire);
         self.stalled = false;

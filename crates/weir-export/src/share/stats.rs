@@ -53,9 +53,9 @@ counters! {
     given
     /// Number of lent pages and frames taken back from clients that went away.
     reclaimed
-    /// Returned tokens that were not held.
+    /// Number of returned tokens that the client did not hold.
     refused
-    /// Requests refused because the client held every frame.
+    /// Number of requests refused because the client had its full quota of frames.
     over_quota
     /// Frames that came back and were already free. A number above 0 means a bug.
     double_frees

@@ -30,9 +30,9 @@ pub enum ControlError {
     Refused {
         /// The command's name.
         command: &'static str,
-        /// The device of the command.
+        /// The device that the command was for.
         device: String,
-        /// The driver's error.
+        /// The error that the driver gave.
         #[source]
         source: io::Error,
     },

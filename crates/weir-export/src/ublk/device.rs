@@ -136,8 +136,8 @@ impl Device {
         Ok(info)
     }
 
-    /// Publishes the block device. Every request of every queue must have been fetched, else this
-    /// never returns.
+    /// Publishes the block device. The command ends only if every request of every queue has been
+    /// fetched.
     ///
     /// # Errors
     /// Fails with the driver's refusal.
@@ -190,8 +190,8 @@ impl Device {
         }
     }
 
-    /// Ends the takeover: requests flow again. All requests must have been fetched, as for
-    /// [`start`](Device::start).
+    /// Ends the takeover, after which the driver hands out requests again. All requests must have
+    /// been fetched, as for [`start`](Device::start).
     ///
     /// # Errors
     /// Fails with the driver's refusal.
@@ -240,7 +240,7 @@ impl Device {
         call(driver, "DEL_DEV", uapi::DEL_DEV, Some(self), 0, &mut [])
     }
 
-    /// The processors that send to `queue`, as a mask of 1024.
+    /// The processors whose requests come to `queue`, as a mask of 1024 bits.
     ///
     /// # Errors
     /// Fails with the driver's refusal.

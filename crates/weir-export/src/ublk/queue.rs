@@ -27,7 +27,8 @@ const OFFERING: Duration = Duration::from_secs(10);
 /// room for its completions.
 const REFUSED_NAP: Duration = Duration::from_millis(1);
 
-/// The bit of a completion's user data that says: it is about a store's descriptor, not a tag.
+/// The bit of a completion's user data that marks a store's descriptor. Without the bit, the user
+/// data are a tag.
 const STORE: u64 = 1 << 32;
 
 /// The request descriptors of one queue, in memory that the driver maps.

@@ -62,7 +62,7 @@ pub fn is_swap(descriptor: &Descriptor) -> bool {
     descriptor.op_flags & IO_SWAP != 0
 }
 
-/// Moves the urgent requests to the front of a batch; otherwise keeps the order. Takes no memory.
+/// Moves the urgent requests to the front of a batch; otherwise keeps the order. Allocates nothing.
 pub fn urgent_first<T>(batch: &mut [T], urgent: impl Fn(&T) -> bool) {
     let mut front = 0;
     for at in 0..batch.len() {

@@ -23,14 +23,14 @@ use weir_core::swap_safety::{self, Children, NOT_PROTECTED, Unprotected};
 use weir_store::OpenError;
 use weir_volume::Volume;
 
-/// Stack of a thread; with `mlockall` all of it is resident.
+/// Bytes of a thread's stack. With `mlockall` the whole stack is resident.
 const STACK_BYTES: usize = 256 << 10;
 /// Time that the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Time that the server gives processors to put their requests back, if the kernel cannot say when
 /// they have; see [`let_requests_return`].
 const RETURN: Duration = Duration::from_millis(250);
-/// Pause between two looks at the driver, or for a file of the device.
+/// Pause between two looks at the driver, or at a device's file that may appear soon.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// The settings of a ublk server.
@@ -132,7 +132,8 @@ impl Server {
     /// keeps its earlier shape.
     ///
     /// # Errors
-    /// Fails when there is one, and the driver does not finish clearing up after the dead server.
+    /// Fails if there is such a device, but the driver does not finish clearing up after the dead
+    /// server.
     pub fn find(device: Device, log: &Log) -> Result<Option<Found>, UblkError> {
         let mut control = Control::open()?;
         let begun = Instant::now();

@@ -56,7 +56,8 @@ pub const STOP_DEV: u32 = control(READ_WRITE, 0x07);
 pub const SET_PARAMS: u32 = control(READ_WRITE, 0x08);
 /// Begins to take a device over from a server that died.
 pub const START_USER_RECOVERY: u32 = control(READ_WRITE, 0x10);
-/// Ends the takeover; waits as `START_DEV` does.
+/// Ends the takeover of a device from a dead server. Waits, as `START_DEV` does, until every
+/// request has been fetched.
 pub const END_USER_RECOVERY: u32 = control(READ_WRITE, 0x11);
 /// Asks for the driver's features; it puts a mask of `FEATURE_` bits into the buffer. Linux 6.5.
 pub const GET_FEATURES: u32 = control(READ, 0x13);
@@ -118,7 +119,7 @@ pub const PARAMETERS_BASIC: u32 = 1;
 /// [`Parameters::discard`] is filled in.
 pub const PARAMETERS_DISCARD: u32 = 2;
 
-/// A structure of the interface without padding, so that all its bytes are fields.
+/// A structure of the ublk interface without padding, so that all its bytes are fields.
 ///
 /// # Safety
 /// Implementors must be `repr(C)` without padding, and every pattern of bits must be a valid value.
@@ -136,8 +137,8 @@ pub unsafe trait Plain: Copy + 'static {
     }
 }
 
-/// Declares structures of the interface, each with its size and the offsets of its fields, as the
-/// header's ABI has them.
+/// Declares structures of the ublk interface. Each has its size and its fields' offsets, which must
+/// be those of the kernel's header.
 macro_rules! plain {
     ($($(#[$meta:meta])* $name:ident: $size:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty = $offset:literal,)* })*) => {$(
         $(#[$meta])*
@@ -261,7 +262,7 @@ plain! {
         basic: BasicParameters = 8,
         /// The limits of discards.
         discard: DiscardParameters = 40,
-        /// Fills the place of the device's number, which only the driver writes.
+        /// Room for the device's number, which only the driver writes.
         rest: u32 = 60,
     }
 

@@ -47,8 +47,8 @@ pub(super) fn life(point: &Path) -> Life {
         None => {
             let ours = std::path::absolute(point).ok().and_then(|point| super::mounted(&point));
             let ours = ours.filter(super::Mounted::is_ours);
-            // Reading the descriptors of a process that is in exec waits for the exec's end, so
-            // this has a time limit.
+            // A time limit, because reading the descriptors of a process in exec waits until the
+            // exec ends.
             match ours.and_then(|mounted| within(move || may_be_held(mounted.device))) {
                 Some(false) => Life::Kept,
                 _ => Life::Silent,
@@ -81,7 +81,8 @@ fn may_be_held(device: u32) -> bool {
     })
 }
 
-/// Whether this descriptor of this process is, or may be, one of the connection.
+/// Whether descriptor `fd` of a process is, or may be, one of the connection that is mounted as
+/// `device`.
 fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
     let info = match fs::read_link(process.join("fd").join(fd)) {
         Ok(target) if target == Path::new("/dev/fuse") => fs::read_to_string(process.join("fdinfo").join(fd)),
@@ -89,7 +90,7 @@ fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
         Err(error) => Err(error),
     };
     match info {
-        // A descriptor that is not mounted yet names no connection.
+        // A descriptor of `/dev/fuse` without a mount names no connection.
         Ok(info) => connection(&info) == Some(device),
         // Process 1 serves no disks, so it holds nothing. Some systems hide its descriptors even
         // from root, since it has more rights.

@@ -168,7 +168,7 @@ impl Mount {
     }
 }
 
-/// Has the distribution's set-uid program act on `point`.
+/// Runs `fusermount3`, the distribution's set-uid program, on `point`.
 fn run_fusermount(arguments: &[&str], point: &Path) -> io::Result<()> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for program in FUSERMOUNT {
@@ -327,7 +327,8 @@ fn mount(device: &Device, point: &Path, kind: u32, options: &Options<'_>) -> io:
     Ok(rustix::mount::mount(options.source, point, fstype.as_str(), flags, data.as_c_str())?)
 }
 
-/// Has the distribution's set-uid program mount, and pass the descriptor to this process.
+/// Has `fusermount3`, the distribution's set-uid program, mount and pass the descriptor to this
+/// process.
 fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError> {
     let refused = |reason: String| MountError::Refused { path: point.to_owned(), reason };
     let failed = |error: io::Error| refused(error.to_string());

@@ -25,8 +25,8 @@ use weir_core::{PAGE_SIZE, PageNo};
 use weir_request::Span;
 use weir_volume::Lane;
 
-/// Seconds that the kernel may keep names and attributes: every change here comes through the
-/// kernel.
+/// Seconds that the kernel may keep names and attributes. They change only by the kernel's own
+/// requests.
 const VALID: u64 = 3600;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -333,7 +333,8 @@ fn attr(tree: &Tree, node: u64) -> Answer<Vec<u8>> {
     Ok(AttrOut { attr_valid: VALID, attr: tree.attr(node)?, ..AttrOut::default() }.encode().to_vec())
 }
 
-/// Answers with a node, and counts that the kernel knows it and must forget it one day.
+/// Answers with a node's attributes. Adds one to the number of times that the kernel was told of
+/// the node.
 fn entry(tree: &mut Tree, node: u64) -> Answer<Vec<u8>> {
     let attr = tree.attr(node)?;
     tree.remember(node);

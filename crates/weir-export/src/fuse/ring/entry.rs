@@ -113,7 +113,8 @@ fn error(unique: u64, errno: Errno) -> [u8; OutHeader::BYTES] {
 }
 
 impl<'a> Answer<'a> {
-    /// An answer for an entry. Until `serve` answers, the entry counts as an unknown request.
+    /// An answer for an entry. Until `serve` gives the real one, it is the error for an unknown
+    /// request.
     fn to(body: &'a mut [u8], unique: u64) -> Answer<'a> {
         Answer { body: RefCell::new(body), sent: Cell::new((error(unique, Errno::NOSYS), 0)) }
     }

@@ -17,7 +17,7 @@ pub struct Config {
     pub threads: usize,
     /// Time that a thread spins for the next request before it sleeps; zero: it sleeps at once.
     pub spin: Duration,
-    /// The file is to carry swap: every thread must have the I/O flusher flag unless
+    /// The file is to carry swap. Then every thread must have the I/O flusher flag, unless
     /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
     /// Serve swap even with threads that lack the I/O flusher flag.

@@ -32,7 +32,7 @@ use weir_device::PageDevice;
 use weir_store::OpenError;
 use weir_volume::Volume;
 
-/// Stack of a thread. It is small because `mlockall` makes all of it resident.
+/// Bytes of a thread's stack. They are few, because `mlockall` makes all of them resident.
 const STACK_BYTES: usize = 256 << 10;
 /// A descriptor that a keeper holds beyond this process's end, for [`Server::take_over`].
 #[derive(Debug)]
@@ -392,8 +392,8 @@ impl Server {
     /// [`unmounted`](Server::unmounted) becomes readable.
     ///
     /// # Errors
-    /// Fails with the reason why it stays: `EBUSY`, or the message of the program that unmounts for
-    /// ordinary users.
+    /// Fails with the reason why the file system stays mounted: `EBUSY`, or the message of
+    /// `fusermount3`.
     pub fn unmount_unused(&self) -> io::Result<()> {
         self.mount.as_ref().map_or(Ok(()), Mount::unmount_unused)
     }

@@ -19,7 +19,7 @@ use weir_volume::Volume;
 pub(super) struct Opened {
     pub mount: Mount,
     pub connection: Device,
-    /// Queues of an earlier server.
+    /// The threads' descriptors of the connection that an earlier server left.
     pub queues: Vec<Device>,
     pub can_resend: bool,
     pub made: bool,
@@ -79,9 +79,9 @@ pub(super) fn mounted(
     Ok(Opened { mount, connection, queues: Vec::new(), can_resend, made: false, rings })
 }
 
-/// Whether every page is answered at once. A thread with an io_uring is the only one that serves
-/// its processors, so it must not wait. Behind a thread that reads from a disk, 16 requests of one
-/// program came at half the rate (measured).
+/// Whether the page device answers every page at once. A thread with an io_uring is the only one
+/// that serves its processors, so it must not wait for a slow store. Behind a thread that read from
+/// a disk, 16 requests of one program came at half the rate (measured).
 pub(super) fn lies_in_memory(volume: &Volume) -> bool {
     volume.stores().all(|store| store.share().is_some())
 }

@@ -206,7 +206,7 @@ impl Client {
     /// Asks for a disconnect, which lets the server finish what is in flight, and closes.
     ///
     /// # Errors
-    /// Fails when the connection breaks before that.
+    /// Fails when the request to disconnect cannot be sent.
     pub fn disconnect(mut self) -> Result<(), ClientError> {
         let request = Request { flags: 0, command: command::DISC, cookie: 0, offset: 0, length: 0 };
         self.output.extend_from_slice(&request.encode());

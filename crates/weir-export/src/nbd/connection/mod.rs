@@ -61,7 +61,7 @@ static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 #[derive(Clone, Copy)]
 struct Read {
     request: Request,
-    /// Number of bytes answered so far.
+    /// Number of the read's bytes that have been answered so far.
     done: u32,
     /// The read cannot use the `sendmsg` of the batch. Its pages must be fetched from a slow store,
     /// or it takes several sends, between which no other reply may come.
@@ -127,7 +127,7 @@ struct Desk<L> {
     write: Option<Write>,
 }
 
-/// A connection, for as long as it is served.
+/// A connection and its thread's desk, while the thread serves the connection.
 struct Connection<'a, L> {
     socket: BorrowedFd<'a>,
     rules: Rules,
@@ -266,7 +266,7 @@ impl<L: PageLane> Connection<'_, L> {
         self.desk.requests.lane().announce(coming.flatten());
     }
 
-    /// Waits for bytes of the client. 0 means that no more will come.
+    /// Waits for bytes of the client. Returns their number; 0 means that no more will come.
     fn receive(&mut self, into: &mut [u8], spin: &mut Spin<'_>) -> Result<usize, Ending> {
         while self.is_busy() {
             // Look at the store first, since clients wait for completions.

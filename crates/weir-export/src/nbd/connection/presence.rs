@@ -85,8 +85,8 @@ impl<L: PageLane> Connection<'_, L> {
         if self.presence.leaves { Ok(()) } else { Err(Ending::Closed) }
     }
 
-    /// The outcome of a send. A client that has sent its last request need not wait for the
-    /// answers.
+    /// The outcome of a send. It is no error if the client has closed the connection after its last
+    /// request: such a client need not wait for the answers.
     pub(super) fn unless_leaving(&mut self, sent: rustix::io::Result<()>) -> Result<(), Ending> {
         let Err(errno) = sent else { return Ok(()) };
         let ending = Ending::from(errno);

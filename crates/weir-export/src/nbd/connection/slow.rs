@@ -9,7 +9,8 @@ use weir_core::PAGE_SIZE;
 use weir_device::PageLane;
 use weir_request::{Op, Request, Span};
 
-/// Least length of a read's piece that is started by itself. Shorter pieces wait for the batch.
+/// Least number of bytes of a read's piece that is submitted by itself. Shorter pieces are
+/// submitted with the batch.
 const PIPED: u32 = 64 << 10;
 
 impl<L: PageLane> Connection<'_, L> {
@@ -88,8 +89,8 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(any)
     }
 
-    /// Whether a request is under way, or waits for its answer. A write whose payload is still
-    /// arriving is under way only while a store works for it.
+    /// Whether a request is under way, or finished and not answered yet. A write whose payload is
+    /// still arriving counts only while a store works for it.
     pub(super) fn is_busy(&self) -> bool {
         self.has_begun() || self.desk.requests.has_work()
     }
@@ -104,7 +105,7 @@ impl<L: PageLane> Connection<'_, L> {
     pub(super) fn make_room(&mut self) -> Result<(), Ending> {
         self.desk.requests.submit();
         let before = self.desk.requests.lane().in_flight();
-        // An operation that has ended made room, whether or not its request is finished.
+        // Any operation that has ended makes room, whether or not its request is finished.
         if self.take_completions()? || self.desk.requests.lane().in_flight() < before {
             return Ok(());
         }
@@ -144,9 +145,9 @@ impl<L: PageLane> Connection<'_, L> {
     /// Takes completions of slow stores.
     fn collect(&mut self) -> Result<(), Ending> {
         if self.desk.flight.has_writes() {
-            // The next poll publishes writes that their store has ended. A check from a moment ago
-            // is too old: the client may have gone since, and sent newer writes on another
-            // connection.
+            // Check again that the client is there: the next poll publishes writes that their store
+            // has ended. Since the last check the client may have gone, and sent newer writes on
+            // another connection.
             self.look_for_client()?;
         }
         let Desk { requests, flight, .. } = &mut *self.desk;
@@ -154,12 +155,13 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Sends `head` and what `gather` adds after it, however slowly the client takes that.
+    /// Sends `head` and the slices that `gather` adds after it, however slowly the client takes
+    /// them.
     ///
-    /// While operations of this lane are under way, the slots that others free cannot be used
-    /// again. So this thread takes completions until none is under way, and only then blocks. The
-    /// answers to them wait. `gather` is called again after each look at the store, and must add
-    /// the same bytes.
+    /// While this lane has operations under way, slots that other lanes free cannot be used again.
+    /// So this thread takes completions until none is under way, and only then blocks. The answers
+    /// to them wait. `gather` is called again after each look at the store, and must add the same
+    /// bytes.
     pub(super) fn send<const SLICES: usize>(
         &mut self,
         head: &[u8],
@@ -202,8 +204,8 @@ impl<L: PageLane> Connection<'_, L> {
     }
 }
 
-/// Adds the answers to finished reads: to as many as fit, and `most` at most. Returns their
-/// number, and how many of them report an error.
+/// Adds answers to finished reads to `slices`: as many as fit, and `most` at most. Returns the
+/// number of answers, and how many of them report an error.
 fn gather_ready<'a>(
     flight: &'a Flight,
     most: usize,

@@ -42,7 +42,7 @@ pub enum Tls {
     Active,
 }
 
-/// The terms that a connection carries into transmission.
+/// The results of the negotiation that a connection keeps in transmission.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Negotiated {
     /// Whether reads are answered by structured replies.
@@ -68,7 +68,7 @@ pub enum Step {
     Close(Ending),
 }
 
-/// The name by which a client asked for the export.
+/// How a client called the export: by the empty name of the default export, or by its own name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Called {
     ByDefault,
@@ -96,7 +96,8 @@ pub struct Handshake<'e> {
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
-    /// The name by which the client selected `base:allocation`; `None`: it did not.
+    /// How the client called the export when it selected `base:allocation`; `None` if it has not
+    /// selected it.
     allocation: Option<Called>,
     options: u32,
 }

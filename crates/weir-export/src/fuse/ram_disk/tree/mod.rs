@@ -23,7 +23,8 @@ const EXCHANGE: u32 = 2;
 const NAME_MAX: usize = super::super::wire::NAME_MAX as usize;
 /// Bytes of the largest file. With this limit no sum of an offset and a length overflows.
 pub(super) const SIZE_MAX: u64 = 1 << 44;
-/// Largest number of nodes beyond one for each page: empty files take the server's memory too.
+/// Number of nodes that a tree may have beyond one for each page. Empty files need a limit too:
+/// their nodes take the server's memory.
 const NODES_SPARE: usize = 4096;
 
 /// Pages in a leaf of a file's page table.
@@ -551,7 +552,7 @@ impl Tree {
         self.touched(parent, now)
     }
 
-    /// Removes a name, and leaves its node alone. Returns the node.
+    /// Removes a name, but not its node. Returns the node's number.
     fn take_name(&mut self, parent: u64, name: &[u8], now: Time) -> Result<u64> {
         let directory = self.directory_mut(parent)?;
         let entry = directory.names.remove(name).ok_or(Errno::NOENT)?;
