@@ -10,7 +10,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Shorter spins are not worth their clock reads.
+/// Shortest time of a spin: a shorter one is not worth its clock reads.
 const LEAST: Duration = Duration::from_micros(2);
 
 /// Number of pause instructions between two looks; half a microsecond or so.

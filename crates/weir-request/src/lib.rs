@@ -480,8 +480,8 @@ impl<L: PageLane> Requests<L> {
                 Some(first) if whole > 0 && op == Op::Discard => lane.discard(first, count),
                 Some(first) if whole > 0 => lane.zero(first, count, op == Op::Hole),
                 Some(page) => {
-                    // Both edges have the same ticket: their completions bring no page, so nothing
-                    // must tell them apart.
+                    // Both edges of a span have the same ticket: their completions bring no page,
+                    // so nothing must tell them apart.
                     let progress = lane.write_part(ticket(id, 0), page, piece.within, &ZEROS[..piece.len]);
                     if !flight.note(id, at, progress) {
                         return Step::Full;

@@ -25,7 +25,7 @@ const ZERO_RANGE: u32 = 0x10;
 const SEEK_DATA: u32 = 3;
 const SEEK_HOLE: u32 = 4;
 
-/// The shape of the file system.
+/// The properties of the file system and of its one file.
 #[derive(Debug)]
 pub(super) struct Shape {
     /// The file's name in the directory; `None`: the root is the file itself.
@@ -231,7 +231,7 @@ impl Disk {
         let found = (first..lane.pages()).find(|page| lane.known_zero(PageNo(*page)) != data);
         match found {
             Some(page) => Ok(what.offset.max(u64::from(page) * PAGE_SIZE as u64)),
-            // After the end there is a hole, and no data.
+            // After the file's end there is a hole, and no data.
             None if data => Err(Errno::NXIO),
             None => Ok(self.shape.bytes),
         }

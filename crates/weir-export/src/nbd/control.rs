@@ -28,9 +28,9 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 const ACCEPT_BURST: usize = 16;
 /// Pause before new connections are accepted again, when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The bytes of unread replies that the system is asked to hold; it doubles this for its own
-/// overhead. It is one piece of a long read: while the client copies a piece, the next is verified.
-/// With 64 KiB, client and server wake each other twice as often.
+/// Bytes of unread replies that the system is asked to hold for a connection; the system doubles
+/// the number for its own overhead. One piece of a long read fits: while the client copies a piece,
+/// the next one is verified. With 64 KiB, client and server wake each other twice as often.
 const SEND_BUFFER_BYTES: usize = 512 << 10;
 
 const WAKE: u64 = u64::MAX;

@@ -58,7 +58,8 @@ pub(super) struct Entry {
     left: u32,
     /// The number of the entry's first page.
     first: u16,
-    /// The last page that was looked up, and its index. The next look-up begins there.
+    /// The number of the entry's page that was looked up last, and its index in the entry. The next
+    /// look-up begins there.
     last: (u16, u32),
 }
 
@@ -204,7 +205,7 @@ impl Flight {
         self.one_less(answer.id);
     }
 
-    /// Whether a held entry is finished. The function that began it waits for this.
+    /// Whether a [`Work::Held`] entry is finished. The function that began it waits for this.
     pub fn is_finished(&self, index: u16) -> bool {
         self.entry(index).left == 0
     }
@@ -362,7 +363,8 @@ mod tests {
             flight.pages_of(index).all(|number| *flight.page(number) == [mark; PAGE_SIZE])
         };
         assert!(begun.iter().zip(1..).all(|(index, mark)| marked(*index, mark)), "no page is two entries'");
-        // Each entry of another connection takes of the room that is left, down to its last entry.
+        // Another connection has room for three reads: one in its own memory, and one in each of
+        // the two buffers that are left.
         let room = std::iter::from_fn(|| {
             other
                 .has_room(SPAN_MAX)

@@ -1,12 +1,13 @@
 //! The Network Block Device protocol, after its specification (`doc/proto.md` of
 //! NetworkBlockDevice/nbd).
 //!
-//! Decisions need no socket: [`handshake`] and [`transmission`] take bytes and return bytes, so
-//! they are tested and fuzzed as plain functions. [`wire`] holds the numbers.
+//! Decisions about the protocol need no socket: [`handshake`] and [`transmission`] take bytes and
+//! return bytes, so they are tested and fuzzed as plain functions. [`wire`] holds the protocol's
+//! numbers.
 //!
-//! [`Server`] runs them on threads: one that negotiates with all clients, and one for each
-//! connection in transmission. All are started before the process is sealed. [`client`] is the
-//! other side.
+//! [`Server`] runs the protocol on threads: one that negotiates with all clients, and one for each
+//! connection in transmission. All threads are started before the process is sealed. [`client`] is
+//! the client's side of the protocol.
 
 pub mod client;
 mod connection;

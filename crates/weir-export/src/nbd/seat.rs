@@ -271,7 +271,7 @@ fn is_kernels(socket: &OwnedFd) -> bool {
 impl Mailbox {
     fn shut(&self, how: Shutdown) {
         if let Some(socket) = &self.socket {
-            // The call fails only if the client has gone already.
+            // A shutdown fails only if the client has gone already.
             let _ = rustix::net::shutdown(socket, how);
         }
     }

@@ -47,7 +47,7 @@ pub mod client_flag {
 
 /// Flags that say what an export can do.
 pub mod transmission_flag {
-    /// This flag is always set.
+    /// Says that the flags are valid; the server always sets it.
     pub const HAS_FLAGS: u16 = 1 << 0;
     /// The export refuses writes.
     pub const READ_ONLY: u16 = 1 << 1;

@@ -521,7 +521,7 @@ impl Porter {
     fn hang_up(&self, socket: OwnedFd) {
         let _ = epoll::delete(&self.epoll, &socket);
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
-        // The closing thread lives as long as this one.
+        // The send cannot fail: the thread that closes sockets lives as long as this one.
         let _ = self.closer.send(socket);
     }
 

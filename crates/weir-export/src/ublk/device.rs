@@ -10,12 +10,12 @@ use std::fmt;
 use std::io;
 use weir_core::PAGE_SIZE;
 
-/// The longest discard, in sectors. The engine discards pages in steps, and takes other requests in
-/// between.
+/// The longest discard, in sectors. The request engine discards pages in steps, and takes other
+/// requests in between.
 const DISCARD_SECTORS: u32 = (256 << 20) / SECTOR as u32;
 
-/// The mark of Weir's devices, in a field that the driver stores for servers. The lower half is the
-/// process that made the device.
+/// The mark of Weir's devices, in a field that the driver stores for servers. The lower half of the
+/// field is the id of the process that made the device.
 const MARK: u64 = 0x7765_6972 << 32;
 
 /// The parameters of a new device.

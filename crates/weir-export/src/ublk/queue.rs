@@ -75,7 +75,7 @@ impl Drop for Descriptors {
     }
 }
 
-/// A queue, on its thread.
+/// A queue, as its thread works with it.
 pub(super) struct Queue<'a> {
     ring: IoUring,
     descriptors: Descriptors,
@@ -202,7 +202,7 @@ impl<'a> Queue<'a> {
             let Queue { ring, spin, .. } = self;
             let found = spin.as_mut().expect("looked").attempt(|| {
                 // This flag of the io_uring says that completions wait in the kernel. A system call
-                // adds them.
+                // moves them to where the thread sees them.
                 let due = ring.submission().taskrun();
                 if due {
                     passed(ring.submit())?;

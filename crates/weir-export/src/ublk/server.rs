@@ -354,7 +354,7 @@ impl Found {
     }
 }
 
-/// A queue's thread before it runs.
+/// What a queue's thread takes with it when it starts.
 struct Thread {
     number: u16,
     depth: u16,

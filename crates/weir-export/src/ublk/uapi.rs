@@ -6,7 +6,7 @@
 
 use weir_core::PAGE_SIZE;
 
-/// The device for control commands.
+/// The path of the device that takes control commands.
 pub const CONTROL_PATH: &str = "/dev/ublk-control";
 
 /// Bytes of a sector, the unit of offsets and lengths.
@@ -227,17 +227,17 @@ plain! {
         minimal_shift: u8 = 7,
         /// The longest request, in sectors.
         max_sectors: u32 = 8,
-        /// Zero: requests may begin anywhere.
+        /// Zero, which means that requests may begin anywhere.
         chunk_sectors: u32 = 12,
         /// The device's size in sectors.
         device_sectors: u64 = 16,
-        /// Zero: a request's memory may be in any pieces.
+        /// Zero, which means that a request's memory may be in any pieces.
         boundary_mask: u64 = 24,
     }
 
     /// `struct ublk_param_discard`: the limits of discards.
     DiscardParameters: 20 {
-        /// Zero: discards are aligned to the device.
+        /// Zero, which means that discards need no further alignment than the device's.
         alignment: u32 = 0,
         /// Bytes of the smallest discard.
         granularity: u32 = 4,

@@ -234,7 +234,7 @@ impl Left {
 }
 
 /// Unmounts the file system at `point` if its server is gone. Call it before any other look at
-/// `point`: the kernel may let that wait for ever.
+/// `point`: the kernel may let such a look wait for ever.
 ///
 /// # Errors
 /// Fails with [`MountError::Stale`] if the mount is none of Weir's, or cannot be removed. Fails

@@ -48,7 +48,8 @@ impl Shared {
         Arc::new(Shared(RwLock::new(Tree::new(pages, owner, 0o755, now()))))
     }
 
-    // If a thread panicked with the lock, the panic hook has reported that. The tree stays usable.
+    // If a thread panicked while it held the lock, the panic hook has reported that. The tree stays
+    // usable.
     fn read(&self) -> RwLockReadGuard<'_, Tree> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }

@@ -44,7 +44,7 @@ const DEVICE: u64 = BELL + 1;
 const MEMORY_MAX: usize = 64 << 20;
 /// Smallest payload of an entry, in bytes. With smaller requests an io_uring is not worthwhile.
 const PAYLOAD_LEAST: usize = 128 << 10;
-/// Bytes of a large answer: a larger one is sent before the next request is looked at.
+/// Largest number of bytes of an answer that may wait while the next request is looked at.
 const LARGE: usize = 64 << 10;
 
 /// The reason why requests come by `/dev/fuse`.

@@ -51,7 +51,7 @@ pub(super) fn greet(connection: &Device, wish: Wish) -> Result<u64, ServeError> 
     }
 }
 
-/// The offer of the kernel's first request.
+/// The kernel's offer, from its first request.
 fn offered(first: &Request<'_>) -> io::Result<(InitIn, u64)> {
     match first {
         Request::Init { offer, flags } => Ok((*offer, *flags)),

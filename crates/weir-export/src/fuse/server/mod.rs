@@ -207,8 +207,8 @@ impl Server {
     /// is taken. Removes the mount of a dead server.
     ///
     /// # Errors
-    /// Fails as [`ram_disk`](Server::ram_disk) does, if there is no directory or another file
-    /// system is mounted.
+    /// Fails as [`ram_disk`](Server::ram_disk) does, if `point` is no directory, or a dead mount
+    /// there cannot be removed.
     pub fn look_at(point: &Path) -> Result<(), ServeError> {
         mount::replace_dead(point)?;
         match fs::metadata(point) {
@@ -349,7 +349,7 @@ impl Server {
         Ok(())
     }
 
-    /// The file that stands for the volume.
+    /// The path of the file that holds the volume's bytes.
     pub fn file(&self) -> &Path {
         &self.file
     }
@@ -444,7 +444,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         // This server took over, and then could not start. It leaves the mount as it was, for the
-        // next one.
+        // next server.
         if self.mount.as_ref().is_some_and(Mount::stays) {
             self.mount.take();
         }

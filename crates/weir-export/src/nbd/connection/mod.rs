@@ -90,7 +90,7 @@ pub(super) struct Shared {
 const LONG_AT_ONCE: usize = 4;
 
 impl Shared {
-    /// Allocates the memory that this many connections share.
+    /// Allocates the memory that `connections` connections share.
     ///
     /// # Errors
     /// Fails when the memory cannot be had.

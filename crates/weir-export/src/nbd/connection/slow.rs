@@ -20,7 +20,7 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(self.desk.requests.wait(client.then_some(self.socket))?)
     }
 
-    /// Begins the rest of a read at slow stores.
+    /// Begins to fetch from slow stores the part of a read that has not been answered yet.
     pub(super) fn fetch(&mut self, read: &Read) -> Result<(), Ending> {
         let (request, mut done) = (&read.request, read.done);
         let mut stream = None;
@@ -129,7 +129,7 @@ impl<L: PageLane> Connection<'_, L> {
     }
 
     /// Takes completions of slow stores, and answers the requests that are then finished. Returns
-    /// whether there were any.
+    /// whether any request was finished.
     pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
         self.collect()?;
         let any = self.take_answers()? || !self.desk.flight.ready().is_empty();
