@@ -354,7 +354,7 @@ impl Found {
     }
 }
 
-/// What a queue's thread takes with it when it starts.
+/// The parts that a queue's thread gets when it starts.
 struct Thread {
     number: u16,
     depth: u16,
