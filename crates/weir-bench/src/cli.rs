@@ -313,11 +313,12 @@ pub struct BenchGiveBackOptions {
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub cycles: usize,
 
-    /// Programs that use the device meanwhile.
+    /// Number of programs that use the device while memory is given back and taken.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub users: u16,
 
-    /// Then let another process allocate 90% of the card in steps of this size, and end.
+    /// After the cycles, let another process allocate 90% of the card in steps of this size, and
+    /// end.
     #[arg(long, value_name = "SIZE")]
     pub steps: Option<ByteSize>,
 }
@@ -325,7 +326,7 @@ pub struct BenchGiveBackOptions {
 /// The store to measure, and the load on it.
 #[derive(Debug, Clone, Args)]
 pub struct BenchStoreOptions {
-    /// The store.
+    /// The store to measure.
     #[arg(long, value_name = "URL", default_value = "vram:0")]
     pub store: StoreUrl,
 
@@ -341,7 +342,7 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub depth: usize,
 
-    /// Only rows whose id begins like this; may be repeated.
+    /// Only the rows whose id begins with this text; may be repeated.
     #[arg(long, value_name = "ID")]
     pub only: Vec<String>,
 

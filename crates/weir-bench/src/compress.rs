@@ -69,7 +69,8 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
             let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots())?)])?;
             kind.iter().for_each(|with| volume.compress(*with));
             let mut lane = volume.lane()?;
-            // Fill the volume twice, since the store's memory is new the first time.
+            // Fill the volume twice, and count the second time. The first time is slower, because
+            // it also makes the kernel provide the store's memory.
             write_all(&mut lane, &contents, pages)?;
             writes.push(write_all(&mut lane, &contents, pages)?);
             reads.push(read_all(&mut lane, &contents, pages)?);

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use weir_cache::Directory;
 use weir_core::PageNo;
 
-/// Pages of a made trace, and its number of requests.
+/// Number of pages in a made trace, and number of its requests.
 const PAGES: u32 = if cfg!(test) { 1 << 13 } else { 1 << 16 };
 const REQUESTS: usize = 16 * PAGES as usize;
 /// Number of pages that one scan of a made trace reads.

@@ -95,8 +95,8 @@ fn say(reason: &str) {
     let _ = writeln!(io::stderr(), "weir: {}", with_next_step(&one_line(reason)));
 }
 
-/// Adds the next step to an error that says descriptors ran out. Any call can fail so, and the next
-/// step is always the same.
+/// Adds the next step to an error that says descriptors ran out. Any call can fail for this reason,
+/// and the next step is always the same.
 fn with_next_step(reason: &str) -> String {
     let none_left = io::Error::from(rustix::io::Errno::MFILE).to_string();
     let what = if reason == none_left { "cannot start: " } else { "" };
@@ -115,7 +115,7 @@ impl From<clap::Error> for Failure {
     }
 }
 
-/// Clap's error on one line. The usage text after it is left out, unless something is missing.
+/// Clap's error on one line. The usage text after it is left out, unless an argument is missing.
 pub fn complaint(error: &clap::Error) -> String {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);

@@ -1,5 +1,5 @@
 //! The parts that the command lines of Weir's programs share: errors on one line with their exit
-//! codes, man pages and completions. The output may be a closed pipe. A guard undoes changes to the
+//! codes, output that may be closed, man pages and completions. A guard undoes changes to the
 //! machine.
 
 pub mod failure;

@@ -2,7 +2,7 @@
 //!
 //! A [`PageDevice`] is a row of numbered pages that threads share. Each thread has a [`PageLane`]
 //! of its own. By it the thread reads, writes, discards, zeroes and flushes pages in batches, each
-//! operation under a [`Ticket`]. No operation waits:
+//! operation under a [`Ticket`]. No operation waits. Its steps are these:
 //!
 //! 1. An operation returns [`Progress::Done`] if it was done at once, else [`Progress::Queued`].
 //! 2. [`submit`](PageLane::submit) starts the queued operations, and ends the batch if nothing is
@@ -34,7 +34,7 @@ pub trait PageDevice: Send + Sync + fmt::Debug {
     /// The error when a lane could not be opened.
     type Error: std::error::Error + Send + Sync + 'static;
 
-    /// Opens a lane for one thread. The lane takes all its memory now.
+    /// Opens a lane for one thread. This call allocates all the memory that the lane ever uses.
     ///
     /// # Errors
     /// Fails when there is no room for one more lane, or no memory for it.

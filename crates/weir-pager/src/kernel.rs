@@ -99,7 +99,7 @@ impl System {
     }
 }
 
-/// Address space without memory.
+/// Reserves `bytes` bytes of address space, which take no memory before they are used.
 pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;

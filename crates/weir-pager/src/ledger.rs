@@ -71,8 +71,8 @@ impl Ledger {
         &self.words()[1..]
     }
 
-    /// Takes an owner's lock, or asks for its holder. Returns the kind of lock that another process
-    /// holds.
+    /// Runs a lock command (`fcntl`) on an owner's lock. Returns the kind of lock that another
+    /// process holds, as `F_OFD_GETLK` tells it.
     fn ask(&self, command: i32, owner: u32) -> io::Result<i32> {
         let mut lock = libc::flock {
             l_type: libc::F_WRLCK as i16,

@@ -110,8 +110,8 @@ pub(crate) struct Shared {
     lends: AtomicBool,
     bells: Bells,
     counters: Counters,
-    /// A range to adopt: its first byte, and the byte after its last. The holder of `adopting`
-    /// writes it; the pager reads it without that lock.
+    /// A range to adopt: its first byte, and the byte after its last. A thread that holds the lock
+    /// `adopting` writes it; the pager reads it without the lock.
     adopt: [AtomicUsize; 2],
     adopting: Mutex<()>,
 }

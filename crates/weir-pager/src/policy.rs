@@ -1,11 +1,11 @@
-//! The policy: decides which block goes, and which comes next. It has no clock, and touches no
-//! managed memory.
+//! The policy: decides which block is moved out next, and which is brought next. It has no clock,
+//! and touches no managed memory.
 
 use std::collections::VecDeque;
 
 /// Number of streams that are tracked at a time.
 const STREAMS: usize = 16;
-/// Largest distance, in blocks, of two page faults of one stream.
+/// Largest distance, in blocks, of two successive page faults of one stream.
 const STRIDE_MAX: i64 = 64;
 /// Number of the last page faults that decide whether the program streams, and the number of those
 /// that must be in a stream.

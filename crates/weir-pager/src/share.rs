@@ -44,7 +44,7 @@ impl ShareStore {
         Ok(ShareStore { client, ledger, blocks, frames, writing, unsubmitted: 0, failed: None })
     }
 
-    /// Takes the completion of one write.
+    /// Waits for the completion of one write, frees its frame, and keeps its error.
     fn end_write(&mut self) -> io::Result<()> {
         self.submit()?;
         let completion = self.client.wait().map_err(io::Error::other)?;

@@ -26,8 +26,9 @@ use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, direc
 const ARENA: usize = 16 << 20;
 /// Once smaller allocations have added up to this much, the pager looks for new memory.
 const LARGE: usize = 4 << 20;
-/// Number of bytes by which the heap grows at a time. A step takes only address space until it is
-/// used. Its blocks lie in one mapping, so they begin as huge pages.
+/// Number of bytes by which the heap grows at a time. Many whole blocks of 2 MiB are then mapped
+/// before they are touched, so that the kernel can make each a huge page. Growth takes only address
+/// space.
 const HEAP_STEP: c_int = 64 << 20;
 
 #[global_allocator]

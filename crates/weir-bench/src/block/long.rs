@@ -1,11 +1,10 @@
 //! `weir bench long`: requests of 1 MiB, by one job and by four, each with eight in flight.
 //!
 //! Weir serves a store. If the store is a card, Weir runs a second time without the processor's
-//! window onto the card. nbdkit's memory plugin runs beside it, and a server that keeps no pages.
+//! window onto the card. Beside Weir run nbdkit's memory plugin and a server that keeps no pages.
 //! If its program is given, nbd-vram runs too, which keeps pages on the same card without a
 //! checksum. The servers take turns, and fio reads and writes each in random order. Every device is
-//! first written in order. Later writes move Weir's pages, between one run of the reads and the
-//! next.
+//! first written in order. The writes between two runs of reads move Weir's pages.
 
 use super::echo::Echo;
 use super::server::{Directory, Server};

@@ -76,7 +76,7 @@ pub enum BlockError {
         /// The Debian package that contains the program.
         package: &'static str,
     },
-    /// There is no such case.
+    /// No case has the given name.
     #[error("{0:?} is no case; accepted, or what they begin with: {cases}", cases = CASES.map(|case| case.id).join(", "))]
     Case(String),
     /// The directory for the sockets cannot be made.
@@ -157,7 +157,7 @@ struct Way {
 }
 
 impl Way {
-    /// Whether the server was measured in no run.
+    /// Whether there is no figure of the server.
     fn is_empty(&self) -> bool {
         self.per_second.is_empty()
     }
@@ -237,7 +237,7 @@ fn passes(plan: &Plan) -> &'static [&'static [usize]] {
     }
 }
 
-/// Runs a case on these servers in turns.
+/// Runs a case on the given servers in turns.
 fn measure(
     plan: &Plan,
     case: Case,
@@ -283,11 +283,11 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
 /// The combinations of machine and store for which there are goals.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum On {
-    /// Machines and stores for which there are goals.
+    /// Any store on a machine of fewer than 8 processors.
     Small,
-    /// Host memory on a machine of 16 processors.
+    /// Host memory or a disk on a larger machine. The goals are for 16 processors.
     Large,
-    /// A GPU's memory on a machine of 16 processors.
+    /// A GPU's memory on a larger machine. The goals are for 16 processors.
     Card,
 }
 

@@ -283,8 +283,8 @@ mod tests {
         let disks = Disks::new(4096, 2, limits).unwrap();
         disks.limit(true);
         let mut lane = DiskStore(Arc::clone(&disks)).lane(600).unwrap();
-        // The 512 neighbours are one operation of 1 MiB on each disk. The ten single pages are ten
-        // operations.
+        // Each disk gets half of the 512 neighbouring pages, as one operation of 1 MiB. The ten
+        // single pages are ten operations in all.
         let before = Instant::now();
         for slot in (0..512).chain((1024..1044).step_by(2)) {
             assert_eq!(lane.write(slot, Slot(slot), &[slot as u8; PAGE_SIZE]), Progress::Queued);

@@ -16,8 +16,8 @@ pub fn bound(base: usize, store: usize, bytes: usize, limit: usize) -> io::Resul
         uffd.register(start, start + bytes)?;
     }
     std::thread::spawn(move || {
-        // No caller gets the error, and without the handler the program would wait for ever. So the
-        // process ends.
+        // This thread has no caller to return an error to, and without the handler the program
+        // would wait for ever. So the process ends.
         if let Err(error) = answer(&uffd, base, store, bytes, limit) {
             eprintln!("weir: the bare handler: {error}");
             std::process::exit(1);

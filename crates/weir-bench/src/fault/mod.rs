@@ -58,7 +58,7 @@ impl Default for Plan {
 
 const ALONE: &str = "alone";
 const ZRAM: &str = "zram";
-/// The names of ways that `--only` takes.
+/// The ways to keep the limit, by the names that `--only` takes.
 pub const WAYS: [&str; 7] = [ALONE, "run", "run-store", "bare", ZRAM, "ram-loop", "host"];
 
 /// The way in which the child is held within its limit.
@@ -154,8 +154,7 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
     };
     command.args(["fault-touch", "--size", &plan.size.0.to_string()]);
     command.args(["--milliseconds", &plan.time.as_millis().to_string()]);
-    // Device and cgroup outlive the child. They are dropped in this order: the device is in use
-    // until the child has ended.
+    // The device and the cgroup must outlive the child, which uses them until its end.
     let (mut device, mut cgroup) = (None, None);
     match way {
         Way::Alone | Way::Run(_) => {}

@@ -110,7 +110,8 @@ impl Load {
     }
 }
 
-/// Fills a page with the content of its write number `round`: every word differs, none compresses.
+/// Fills a page with the content of its write number `round`. No two words are equal, so that the
+/// page does not compress.
 fn stamp(bytes: &mut PageBytes, page: u64, round: u32) {
     let seed = page << 24 ^ u64::from(round);
     for (at, word) in bytes.chunks_exact_mut(8).enumerate() {

@@ -126,8 +126,8 @@ fn steps(step: ByteSize, daemon: &Daemon, load: &Load, report: &mut Report) -> R
         .and_then(|line| serde_json::from_str(line).ok())
         .ok_or_else(|| failed(format!("{} after {text:?}", output.status)))?;
     let began = Instant::now();
-    // Wait until the daemon has taken its memory again. The governor may leave up to 1 GiB of it to
-    // the card's owner: the spare and one chunk.
+    // Wait until the daemon has taken its memory again. Up to 1 GiB may be missing: the governor
+    // leaves its `spare` of the card free, and one chunk more.
     while daemon.held_bytes()? + (1 << 30) < held && began.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -203,7 +203,7 @@ impl Daemon {
         }
     }
 
-    /// Bytes of memory that the first store holds.
+    /// Bytes of memory that the volume's first store holds now.
     fn held_bytes(&self) -> Result<u64, GiveBackError> {
         let status = self.request("\"status\"")?;
         let store = &status["stores"][0];

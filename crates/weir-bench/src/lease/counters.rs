@@ -12,7 +12,8 @@ fn zeroed(pages: u32) -> Box<[AtomicU32]> {
     (0..pages).map(|_| AtomicU32::new(0)).collect()
 }
 
-/// Takes references as `atomic_inc_return` does in the series; the token is the page.
+/// Takes references as the kernel's device memory series does by `atomic_inc_return`. The token is
+/// the page.
 fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     for (token, place) in tokens.iter_mut().zip(pages) {
         counts[place.page as usize].fetch_add(1, Ordering::Relaxed);
@@ -20,7 +21,8 @@ fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     }
 }
 
-/// Returns references as `atomic_dec_and_test` does in the series; the token is the page.
+/// Returns references as the kernel's device memory series does by `atomic_dec_and_test`. The token
+/// is the page.
 fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
     give(counts, tokens);
     back.extend(tokens.iter().map(|token| token.0));
@@ -29,8 +31,8 @@ fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
 fn give(counts: &[AtomicU32], tokens: &[Token]) -> u32 {
     let mut lasts = 0;
     for &Token(page) in tokens {
-        // The series refuses the return of a page that no connection holds, by
-        // `atomic_add_unless(uref, -1, 0)` or a check before. This model leaves the check out.
+        // The kernel's device memory series refuses the return of a page that no connection holds,
+        // by `atomic_add_unless(uref, -1, 0)` or a check before. This model leaves the check out.
         lasts += u32::from(counts[page as usize].fetch_sub(1, Ordering::Release) == 1);
     }
     lasts

@@ -33,7 +33,7 @@ use crate::report::{Report, Row, Runs};
 /// Number of frames of a flow, which is the largest number of pages that its connection may hold.
 const FRAMES: u32 = 1024;
 const ENTRIES: u32 = 256;
-/// Pages of payload that a worker copies from, in an order that no cache can predict.
+/// Number of payload pages that a worker copies from, in an order that no cache can predict.
 const SOURCE_PAGES: usize = 16_384;
 /// Pages that a flow asks for at once, and the time between two bursts: 4 KiB x 64 / 200 us = 1.3
 /// GB/s.

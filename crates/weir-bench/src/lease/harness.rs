@@ -1,4 +1,5 @@
-//! Drives a design as a server does: many connections, each with references out all the time.
+//! Drives a design as a server does: with many connections, each of which holds references all the
+//! time.
 
 use std::hint::black_box;
 use std::sync::Barrier;

@@ -2,8 +2,8 @@
 //! and takes back. The model in [`xarray`](super::xarray) is of the least that such a tree must do.
 //!
 //! The model is written from the data structure's promises (Documentation/core-api/xarray.rst) and
-//! the calls of the devmem code. It does more than the lean model, because the kernel does each of
-//! these for every reference:
+//! the calls of the devmem code. It does more than the model in `xarray`, because the kernel does
+//! each of these for every reference:
 //!
 //! | cost | who pays it in the kernel |
 //! |---|---|
@@ -293,7 +293,8 @@ fn store(tree: &mut Tree, slab: &mut Slab, at: &mut At, entry: u64) -> u64 {
     was
 }
 
-/// Frees empty nodes, and top nodes whose only child is their first.
+/// Frees empty nodes from a leaf upwards. Then lowers the tree: while the top node has only its
+/// first child, that child becomes the top.
 #[inline(never)]
 fn prune(tree: &mut Tree, slab: &mut Slab, from: u32) {
     let mut id = from;
@@ -412,8 +413,8 @@ impl KernelXArrays {
     }
 }
 
-/// The model of `napi_pp_put_page()` for a page with other references. Returns whether this was the
-/// last.
+/// The model of `napi_pp_put_page()` for a page that may have other references. Returns whether the
+/// dropped reference was the last one.
 #[inline(never)]
 fn put_page(page: &Page) -> bool {
     assert_eq!(page.pool, 0, "it is the pool's");

@@ -1,10 +1,10 @@
 //! `weir bench lease`: the cost of handing out a page reference and taking it back.
 //!
-//! The devmem series of Linux argues about three ways to record which connection holds which pages.
-//! Each is modelled here after its kernel code, beside [`weir_lease::Table`]:
-//! - an xarray per connection (mainline): `xarray` has the least that such a tree must do.
-//!   `xarray-kernel` has all costs of a reference there: the tree's upkeep, and the page's own
-//!   count, since the table counts pages too.
+//! The kernel's device memory series (devmem) discusses three ways to record which connection holds
+//! which pages. Each is modelled here after its kernel code, beside [`weir_lease::Table`]:
+//! - an xarray per connection (mainline). The model `xarray` has the least that such a tree must
+//!   do. The model `xarray-kernel` has all that the kernel does for a reference: it keeps up the
+//!   tree, and counts the page's references, as the table does too.
 //! - an array of counters per connection (version 1 of the series).
 //! - one array of counters for the region (version 10).
 //!

@@ -9,8 +9,8 @@ use weir_lease::{Geometry, OwnedCounts, Place, Table};
 use super::Plan;
 use crate::report::{Goal, Report, Row, Runs};
 
-/// Adds the row `rescan`: for the largest number of connections in the plan, with all their
-/// references out.
+/// Adds the row `rescan`. It is measured with the plan's largest number of connections, each of
+/// which holds all its references.
 pub fn row(report: &mut Report, plan: &Plan) {
     let connections = plan.connections.iter().copied().max().unwrap_or(1);
     let pages = (plan.region / 4096) as u32;

@@ -10,9 +10,9 @@
 //! in `sock_devmem_dontneed`, a batch is erased under one lock.
 //!
 //! The model is leaner than the kernel's code, which serves every use of an xarray and takes its
-//! nodes through RCU: `lab/run lease` measures that code. The model also does less than the table
-//! beside it. It does not count a page's references, which is the page pool's task in the kernel.
-//! `no_counts_ns_net` measures the table without that count.
+//! nodes through RCU: `lab/run lease` measures that code. The model also does less than
+//! weir-lease's table. It does not count a page's references, which is the page pool's task in the
+//! kernel. `no_counts_ns_net` measures the table without that count.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -91,7 +91,7 @@ impl List {
         Some(first)
     }
 
-    /// Takes the whole list.
+    /// Takes all items out of the list at once.
     pub(super) fn splice(&self) -> Spliced {
         let ends = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         Spliced(ends.first)

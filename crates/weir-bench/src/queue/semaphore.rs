@@ -1,4 +1,4 @@
-//! The `nv_kthread_q` before the pull request: a list under a lock, and a semaphore that is raised
+//! The `nv_kthread_q` before pull request 1050: a list under a lock, and a semaphore that is raised
 //! for every item.
 
 use std::ptr::NonNull;

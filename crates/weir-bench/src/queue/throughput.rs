@@ -23,7 +23,7 @@ pub(super) struct Rounds {
     pub(super) batch: Runs,
 }
 
-/// The rounds of every design with one number of producers.
+/// The figures of every design, all with the same number of producers.
 #[derive(Default)]
 pub(super) struct Figures(Vec<(&'static str, Rounds)>);
 

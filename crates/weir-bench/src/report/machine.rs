@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// The machine under the benchmark; a field is "none" if the machine lacks the thing.
+/// The machine under the benchmark. A field for something that the machine lacks is "none".
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// The processor's model name.

@@ -47,7 +47,7 @@ pub struct Row {
     pub metric: String,
     /// The figure's value.
     pub value: f64,
-    /// The control that ran beside it in the same run.
+    /// The name of the control that ran beside the measured program in the same run.
     pub control: Option<String>,
     /// The control's value.
     pub control_value: Option<f64>,
@@ -57,13 +57,13 @@ pub struct Row {
     pub goal: Option<f64>,
     /// Whether the goal bounds the value or the ratio.
     pub goal_of: Option<GoalOf>,
-    /// Which direction of the figure is good.
+    /// Whether a lower or a higher figure is better.
     pub better: Better,
     /// Whether the goal was met; `null` without a goal.
     pub met: Option<bool>,
 }
 
-/// Which direction of a figure is good.
+/// Whether a lower or a higher figure is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {

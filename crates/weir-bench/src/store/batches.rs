@@ -79,7 +79,7 @@ pub struct Sweep {
 /// The report of a child process about its load. A process that the driver has killed gives none.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Burnt {
-    /// Pages moved; each page that was read was checked.
+    /// Number of pages moved. Each page that was read was checked.
     pub pages: u64,
     /// Seconds that the load took.
     pub seconds: f64,

@@ -16,8 +16,8 @@ use weir_store::{Done, Fault, Lane, Progress};
 /// Number of slots that a pair hands over at a time.
 const BATCH: u32 = 64;
 
-/// Runs writes by one path and reads by another, with `pairs` pairs at once, for `time`; returns
-/// the number of pages checked.
+/// Runs `pairs` pairs of threads for `time`. In each, one thread writes pages by one path, and the
+/// other reads them by another path. Returns the number of pages checked.
 ///
 /// # Errors
 /// Fails on a stale page, or on a fault.
@@ -29,7 +29,7 @@ pub fn check(
     time: Duration,
 ) -> Result<u64, BenchError> {
     let stop = AtomicBool::new(false);
-    // The number of the last write and of the last read of each pair.
+    // For each pair of threads, the numbers of its last write and of its last read.
     let turns: Vec<[AtomicU32; 2]> = (0..pairs).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         let mut threads = Vec::new();

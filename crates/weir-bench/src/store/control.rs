@@ -12,7 +12,7 @@ use weir_core::{PAGE_SIZE, Page};
 use weir_store::vram::engine::{BatchCopies, CallError, Context, DeviceMemory, OwnStream, Pinned, Which};
 use weir_store::vram::{Bare, Gpu};
 
-/// Device memory, with its context.
+/// GPU memory, with the CUDA context in which it was allocated.
 pub struct CopyEngine {
     context: Arc<Context>,
     memory: DeviceMemory,
@@ -79,7 +79,7 @@ impl CopyEngine {
 }
 
 impl Copier<'_> {
-    /// Runs one copy to its end.
+    /// Makes one copy by the card's copy engine, and waits for its end.
     ///
     /// # Errors
     /// Fails with the driver's error.

@@ -15,7 +15,7 @@ use weir_store::{Done, Fault, Lane, Progress, Store};
 const BATCH: u32 = 64;
 /// Number of threads that use the chunks that are not given back.
 const USERS: usize = 4;
-/// Number of pages that the threads use which read and write during the give-back.
+/// Number of pages that are in use by other threads during the give-back.
 const USED: u32 = 1 << 18;
 
 /// The effort of a give-back: how many threads read chunks, and how much each reads at once. The

@@ -130,7 +130,8 @@ impl Part {
         Ok(())
     }
 
-    /// Runs one operation, checked; returns its time, without stamp and check.
+    /// Runs one operation, and checks the page that it reads. Returns the operation's time, without
+    /// the time for stamping and checking the page.
     ///
     /// # Errors
     /// Fails on a fault, or on a page that is not what was written.

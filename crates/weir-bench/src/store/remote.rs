@@ -16,14 +16,15 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_store::{Done, Lane, POLL_EVERY, Progress, RemoteUrl, StoreUrl, Ticket};
 
-/// Pages that are read in random order: 64 MiB. The client crate gets as many values.
+/// Number of pages that are read in random order: 64 MiB. The client crate reads as many values.
 const PAGES: u32 = 1 << 14;
 /// Number of reads in a run. The run has as many GETs.
 const READS: usize = 20_000;
 /// Microseconds that a page may take longer than the client crate's own GET.
 const OVER_GET_US: f64 = 10.0;
 
-/// Measures each way of waiting. A store that is in no fleet has no such rows.
+/// Measures reads with each way of waiting: asleep, and spinning. A store that is in no fleet has
+/// no such rows.
 ///
 /// # Errors
 /// Fails when the store or the client fails, or a page is wrong.

@@ -422,7 +422,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Measures the card's power: with the store open, and with the kernel resident and idle.
+    /// Measures the card's power with the store open, and again while the kernel of the path `ring`
+    /// is on the card and idle.
     fn power(&mut self, gpu: &Arc<Gpu>) -> Result<(), BenchError> {
         if !self.wanted("power") {
             return Ok(());
@@ -443,8 +444,8 @@ impl Bench<'_> {
             }
         };
         sample("power_open", false);
-        // The watcher takes the kernel off the card after some idle milliseconds. Put the kernel
-        // back on each time.
+        // After some idle milliseconds the kernel of the path `ring` leaves the card. Start it
+        // again each time.
         let _lane = gpu.lane(16)?;
         sample("power_ring_idle", true);
         Ok(())

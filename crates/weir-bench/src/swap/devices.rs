@@ -295,7 +295,8 @@ impl Server {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
         let mut server = Server(child);
         let begun = Instant::now();
-        // First the mount appears, then the server answers; reading the size waits for that.
+        // The mount appears before the server answers. Reading the file's size waits for the
+        // server.
         while !is_mounted(file) || !fs::metadata(file).is_ok_and(|meta| meta.len() > 0) {
             if let Some(status) = server.0.try_wait()? {
                 return Err(io::Error::other(format!("it ended at its start: {status}")));

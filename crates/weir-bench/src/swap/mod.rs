@@ -2,9 +2,10 @@
 //! loop, zram, a file on disk and, if they are installed, nbdkit with nbdfuse.
 //!
 //! Each device in turn is the swap that the kernel fills first. A child process under a memory
-//! limit writes more than it may keep. Then it touches pages at random, one after the other, which
-//! gives the latency of a major page fault. Then it reads all of them in order, then stretches of
-//! 16 at random places. At last it touches one each 20 ms, which is what a desktop does.
+//! limit writes more than the limit lets it keep in RAM. Then it touches pages at random, one after
+//! the other, which gives the latency of a major page fault. Then it reads all of them in order,
+//! then stretches of 16 at random places. At last it touches one each 20 ms, which is what a
+//! desktop does.
 //!
 //! A page fault brings only its own page (vm.page-cluster 0) on every device. If other values are
 //! asked for, each device is measured at each value. Every page is checked. The benchmark needs

@@ -102,7 +102,7 @@ fn attempt(plan: &Plan, device: &Device, is_last: bool) -> Result<Option<Touch>,
 /// Does the work of the child process. The child enters its memory limit before it touches a page.
 ///
 /// # Errors
-/// Fails when it cannot enter the limit, has no memory, or nothing was swapped.
+/// Fails when the child cannot enter its limit or has no memory, or when nothing was swapped.
 pub fn touch(bytes: u64, time: Duration, entrance: &Path) -> io::Result<Touch> {
     std::fs::write(entrance, "0")?;
     let mut region = Region::new(bytes as usize)?;
@@ -169,8 +169,8 @@ impl Region {
         let start = unsafe {
             let start =
                 rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE)?;
-            // The benchmark measures pages, not huge pages. A kernel without huge pages returns
-            // EINVAL.
+            // Ask for small pages, since the benchmark measures those. A kernel without huge pages
+            // returns EINVAL.
             match rustix::mm::madvise(start, bytes, Advice::LinuxNoHugepage) {
                 Ok(()) | Err(rustix::io::Errno::INVAL) => {}
                 Err(error) => return Err(error.into()),

@@ -46,7 +46,7 @@ impl Machine {
         self.program.step(&mut self.world)
     }
 
-    /// Fills missing pages in order.
+    /// Fills the missing pages of a range in order, up to the first page that is not missing.
     fn fill(
         &mut self,
         at: usize,
@@ -140,8 +140,8 @@ impl Kernel for Machine {
             world.go(source);
             world.come(target, content);
             if entry.is_migrating || world.random.one_in(world.migrates) {
-                // The kernel waits for the migrating page, moves it without counting it, tries it
-                // again, and finds it at its new place.
+                // The real kernel waits for a migrating page, and moves it without counting it.
+                // Then it tries the page again, and finds it at its new place.
                 why = Some(Errno::EXIST);
                 break;
             }

@@ -30,7 +30,8 @@ pub struct Traits {
     pub evicts: bool,
     pub is_adopted: bool,
     pub unmaps_at_the_end: bool,
-    /// Whether the pager must keep its limit in this history: nothing in it hinders the pager.
+    /// Whether nothing in this history hinders the pager from keeping its limit. Only then the
+    /// limit is checked.
     pub keeps_limit: bool,
 }
 
@@ -123,7 +124,7 @@ pub struct Program {
     shared: Arc<Shared>,
     said: Arc<Mutex<Said>>,
     traits: Traits,
-    /// Whether the pager is there before the program begins.
+    /// Whether the program's threads may run. They may once the pager has started.
     pub has_begun: bool,
     /// Number of accesses that the program is still to make.
     budget: usize,

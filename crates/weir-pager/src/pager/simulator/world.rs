@@ -14,7 +14,7 @@ use weir_core::{PAGE_SIZE, PageBytes};
 
 /// The address of the first page.
 pub const BASE: usize = 1 << 40;
-/// Pages of the address space.
+/// Number of pages in the simulated address space.
 pub const PAGES: usize = OWN + 200 * BLOCK_PAGES;
 
 /// Pages of the pager's own memory. Their bytes are stored, not only a word of each.

@@ -305,8 +305,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         } else {
             self.advise_spans(Advice::LinuxDontFork);
         }
-        // If memory has moved meanwhile, the advice went to its old place. So the caller must try
-        // again.
+        // Memory may have moved before the kernel got the advice. Then the advice changed the old
+        // place, and the caller must try again.
         if self.has_changed() {
             return Err(Changed);
         }

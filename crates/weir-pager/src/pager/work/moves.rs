@@ -241,7 +241,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.slots.iter().position(|slot| *slot == what)
     }
 
-    /// Returns a slot with all its pages. Their content is arbitrary.
+    /// Returns a slot in which every page has memory. Its content is arbitrary.
     pub(super) fn frame(&mut self) -> usize {
         if self.find(Slot::Free).is_none()
             && (self.frames() >= self.limit() || self.find(Slot::Vacant).is_none())

@@ -174,7 +174,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let to = self.slot(slot) + gone.len() * PAGE_SIZE;
             match self.move_pages(to, self.blocks.get(id).at + page * PAGE_SIZE, PAGE_SIZE) {
                 Ok(()) => gone.push((id, page)),
-                // The kernel has moved the page without counting it.
+                // The kernel has moved the page, and reports an error all the same.
                 Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
                 // The page is in use by a device, locked, shared with a child, or gone.
                 Err(_) => {

@@ -141,7 +141,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.blocks.remove(id);
     }
 
-    /// Handles the program's drop of content, which reads as zeros from now on.
+    /// Handles the event that the program drops the content of `start..end`. It reads as zeros from
+    /// now on.
     pub(super) fn removed(&mut self, start: usize, end: usize) {
         let mut from = start;
         while let Some(id) = self.blocks.first_in(from, end) {
@@ -177,8 +178,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 let at = self.slot(slot) + pages.start * PAGE_SIZE;
                 self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
                 if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
-                    // The part of the block that was written has older content now. So write the
-                    // block from the beginning.
+                    // The pages that were already written to the store are older than this change.
+                    // So write the block from the beginning.
                     writing.next = 0;
                     if self.store.settle().is_err() {
                         self.fail();
@@ -277,7 +278,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.excluded.iter().copied().chain(spans).filter(overlaps).min()
     }
 
-    /// Manages this range too, unless the address space changed meanwhile.
+    /// Registers and manages `start..end` too, unless the address space changed meanwhile.
     pub(super) fn adopt(&mut self, start: usize, end: usize) -> Result<(), Changed> {
         if self.kernel.register(start, end).is_err() {
             return Ok(());
