@@ -15,7 +15,7 @@ use weir_store::StoreUrl;
 pub struct Backing(StoreUrl);
 
 impl Backing {
-    /// The backing's URL. If the URL has no size, the result has that of `slots`.
+    /// The backing's URL. A URL without a size gets the size of `slots`, if given.
     pub fn url(&self, slots: Option<u32>) -> StoreUrl {
         let mut url = self.0.clone();
         if let (StoreUrl::File(file), Some(slots)) = (&mut url, slots) {

@@ -146,7 +146,8 @@ fn why_broken(file: &Path) -> Option<String> {
     };
     let json: serde_json::Value = serde_json::from_str(&text).ok()?;
     let library = Path::new(json.get("ICD")?.get("library_path")?.as_str()?);
-    // A path is relative to the file's directory. The loader searches for a bare name.
+    // A `library_path` with a directory is relative to the directory of the JSON file. The loader
+    // searches for a bare name.
     let library = match library.components().count() {
         1 => library.to_owned(),
         _ => file.parent().unwrap_or(Path::new("/")).join(library),

@@ -56,7 +56,7 @@ pub struct Config {
 /// The NBD server.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Nbd {
-    /// The addresses at which it listens.
+    /// The addresses at which the server listens.
     pub addresses: Vec<Address>,
     /// Number of connections at a time. Each has a thread, and takes memory from the start.
     pub connections: u16,
@@ -78,7 +78,7 @@ pub struct Fuse {
 /// Pages for local programs.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Share {
-    /// The socket.
+    /// The path of the server's socket.
     pub path: PathBuf,
     /// Whether clients may read pages in the memory of the host stores.
     pub in_place: bool,

@@ -171,8 +171,8 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared) })
     }
 
-    /// Logs the outcome once the stores' later parts have been opened, and then calls `then`.
-    /// Returns at once.
+    /// Logs the outcome once the parts of stores that are opened after the start are open. Then
+    /// calls `then`. Returns at once.
     pub fn when_joined(&self, then: impl Fn() + Send + Sync + 'static) {
         let log = Arc::clone(&self.shared.environment.log);
         let tell: Tell = Arc::new(move |joined: &Joined| {

@@ -1,7 +1,8 @@
 //! A daemon's surroundings, which tests can replace: its log, its clock, the number of processors,
 //! and the way to end its process.
 //!
-//! Front ends and stores measure the time of requests by the machine's clock, and not by this one.
+//! Front ends and stores measure the time of requests by the machine's clock, and not by the clock
+//! of these surroundings.
 
 use rustix::event::{PollFd, Timespec, poll};
 use std::fmt;

@@ -10,7 +10,8 @@ use weir_store::{OpenError, OpenErrorKind};
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
-    /// The thing, the value seen and the next step. `None`: the cause has all of it.
+    /// A text that names the thing, the value seen and the next step. `None`: the text of the cause
+    /// has all of that.
     context: Option<String>,
     source: Option<Box<dyn Cause + Send + Sync>>,
 }
@@ -20,7 +21,7 @@ pub struct Error {
 pub enum ErrorKind {
     /// The configuration asks for something that is refused.
     Config,
-    /// A store cannot be opened. The kind has the reason.
+    /// A store cannot be opened, for the reason in the [`OpenErrorKind`].
     Store(OpenErrorKind),
     /// The volume cannot be made, or taken over.
     Volume,
@@ -38,7 +39,7 @@ pub enum ErrorKind {
     Refused,
     /// Memory cannot be given back or taken now.
     Memory,
-    /// The kernel's NBD client refuses, or the server to which it should connect.
+    /// The kernel's NBD client refuses, or the server that it should connect to refuses.
     Attach,
     /// The system denies something else, such as a thread.
     System,

@@ -117,8 +117,8 @@ fn take_over(
     let config = config(options, &stores)?;
     let refused = |error| Error::of(ErrorKind::Volume, error);
     fits(options, &config, &noted).map_err(|what| refused(CreateError::Kept(what)))?;
-    // Do this before the volume is opened: the volume continues the dead daemon's give-back, and
-    // the keeper must hear of that.
+    // Hand the stores to the keeper before the volume is opened. The volume continues the dead
+    // daemon's give-back, and the keeper must hear of that.
     keep_stores(&stores, link, true).map_err(unkept)?;
     let (_, mut volumes, lost) = Pool::take_over(config, stores, kept, &ranges).map_err(refused)?;
     let volume = volumes.pop().expect("it was noted");
@@ -135,8 +135,8 @@ fn take_over(
     Ok(volume)
 }
 
-/// Refuses volumes that this daemon would not serve as they are. This comes before anything is
-/// changed: what is taken over for other volumes loses pages.
+/// Refuses an earlier daemon's volumes that this daemon would not serve as they are. Call this
+/// before anything is changed, because taking them over as other volumes would lose pages.
 fn fits(options: &VolumeOptions<'_>, config: &Config, noted: &[Noted]) -> Result<(), String> {
     match noted {
         [volume] if volume.pages == config.pages => Ok(()),
@@ -148,7 +148,7 @@ fn fits(options: &VolumeOptions<'_>, config: &Config, noted: &[Noted]) -> Result
     }
 }
 
-/// A volume, as the next daemon must know it.
+/// What the next daemon must know of a volume.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct Noted {
     name: String,
@@ -242,7 +242,8 @@ fn stores(
     for (at, (url, asked)) in fast.iter().zip(options.stores).enumerate() {
         stores.push(open(at, url, asked)?);
     }
-    // Open first the backings that have a size; the others share the rest.
+    // Open first the backings that have a size of their own. The others share the room that is
+    // still needed.
     let mut backing: Vec<Option<Arc<dyn Store>>> = vec![None; options.backing.len()];
     for (at, it) in options.backing.iter().enumerate().filter(|(_, it)| !it.follows()) {
         backing[at] = Some(open(fast.len() + at, &it.url(None), it)?);
@@ -290,7 +291,8 @@ fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<Conf
         (Some(size), _) => pages(size)?,
         (None, None) => return Err(too_small(all, &config)),
         (None, Some(most)) if backing.is_empty() => most,
-        // The sum of both would be too large: no chunk could be given back then.
+        // Do not add the stores and the backing: on a device of that size no chunk could be given
+        // back.
         (None, Some(most)) => slots(fast).max(slots(backing).saturating_sub(config.slack())).min(most),
     };
     Ok(config)

@@ -43,8 +43,8 @@ struct Bound {
     /// The time of the latest request for a report, until the report comes.
     asked: Option<Instant>,
     last: Option<Seen>,
-    /// The report from which the rate is computed now, and the report from which it will be
-    /// computed next.
+    /// The report from which the rate of page faults is computed now, and the report from which it
+    /// will be computed next.
     then: Option<Seen>,
     next: Option<Seen>,
 }
@@ -91,7 +91,7 @@ impl Programs {
     /// Sends an order to a pager. The pager reads it at its next look, which may be late.
     ///
     /// # Errors
-    /// Fails when no pager of such a process is connected, or it has not read earlier orders.
+    /// Fails when no pager of the process is connected, or the pager has not read earlier orders.
     pub fn order(&self, pid: u32, order: Order) -> Result<(), Error> {
         let mut all = lock(&self.all);
         // A process may have a new connection after an exec, while the end of the old one is
@@ -111,7 +111,7 @@ impl Programs {
     }
 }
 
-/// The error for a process without a pager here.
+/// The error for a process that has no pager at this daemon.
 pub(crate) fn unbound(pid: u32) -> Error {
     let what = format!("process {pid} is not bounded by this daemon; weir status lists those that are");
     Error::new(ErrorKind::Refused, what)
@@ -136,7 +136,8 @@ fn run(listener: &OwnedFd, all: &Mutex<Vec<Bound>>, environment: &Environment) {
             match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => {
                     let mut all = lock(all);
-                    // A process that is refused here stays bounded.
+                    // If the list is full, the pager is disconnected, and its process stays
+                    // bounded.
                     let has_room = all.len() < PROGRAMS_MOST;
                     all.extend(Bound::new(socket, now).filter(|_| has_room));
                 }

@@ -53,7 +53,7 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        // This closes the pipe's writing end, unless a child still has it.
+        // To restore standard error closes the pipe's writing end, unless a child still has it.
         let _ = rustix::stdio::dup2_stderr(&self.original);
         let _ = self.ended.recv_timeout(PATIENCE);
     }

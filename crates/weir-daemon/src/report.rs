@@ -44,15 +44,15 @@ impl StartReport {
     }
 }
 
-/// How far a start is: one of the stores that it opens.
+/// How far a start is: the store that it opens now, and how much of that store is done.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StartProgress {
     schema: u32,
     /// The store's name.
     pub store: String,
-    /// Bytes of it that are done.
+    /// Number of the store's bytes that are done.
     pub done_bytes: u64,
-    /// All its bytes.
+    /// Number of all bytes of the store.
     pub all_bytes: u64,
 }
 
@@ -73,7 +73,8 @@ impl StartProgress {
                 last = Some(Instant::now());
                 let progress = StartProgress { schema: SCHEMA, store: store.clone(), done_bytes, all_bytes };
                 let text = serde_json::to_vec(&progress).expect("strings and numbers always serialise");
-                // The progress matters to nobody's pages, and the log has it too.
+                // Ignore a failure: no page depends on the report, and the log has the progress
+                // too.
                 let _ = fs::write(&path, text);
             }
             bar(done_bytes, all_bytes);

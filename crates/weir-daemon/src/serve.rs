@@ -55,7 +55,7 @@ fn serve(
     options.check()?;
     signals::ignore_strays();
     core_dump::forbid()?;
-    // The run-time directory is made first. The control socket in it comes last.
+    // Sockets and mounts may lie in the run-time directory, so make it first.
     options.paths().try_for_each(make_run_time_directory)?;
     // Take the protections before any thread starts, because threads inherit the flusher flag.
     let protections =
@@ -77,8 +77,8 @@ fn serve(
         }
         return Ok(code as u8);
     }
-    // Under a keeper, the keeper relays the daemon's lines. Without swap, a wait for standard error
-    // does no harm. Neither needs a relay here.
+    // The process that writes to standard error needs a relay if swap is served. Under a keeper
+    // that is the keeper, and not this process.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(denied)?;
     if options.swap && keeper.is_some() {
         // The keeper gave this process access to the kernel's reserve. Its threads are ordinary
@@ -155,8 +155,8 @@ fn serve(
     }
     let line = link.clone();
     daemon.when_joined(move || {
-        // Tell the keeper again, since the daemon has taken more memory. The next daemon will need
-        // as much.
+        // Tell the keeper once more that the daemon serves. The daemon has taken more memory since,
+        // and the keeper must set as much aside for the next daemon.
         let _ = line.as_ref().map(|link| link.ready());
     });
     if options.swap {
@@ -202,8 +202,8 @@ fn denied(error: io::Error) -> Error {
     Error::of(ErrorKind::System, error)
 }
 
-/// Whether pages would lie in a card's memory that only CUDA reaches. After some errors of its
-/// driver only another process can reach that memory. So a keeper must hold it.
+/// Whether pages would lie in a card's memory that only CUDA reaches. After some errors of the CUDA
+/// driver, only another process can reach that memory. So a keeper must hold it.
 fn needs_keeper(options: &Config, log: &Log) -> bool {
     let needs = |url: &VramUrl| {
         if url.target == Target::Software || url.path == Some(PathMode::Mapped) {
@@ -211,8 +211,8 @@ fn needs_keeper(options: &Config, log: &Log) -> bool {
         }
         match cards::look(url) {
             Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
-            // Assume that a keeper is needed. The opening of the store will report the problem, or
-            // wait as long as this look did.
+            // Assume that a keeper is needed. If the drivers still do not answer, the opening of
+            // the store reports it.
             Looked::NoAnswer(_) | Looked::Died(_) => true,
         }
     };

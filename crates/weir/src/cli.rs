@@ -77,7 +77,8 @@ pub enum Command {
     /// than that is resident.
     Limit(LimitOptions),
 
-    /// Move everything of a bounded program out that is resident now. What it uses comes back.
+    /// Move all resident memory of a bounded program out to its stores. What the program uses comes
+    /// back.
     Evict(EvictOptions),
 
     /// Connect the kernel's NBD client to a server, and print the device's name.
@@ -93,15 +94,16 @@ pub enum Command {
     /// Say what this machine offers, and what to do about what it lacks.
     Doctor(DoctorOptions),
 
-    /// The process that drivers may crash or hold up, for `doctor` and `serve`.
+    /// Open cards in a process of its own, which drivers may crash or hold up; for doctor and
+    /// serve.
     #[command(hide = true)]
     LookAtCards {
-        /// The store whose cards the process opens.
+        /// The store whose cards to open.
         #[arg(long)]
         store: StoreUrl,
     },
 
-    /// Measure, each figure beside its control.
+    /// Measure parts of Weir, each figure beside a control.
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Bench {
         /// The benchmark and its options: weir bench --help lists them.
@@ -117,7 +119,7 @@ pub enum Command {
 
     /// Write the man pages into a directory.
     Man {
-        /// The directory for them, made if it is not there.
+        /// The directory for the man pages, made if it does not exist.
         directory: PathBuf,
     },
 }
@@ -195,8 +197,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "PATH")]
     pub share: Option<PathBuf>,
 
-    /// Let those programs read pages in the memory of host stores, without a copy. A program that
-    /// asks for it can read the whole store.
+    /// Let the programs of --share read pages in the memory of host stores, without a copy. A
+    /// program that asks for it can read the whole store.
     #[arg(long, requires = "share")]
     pub share_in_place: bool,
 
@@ -215,7 +217,7 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     pub queues: Option<u16>,
 
-    /// Requests of 128 KiB that each of these queues may have in flight.
+    /// Requests of 128 KiB that each queue of the ublk device may have in flight.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub depth: u16,
 
@@ -300,7 +302,7 @@ fn name(text: &str) -> Result<String, String> {
 /// How much the daemon says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum LogLevel {
-    /// Failures, on this side or a client's.
+    /// Failures of the daemon and of its clients.
     Warn,
     /// Failures, and also events: clients that connect, devices that are made and removed.
     #[default]
@@ -371,8 +373,8 @@ pub struct RunOptions {
     #[arg(long, value_name = "SIZE", value_parser = resident)]
     pub resident: ByteSize,
 
-    /// The store of the other pages, as for weir serve. May be repeated [default: host memory, four
-    /// times --resident].
+    /// The store of pages beyond the limit, as for weir serve. May be repeated [default: host
+    /// memory, four times --resident].
     #[arg(long, value_name = "URL")]
     pub store: Vec<StoreUrl>,
 
@@ -392,7 +394,7 @@ pub struct RunOptions {
 It ends when the process runs another program."
 )]
 pub struct LimitOptions {
-    /// The number of its process; weir status lists them.
+    /// The number of the bounded program's process; weir status lists it.
     pub pid: u32,
 
     /// Memory that may be resident: 32MiB or more.
@@ -403,7 +405,7 @@ pub struct LimitOptions {
 /// A bounded program.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct EvictOptions {
-    /// The number of its process; weir status lists them.
+    /// The number of the bounded program's process; weir status lists it.
     pub pid: u32,
 }
 
@@ -447,7 +449,7 @@ pub struct AttachOptions {
     #[arg(long, requires = "device")]
     pub reconnect: bool,
 
-    /// The daemon's control socket, where it is told of the device [default: the user's own
+    /// The control socket of the daemon that is told of the device [default: the user's own
     /// daemon's, else the system's].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
@@ -460,8 +462,8 @@ pub struct DetachOptions {
     #[arg(value_name = "/dev/nbdN")]
     pub device: PathBuf,
 
-    /// The daemon's control socket, where it is told [default: the user's own daemon's, else the
-    /// system's].
+    /// The control socket of the daemon that is told that the device is gone [default: the user's
+    /// own daemon's, else the system's].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 }
@@ -499,7 +501,7 @@ pub struct MountOptions {
     #[arg(long, short)]
     pub foreground: bool,
 
-    /// Say on standard output when the disk is there.
+    /// Print a line on standard output once the disk is mounted.
     #[arg(long, hide = true, requires = "foreground")]
     pub announce: bool,
 }

@@ -34,7 +34,7 @@ const READY: &[u8] = b"ready\n";
 
 /// Mounts a RAM disk. Returns once the disk is there; in the foreground, once it is gone.
 pub fn run(options: &MountOptions) -> Result<(), Failure> {
-    // The outer process makes this check, before it starts the inner process (`--announce`).
+    // The outer process has made this check before it started the inner process (`--announce`).
     if let Ok(directory) = std::path::absolute(&options.directory)
         && !options.announce
         && is_served(&directory)
@@ -95,7 +95,7 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
     warn_of_unlocked_memory(&log);
     if options.announce {
         if announce().is_err() {
-            // The outer process no longer waits for the disk.
+            // The outer process, which should read the line, has gone. So end the disk.
             server.stop(GRACE);
             return Err(Failure::Said);
         }

@@ -39,8 +39,8 @@ pub struct Shown {
     is_drawn: bool,
     begun: Instant,
     said: Instant,
-    /// Says a line. Gets how far the work is ("1GiB of 8GiB"), and the time left, with a comma
-    /// before it, or nothing.
+    /// Prints a line. Its arguments are how far the work is ("1GiB of 8GiB"), and a comma with the
+    /// time left, or an empty text.
     say: Box<Say>,
 }
 
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};
 
-    /// A time at which work began whose first line is due now.
+    /// A time so long ago that work which began then prints its first line now.
     fn long_ago() -> Instant {
         Instant::now().checked_sub(LINE_EVERY).expect("a clock that has run for longer")
     }

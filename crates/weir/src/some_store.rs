@@ -23,7 +23,7 @@ pub fn open<T>(
     }
     let size = size.unwrap_or(default);
     match open(StoreUrl::Vram(VramUrl { size: Some(size), ..VramUrl::new(Target::Index(0)) })) {
-        // The reason takes several lines, and most machines have no GPU.
+        // Do not print the reason: it takes several lines, and most machines have no GPU.
         Err(Failure::Failed(_) | Failure::NoRoom(_)) => {
             log(
                 Level::Warning,

@@ -10,7 +10,7 @@ use weir_daemon::control::SCHEMA;
 /// Prints the daemon's answer, and then the programs that `weir run` bounds.
 pub fn run(options: &StatusOptions) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(on::parts::find);
-    // A daemon that was named is asked for itself alone.
+    // If the user named a daemon, show no other daemon's programs.
     let programs = if options.control.is_none() { all() } else { Vec::new() };
     if !options.json {
         programs.iter().for_each(|program| print!("{program}"));
@@ -24,7 +24,7 @@ pub fn run(options: &StatusOptions) -> Result<(), Failure> {
     }
     if let Some(directory) = on::parts::among(&path).filter(|_| !options.json) {
         print!("{}", on::parts::lines(&directory)?);
-        // The first part may be off, and that has been reported.
+        // If the first part is off, the lines above say so, and no daemon answers.
         if !path.exists() {
             return Ok(());
         }

@@ -39,7 +39,7 @@ const SETTLE: Duration = Duration::from_secs(5);
 /// A device that is to be connected to a server.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Attach {
-    /// The server.
+    /// The server's address.
     pub address: Address,
     /// The device, `/dev/nbd0`; `None`: a free one.
     pub device: Option<PathBuf>,
@@ -53,7 +53,7 @@ pub struct Attach {
     pub reconnect_timeout: u16,
     /// Whether to replace the dead connections of a device that exists.
     pub reconnect: bool,
-    /// The control socket of its daemon; `None`: [`control::find`].
+    /// The control socket of the server's daemon; `None`: [`control::find`].
     pub control: Option<PathBuf>,
 }
 

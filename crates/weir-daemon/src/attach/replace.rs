@@ -7,8 +7,8 @@
 //! later reply are damaged. A reader that merely wakes late finds its socket freed (docs/nbd.md).
 //!
 //! The kernel picks which dead connection it replaces. So Weir offers a new connection only while
-//! the kernel has no more readers than the server has connections with it. Then no reader belongs
-//! to a dead connection.
+//! the kernel has no more readers than the server has live connections. Then no reader belongs to a
+//! dead connection.
 
 use crate::error::Error;
 use std::io;
@@ -68,7 +68,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// The pace for a device whose requests fail once it has had no connection for
+    /// The waiting times for a device whose requests fail once it has had no connection for
     /// `reconnect_timeout`.
     pub fn within(reconnect_timeout: Duration) -> Pace {
         Pace {
@@ -86,9 +86,10 @@ pub enum Outcome {
     Whole,
     /// Dead connections were replaced.
     Replaced,
-    /// Dead connections were replaced, though the kernel still had this many readers that no server
-    /// end serves. Such a reader waits for a request that itself waits for a connection, and later
-    /// drops its reply as an old one. Or the reader has not run for all of that time.
+    /// Dead connections were replaced, though the kernel still had this many readers of connections
+    /// that the server has lost. Such a reader waits for a request that itself waits for a
+    /// connection, and later drops its reply as an old one. Or the reader got no processor for all
+    /// of [`Pace::patience`].
     Forced(usize),
 }
 
@@ -145,7 +146,8 @@ fn begun(ends: &impl Ends, number: usize, pace: Pace) -> bool {
     has
 }
 
-/// Calls `enough` with the time that has passed, until it returns true or patience ends.
+/// Calls `enough` with the time that has passed, until it returns true or [`Pace::patience`] is
+/// over.
 fn wait(pace: Pace, mut enough: impl FnMut(Duration) -> bool) {
     let (begun, mut nap) = (Instant::now(), Duration::from_millis(1).min(pace.nap));
     while !enough(begun.elapsed()) && begun.elapsed() < pace.patience {

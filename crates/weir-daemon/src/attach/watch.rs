@@ -33,7 +33,7 @@ const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3)
 /// The devices that are attached to this daemon.
 pub struct Attachments {
     list: Mutex<List>,
-    /// The server's end of their connections.
+    /// The server's ends of the attached devices' connections.
     served: OnceLock<KernelConnections>,
     keeper: Option<Link>,
     log: Log,
@@ -83,7 +83,7 @@ impl Attachments {
     /// Remembers a device that was connected to this daemon.
     ///
     /// # Errors
-    /// Fails with one line: the reason why the device cannot be remembered.
+    /// Fails with one line: the reason why the device cannot be put on the list.
     pub fn attached(self: &Arc<Self>, device: Attachment) -> Result<(), Error> {
         device.address.parse::<Address>().map_err(|error| Error::of(ErrorKind::Attach, error))?;
         let mut list = self.list();
@@ -150,7 +150,8 @@ impl Attachments {
 
     /// Replaces connections as they die, for as long as the daemon lives.
     fn run(&self) -> io::Result<()> {
-        // Listen before the first look, so that no loss in between is missed.
+        // Listen before the first look at the devices, so that no connection's loss in between is
+        // missed.
         let links = DeadLinks::open()?;
         let mut kernel = Kernel::open()?;
         // Devices that may have dead connections, each with the number of looks that are left.
@@ -187,7 +188,8 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Replaces a device's dead connections. Returns whether no replaceable connection is left.
+    /// Replaces a device's dead connections. Returns false if the device needs another look, since
+    /// some could not be replaced.
     fn reconnect(&self, kernel: &mut Kernel, device: &Attachment) -> bool {
         let say = |level, text: fmt::Arguments<'_>| {
             (self.log)(level, format_args!("/dev/nbd{}{text}", device.device));
@@ -224,8 +226,8 @@ impl Attachments {
         false
     }
 
-    /// Both ends of a device's connections; `None` if its address is invalid or the daemon serves
-    /// nothing by NBD.
+    /// Both ends of a device's connections; `None` if the device's address is invalid, or the
+    /// daemon serves nothing by NBD.
     fn connections<'a>(&self, kernel: &'a mut Kernel, device: &'a Attachment) -> Option<Connections<'a>> {
         Some(Connections {
             kernel,
@@ -250,7 +252,7 @@ struct Connections<'a> {
     address: Address,
     served: KernelConnections,
     readers: Readers,
-    /// The readers of the daemon's other devices.
+    /// The kernel's reader threads for the daemon's other devices.
     others: Vec<Readers>,
 }
 

@@ -21,7 +21,7 @@ struct Envelope {
 /// Asks the daemon at `path` for its status.
 ///
 /// # Errors
-/// Fails when no daemon listens there, or it speaks another schema.
+/// Fails when no daemon listens at `path`, or it speaks another schema.
 pub fn status(path: &Path) -> Result<Status, Error> {
     let failed =
         |kind, problem: String| Error::new(kind, format!("no status from {}: {problem}", path.display()));
@@ -40,7 +40,8 @@ pub fn status(path: &Path) -> Result<Status, Error> {
 /// Asks the daemon at `path` to give memory back or to take it. Calls `tell` with the progress.
 ///
 /// # Errors
-/// Fails when no daemon listens there. If the daemon cannot do it, fails with the daemon's error.
+/// Fails when no daemon listens at `path`, or with the daemon's error when it cannot do what was
+/// asked.
 pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) -> Result<Moved, Error> {
     let broken = |error: io::Error| unreachable(path, &error);
     for line in BufReader::new(send(path, request).map_err(broken)?).lines() {
@@ -73,7 +74,7 @@ fn unreachable(path: &Path, error: &io::Error) -> Error {
 /// Tells the daemon at `path` of a device that the kernel has connected to it.
 ///
 /// # Errors
-/// Fails with one line when no daemon listens there, or with the daemon's error.
+/// Fails with one line when no daemon listens at `path`, or with the daemon's error.
 pub fn attached(path: &Path, device: Attachment) -> Result<(), Error> {
     tell(path, Request::Attached(device))
 }
@@ -97,7 +98,7 @@ pub fn order(path: &Path, request: Request) -> Result<(), Error> {
 /// The bounded programs of the daemon at `path`, and the user id of the process that answers there.
 ///
 /// # Errors
-/// Fails when no daemon answers there.
+/// Fails when no daemon answers at `path`.
 pub fn programs(path: &Path) -> Result<(u32, Vec<Program>), Error> {
     #[derive(Deserialize)]
     struct Answer {

@@ -62,15 +62,15 @@ const REQUEST_MOST: u64 = 4096;
 pub enum Request {
     /// Report the daemon's status.
     Status,
-    /// Give memory back: this many bytes, or all that can be given back.
+    /// Give `bytes` of memory back, or all that can be given back.
     GiveBack {
-        /// Number of pages.
+        /// Number of bytes; `None`: all.
         #[serde(default)]
         bytes: Option<u64>,
     },
-    /// Take memory again: this many bytes, or all that was given back.
+    /// Take `bytes` of memory again, or all that was given back.
     Take {
-        /// Number of pages.
+        /// Number of bytes; `None`: all.
         #[serde(default)]
         bytes: Option<u64>,
     },
@@ -87,14 +87,14 @@ pub enum Request {
     },
     /// Keep at most this many bytes of a bounded program resident.
     Limit {
-        /// The program's process.
+        /// The number of the program's process.
         pid: u32,
-        /// The new limit.
+        /// Largest number of bytes that may be resident from now on.
         bytes: u64,
     },
     /// Move all resident memory of a bounded program out.
     Evict {
-        /// The program's process.
+        /// The number of the program's process.
         pid: u32,
     },
 }
@@ -104,7 +104,7 @@ pub trait Service: Send + Sync + 'static {
     /// Reports the daemon's status.
     fn status(&self) -> Status;
 
-    /// Gives memory back, and calls `tell` while it does.
+    /// Gives memory back. Calls `tell` with the progress.
     ///
     /// # Errors
     /// Fails with one line: the thing that is missing, and the next step.
@@ -168,9 +168,10 @@ pub struct Progress {
 /// The outcome of a long request.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Moved {
-    /// Memory given back or taken.
+    /// Bytes of memory given back or taken.
     pub bytes: u64,
-    /// Memory that cards' owners have now after a sleep, and that is left to the governor.
+    /// Bytes that were given back for a sleep and not taken again, because the cards' owners use
+    /// them now. The governor takes them later.
     #[serde(default)]
     pub left_bytes: u64,
     /// Pages moved for the request.

@@ -4,23 +4,23 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use weir_core::ByteSize;
 
-/// Age of a report from which on the status line tells the age.
+/// When a pager's last report is older than this, the status line tells its age.
 const SILENT_S: f64 = 2.0;
 
 /// A program that is bounded over the daemon's volume: `weir run`.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Program {
-    /// The number of its process.
+    /// The number of the program's process.
     pub pid: u32,
-    /// The name of its process.
+    /// The name of the program's process.
     pub name: String,
-    /// Bytes of managed memory that may be resident; 0 before its first report.
+    /// Bytes of managed memory that may be resident; 0 before the pager's first report.
     pub limit_bytes: u64,
     /// Bytes of managed memory that are resident.
     pub resident_bytes: u64,
-    /// Blocks of 2 MiB that are in place.
+    /// Number of blocks of 2 MiB that are resident.
     pub blocks: u64,
-    /// Single pages of other blocks that are in place.
+    /// Number of single pages of other blocks that are resident.
     pub single_pages: u64,
     /// Bytes of the blocks that have room in the stores.
     pub stored_bytes: u64,
@@ -34,13 +34,13 @@ pub struct Program {
     pub prefetched: u64,
     /// Number of prefetched blocks that the program then used.
     pub prefetched_used: u64,
-    /// `prefetched_used` divided by `prefetched`; null before the first.
+    /// `prefetched_used` divided by `prefetched`; null if no block was prefetched.
     pub prefetch_hit_rate: Option<f64>,
-    /// Blocks that could not be read back.
+    /// Number of blocks that could not be read back from a store.
     pub lost_blocks: u64,
     /// Evictions that have ended.
     pub evictions: u64,
-    /// `online`, `full` or `failed`.
+    /// The state of the program's store: `online`, `full` or `failed`.
     pub store: String,
     /// Seconds for which the pager has not answered.
     pub silent_s: f64,

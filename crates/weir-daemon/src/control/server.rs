@@ -29,7 +29,7 @@ impl Server {
     /// Listens at `path`, and answers each request with `service` on a thread of its own.
     ///
     /// # Errors
-    /// Fails when another daemon listens there, or the socket cannot be made.
+    /// Fails when another daemon listens at `path`, or the socket cannot be made.
     pub fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Error> {
         let failed = |error: io::Error| {
             let what = format!(

@@ -34,7 +34,7 @@ pub struct Status {
     pub read: Io,
     /// Counts and latencies of writes.
     pub write: Io,
-    /// Bytes read and written a second since an earlier look.
+    /// Bytes read and written a second, over the last second or more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rates: Option<Rates>,
     /// Number of pages discarded.
@@ -49,7 +49,8 @@ pub struct Status {
     /// The programs that are bounded over this daemon's volume.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub programs: Vec<Program>,
-    /// The bound on processors' sleep in bursts; null unless an option asked for it.
+    /// The bound on how deeply processors may sleep during bursts of requests; null unless an
+    /// option asked for it.
     #[serde(default)]
     pub cpu_latency: Option<CpuLatency>,
     /// The protections that keep the daemon from waiting for itself.
@@ -83,7 +84,7 @@ pub struct Compress {
     pub algorithm: String,
     /// Bytes of the pages in stores, before compression.
     pub stored_bytes: u64,
-    /// Bytes of the slots that these pages take, compressed or not.
+    /// Bytes of the slots that the stored pages take, compressed or not.
     pub held_bytes: u64,
     /// `stored_bytes` divided by `held_bytes`; null if nothing is stored.
     pub ratio: Option<f64>,
@@ -98,7 +99,7 @@ pub struct Compress {
 pub struct Store {
     /// The store's URL.
     pub url: String,
-    /// `online`, `draining`, `unreachable` or `lost`.
+    /// The store's state: `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
     /// The condition of each card of the store: state, since when, and why. Daemons before 0.1.0 of
     /// November 2026 do not send it.
@@ -153,35 +154,35 @@ pub struct Background {
     pub moved_out: u64,
     /// Number of pages that were promoted again.
     pub moved_up: u64,
-    /// Number of compressed pages moved together after their neighbours had gone.
+    /// Number of pages that compaction moved out of half-empty packs.
     #[serde(default)]
     pub compacted: u64,
     /// Number of worker threads.
     pub threads: u64,
     /// Number of items that the workers' queues ran.
     pub items: u64,
-    /// Number of batches in which these items ran.
+    /// Number of batches in which the workers' queues ran their items.
     pub batches: u64,
-    /// The longest batch.
+    /// Largest number of items in one batch of the workers' queues.
     pub longest_batch: u64,
     /// Number of times that a sleeping thread was woken.
     pub wakes: u64,
 }
 
-/// Counts of one direction since the start, and its latencies.
+/// Counts and latencies of the pages read, or of the pages written, since the start.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Io {
-    /// Pages moved, and the time that they took.
+    /// The number of pages read or written, and their latencies.
     #[serde(flatten)]
     pub traffic: Traffic,
-    /// Number of pages that failed.
+    /// Number of pages whose read or write failed.
     pub faults: u64,
-    /// Number of these pages whose content was not what had been written.
+    /// Number of the failed pages whose content was not what had been written.
     pub corrupt: u64,
 }
 
-/// Pages that were read or written since the start. Their latencies are those of a sample, exact to
-/// 6 %.
+/// Number and latencies of the pages read or written since the start. The latencies are those of a
+/// sample, exact to 6 %.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Traffic {
     /// Number of pages.
@@ -199,11 +200,11 @@ pub struct Traffic {
     pub latencies_ns: Vec<(u64, u64)>,
 }
 
-/// Rates of reading and writing since an earlier look at least a second ago; at first, since the
-/// start.
+/// Rates of reading and writing since an earlier status, at least a second ago; in the first
+/// status, since the daemon's start.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Rates {
-    /// Seconds since that earlier look.
+    /// Seconds over which the rates are computed.
     pub seconds: f64,
     /// Bytes read a second.
     pub read_bytes_per_s: u64,
@@ -211,22 +212,23 @@ pub struct Rates {
     pub write_bytes_per_s: u64,
 }
 
-/// Earlier looks, from which the next rates are computed. A look within a second of the last one
-/// counts from the look before. So two clients that ask in turns do not shorten each other's time.
+/// Counts of bytes at earlier requests, from which the next rates are computed. A request within a
+/// second of the last one uses the counts before the last. So two clients that ask in turns do not
+/// shorten each other's time.
 #[derive(Default, Debug)]
 pub struct Looks(Mutex<Kept>);
 
 #[derive(Default, Debug)]
 struct Kept {
-    /// The look from which rates are counted now.
+    /// The counts from which rates are computed now.
     then: Look,
-    /// The look from which rates will be counted, once it is old enough.
+    /// The counts from which rates will be computed, once they are a second old.
     next: Look,
 }
 
 #[derive(Clone, Copy, Default, Debug)]
 struct Look {
-    /// The time of the look, since the start.
+    /// The time of the request, since the daemon's start.
     at: Duration,
     read: u64,
     written: u64,
@@ -254,7 +256,7 @@ pub struct Export {
 pub struct CpuLatency {
     /// Whether the bound is in force now, during a burst of requests.
     pub held: bool,
-    /// Number of bursts so far.
+    /// Number of bursts of requests since the start.
     pub bursts: u64,
 }
 
@@ -315,10 +317,11 @@ impl Traffic {
 }
 
 impl Looks {
-    /// Shortest time between two looks. Rates over shorter times vary too much.
+    /// Shortest time over which rates are computed. Over shorter times they vary too much.
     const APART: Duration = Duration::from_secs(1);
 
-    /// Takes a look at the time `at` since the start, with the bytes read and written since then.
+    /// Computes the rates at the time `at` since the start, from the bytes read and written since
+    /// then.
     pub fn look(&self, at: Duration, read: u64, written: u64) -> Rates {
         let now = Look { at, read, written };
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -364,8 +367,8 @@ impl Volume {
             pages,
             stored: status.stored,
             filled: status.filled,
-            // Lanes change these counts while they are read one after another. So the difference
-            // must not fall below zero.
+            // Lanes change the counts while this thread reads one after another. So the sum of both
+            // may exceed the device's pages, and the difference must not fall below zero.
             free: pages.saturating_sub(status.stored + status.filled),
             map_bytes,
             compress: Compress::of(status),
@@ -379,7 +382,8 @@ impl Compress {
         if compression.is_none() && packed == 0 {
             return None;
         }
-        // Lanes change these counts too while they are read.
+        // Lanes change these counts while this thread reads one after another. So the difference
+        // must not fall below zero.
         let slots = (stored + packs).saturating_sub(packed);
         Some(Compress {
             algorithm: compression.map_or_else(|| "none".to_owned(), |algorithm| algorithm.to_string()),
@@ -450,7 +454,8 @@ impl fmt::Display for Background {
 
 /// The columns of a terminal.
 const COLUMNS: usize = 80;
-/// The columns of a line's name. Text that does not fit continues below the text of the line.
+/// Columns that a line's name takes. A line that is too long goes on in the next line, from this
+/// column on.
 const NAMES: usize = 10;
 
 /// Breaks lines between words at a terminal's width.

@@ -34,7 +34,7 @@ pub trait FrontEnd: fmt::Debug + Send {
 
     /// Removes the block device before [`stop`](FrontEnd::stop), since a program that touches a
     /// device without a server waits for ever. Returns `None` once the device has gone. Otherwise
-    /// returns the reason and the next step, and the device is served on.
+    /// returns the reason and the next step, and goes on serving the device.
     fn let_go(&mut self) -> Option<String> {
         None
     }
@@ -50,7 +50,7 @@ pub fn lanes(options: &Config) -> usize {
     let fuse = options.fuse.as_ref().map_or(0, |fuse| usize::from(fuse.threads));
     let share = match &options.share {
         None => 0,
-        // The pages on loan to clients take the room of this many lanes.
+        // Clients may hold as many pages on loan as these lanes have room for.
         Some(share) => {
             if share.in_place {
                 1 + IN_PLACE_LANES
@@ -62,7 +62,8 @@ pub fn lanes(options: &Config) -> usize {
     nbd + fuse + share
 }
 
-/// Number of lanes whose room the pages on loan to clients may take together: 10 MiB of pages.
+/// Room for the pages on loan to clients, as a number of lanes: the room of 8 lanes is 10 MiB of
+/// pages.
 const IN_PLACE_LANES: usize = 8;
 
 /// The NBD server on all its addresses.
@@ -161,8 +162,8 @@ impl Fuse {
             spin: options.spin,
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
-            // A server with an io_uring cannot be taken over, so a file under a keeper has none.
-            // Threads that spin read `/dev/fuse`, and use no io_uring either.
+            // The next daemon cannot take over a server that uses io_uring, so a server under a
+            // keeper uses none. Threads that spin read `/dev/fuse` instead of an io_uring.
             ring: keeper.is_none() && !options.swap && options.spin.is_zero(),
             allow_other: false,
         };
@@ -199,8 +200,8 @@ impl FrontEnd for Fuse {
 
     /// Checks loop devices over the file. Swap on such a device is lost with this process.
     fn in_use(&self) -> Option<String> {
-        // The kernel shows the path without symbolic links in its directory. The file itself is no
-        // link.
+        // The kernel names a loop device's file by a path without symbolic links in its directory.
+        // The file itself is no link.
         let file = self.0.file();
         let directory = file.parent().and_then(|parent| parent.canonicalize().ok());
         let file =
@@ -263,8 +264,8 @@ impl FrontEnd for Share {
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
-        // Requests lie in the clients' own memory. So dropping the server only disconnects the
-        // clients.
+        // Nothing needs the grace: requests lie in the clients' own memory. So dropping the server
+        // only disconnects the clients.
     }
 }
 

@@ -52,8 +52,8 @@ pub fn original() -> (PathBuf, Option<Stamp>) {
 pub const SWAP_NAME: &str = "@weir";
 
 /// Replaces this process by the copy, with the same arguments and the same process id. Returns only
-/// if that fails, and the process can go on as before. A process that carries swap has its special
-/// name even without a copy.
+/// if that fails, and the process can go on as before. With `swap` the process gets the name
+/// [`SWAP_NAME`], even if no copy can be made.
 pub fn run(swap: bool) -> io::Error {
     let mut arguments = std::env::args_os();
     let own = arguments.next().unwrap_or_else(|| OsString::from("weir"));
@@ -72,8 +72,8 @@ pub fn run(swap: bool) -> io::Error {
         Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
     let error = become_copy().unwrap_or_else(|error| error);
-    // The program starts anew under that name. When it comes here again, `name` equals `own`, and
-    // the program goes on.
+    // There is no copy. Start this program again, for its new name. In that process `name` equals
+    // `own`, so this call returns.
     if name != own {
         return named(Path::new("/proc/self/exe")).exec();
     }
@@ -83,7 +83,7 @@ pub fn run(swap: bool) -> io::Error {
 fn memfd() -> io::Result<File> {
     let make = |flags| rustix::fs::memfd_create(c"weir", MemfdFlags::CLOEXEC | flags).map(File::from);
     Ok(match make(MemfdFlags::EXEC) {
-        // Before Linux 6.3 every memfd can be executed, and the flag is unknown.
+        // Before Linux 6.3 the kernel does not know MFD_EXEC, and every memfd can be executed.
         Err(Errno::INVAL) => make(MemfdFlags::empty())?,
         made => made?,
     })

@@ -51,7 +51,7 @@ pub struct Link(Arc<Line>);
 #[derive(Debug)]
 struct Line {
     socket: OwnedFd,
-    /// The holder of this lock has sent a request. The next answer is for it.
+    /// Locked from a request until its answer, so that each answer goes to the thread that asked.
     turn: Mutex<()>,
 }
 
@@ -88,8 +88,8 @@ impl Held {
 }
 
 impl Link {
-    /// Opens the socket to the keeper and gets all that it holds, if a keeper started this process.
-    /// Call this once, before there are threads.
+    /// Opens the socket to the keeper and gets all that the keeper holds, if a keeper started this
+    /// process. Call this once, before there are threads.
     pub fn open() -> io::Result<Option<(Self, Held)>> {
         let Some(number) = std::env::var_os(ENVIRONMENT) else { return Ok(None) };
         let broken = || io::Error::other(format!("{ENVIRONMENT} names no keeper's socket; unset it"));
@@ -101,7 +101,8 @@ impl Link {
             return Err(broken());
         }
         rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::CLOEXEC)?;
-        // SAFETY: the keeper made it for this process alone, and this function is called once.
+        // SAFETY: the keeper made the descriptor for this process alone, and this function is
+        // called once.
         let socket = unsafe { OwnedFd::from_raw_fd(number) };
         let mut held = HashMap::new();
         while let Some(message) = receive(&socket)? {
@@ -203,12 +204,12 @@ pub mod played {
     use std::os::fd::OwnedFd;
     use std::sync::{Arc, Mutex};
 
-    /// The descriptors that it holds, by name.
+    /// A test's keeper: the descriptors that it holds, by name.
     #[derive(Clone, Default)]
     pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>);
 
     impl Keeper {
-        /// A link of a daemon to it.
+        /// Links a daemon to this test's keeper.
         pub fn link(&self) -> Link {
             let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
             let (socket, its) = pair.expect("sockets");
@@ -226,7 +227,7 @@ pub mod played {
             Link(Arc::new(Line { socket, turn: Mutex::new(()) }))
         }
 
-        /// All that it hands to the next daemon.
+        /// The descriptors that this test's keeper hands to the next daemon.
         pub fn held(&self) -> Held {
             let held = self.0.lock().expect("no panic");
             let copy =

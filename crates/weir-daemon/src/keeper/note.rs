@@ -1,5 +1,5 @@
 //! Notes that a daemon leaves to the next: JSON in a memfd that the keeper holds. A note is
-//! replaced as a whole, so it is the one before or the one after, never a part.
+//! replaced as a whole, so the next daemon reads the old note or the new one, never a part.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

@@ -1,6 +1,6 @@
 //! Holds in memory the files that the next daemon reads before it serves: the program and its
-//! configuration. Both may lie on tmpfs (`/run`, a memfd). Its pages are swapped out like a
-//! process's own, to the very device that is down when they are needed.
+//! configuration. Both may lie on tmpfs (`/run`, a memfd). The pages of a tmpfs are swapped out
+//! like a process's own, to the very device that is down when they are needed.
 
 use std::fs::File;
 use std::io;

@@ -42,13 +42,13 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// whether it is in use.
 const HEARING: Duration = Duration::from_secs(10);
 
-/// A thing that the keeper holds.
+/// What the keeper holds for the next daemon.
 enum Kept {
     Memory(Memory),
     Descriptor(OwnedFd),
 }
 
-/// The end of a daemon.
+/// How a daemon ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     Exit(i32),
@@ -61,7 +61,7 @@ struct Life {
     was_ready: bool,
     /// Whether the daemon has said that it ends, since no client needs its pages.
     is_done: bool,
-    /// Whether the daemon was told to end, and has not said yet whether it does.
+    /// Whether the daemon was told to end, and has not answered yet whether it ends or stays.
     owes_answer: bool,
     makes_way: bool,
 }
@@ -88,7 +88,7 @@ struct Keeper<'a> {
     swap: bool,
     config_pages: Option<Resident>,
     signals: UnixStream,
-    /// The time at which a waiting signal is passed on, even to a daemon that does not serve yet.
+    /// A signal waits for the daemon to serve, until this time. Then it is passed on anyway.
     told_by: Option<Instant>,
     /// The number of processors that every daemon plans its threads for.
     processors: usize,
@@ -141,13 +141,14 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         (keeper.set_aside, keeper.lacks) = (Vec::new(), false);
         let born = Instant::now();
         let life = match keeper.one_life(programs.next(), programs.failed()) {
-            // The upgrade may have written only a part of the file so far.
+            // The new program does not start: perhaps the upgrade has written only a part of its
+            // file so far. So start the keeper's own program.
             Err(_) if programs.is_new() => {
                 programs.give_up();
                 continue;
             }
             // The machine is short of processes, descriptors or memory. The shortage will end, but
-            // lost pages would not come back. So try again.
+            // lost pages would not come back. So try to start the daemon again.
             Err(error) if keeper.is_needed => {
                 // Log only some attempts, since the shortage may last.
                 if tries.is_power_of_two() {
@@ -193,7 +194,8 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             ),
         }
         if life.owes_answer {
-            // The daemon hung, or was killed before it answered. So ask the next daemon.
+            // The daemon ended without an answer to a signal: it hung, or was killed. So pass the
+            // signal on to the next daemon.
             keeper.told_by = Some(Instant::now() + HEARING);
         }
         stillborn = if born.elapsed() < SHORT_LIFE && !life.was_ready { stillborn + 1 } else { 0 };
@@ -219,7 +221,7 @@ struct Programs {
     installed: PathBuf,
     /// The stamp that the installed program had when the keeper was started from it.
     stamp: Option<Stamp>,
-    /// The stamp of the new program to be started.
+    /// The [`Stamp`] of the installed program, if it is new and is to be started.
     new: Option<Stamp>,
     given_up: Option<Stamp>,
     /// Number of daemons in a row that lived less than [`SHORT_LIFE`].
@@ -227,7 +229,7 @@ struct Programs {
 }
 
 impl Programs {
-    /// Makes the choice for the first daemon: the keeper's own program.
+    /// The first daemon runs the keeper's own program.
     fn new() -> Self {
         let (installed, stamp) = copy::original();
         Programs {
@@ -254,7 +256,7 @@ impl Programs {
         self.new.is_some()
     }
 
-    /// Does not start the new program again until yet another replaces it.
+    /// Gives the new program up, until yet another program replaces it.
     fn give_up(&mut self) {
         self.short_lives = 0;
         self.given_up = self.new.take();
@@ -281,13 +283,13 @@ impl Keeper<'_> {
         // starts a child meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
-        // With this the new daemon may use the kernel's reserve until it serves. If the kernel
+        // Let the new daemon use the kernel's reserve of memory until it serves. If the kernel
         // denies that, the start may be slow or fail, and the keeper starts another daemon.
         if self.swap {
             let _ = swap_safety::reach_reserves(Children::Inherit);
         }
         let child = Command::new(program)
-            // Pass the program's name on too.
+            // Pass the process's name on too: a process that carries swap has a special one.
             .arg0(arguments.next().unwrap_or_else(|| "weir".into()))
             .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
@@ -320,7 +322,8 @@ impl Keeper<'_> {
         // The first handoff of a daemon means that a client may use that daemon.
         let takes_over = !self.kept.is_empty();
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
-            // The daemon died before it listened; the code below notices its end.
+            // The daemon died before it got everything that the keeper holds. The loop below
+            // notices its end.
             (self.log)(Level::Warning, format_args!("the new daemon did not take over: {error}"));
         }
         loop {
@@ -335,7 +338,8 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
-            // The memory could not be set aside when the daemon began to serve. So ask again.
+            // When the daemon began to serve, memory was too short to set enough aside. So try
+            // again.
             let again = life.was_ready && self.lacks;
             let wait = match self.told_by {
                 Some(by) => Timespec::try_from(by.saturating_duration_since(Instant::now())).ok(),
@@ -349,7 +353,7 @@ impl Keeper<'_> {
             if events == 0 && again {
                 self.set_aside(pid);
             }
-            // A dead daemon gets no signal. The next daemon gets it.
+            // If the daemon is dead, leave the signal unread for the next daemon.
             if signalled && !ended {
                 self.hear_signal();
             }
@@ -373,7 +377,8 @@ impl Keeper<'_> {
         }
     }
 
-    /// Waits. Returns whether the keeper was told to end meanwhile.
+    /// Waits for this time, or until a signal tells the keeper to end. Returns whether a signal
+    /// came.
     fn is_told_within(&self, wait: Duration) -> bool {
         let wait = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() };
         let mut fds = [PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN)];
@@ -415,7 +420,8 @@ impl Keeper<'_> {
             ("ready", _) => {
                 (life.was_ready, self.is_needed) = (true, true);
                 self.set_aside(daemon);
-                // Read the file at each start, since an upgrade may have replaced it.
+                // Read the configuration at each start, since an upgrade may have replaced the
+                // file.
                 let pages = self.config.map(resident::file);
                 self.config_pages = pages.and_then(|pages| held(self.log, "the configuration", pages));
                 Ok(())

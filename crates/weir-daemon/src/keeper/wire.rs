@@ -34,10 +34,10 @@ pub const FORMAT: u32 = 2;
 /// Longest datagram in bytes; names are short.
 const MESSAGE_MAX: usize = 256;
 
-/// The kind of a descriptor in the keeper.
+/// The kind of a descriptor that the keeper holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// A sealed memfd, to be mapped and locked.
+    /// A sealed memfd, which the keeper maps and locks.
     Memory,
     /// A descriptor of a thing that lives as long as the descriptor is open.
     Descriptor,

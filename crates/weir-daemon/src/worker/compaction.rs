@@ -24,7 +24,7 @@ pub struct Compaction {
 #[derive(Debug, Default)]
 struct Progress {
     sweep: Option<Sweep>,
-    /// Whether a sweep took place since the last look.
+    /// Whether a pass over a store's slots took place since the last look at the count below.
     swept: bool,
     /// The count, at the last look, of pages that had left their packs.
     looked: Option<u64>,

@@ -48,7 +48,7 @@ impl Promotion {
         Arc::new(Promotion { item: Item::new(), workers, at: Mutex::new(at) })
     }
 
-    /// Starts with the fastest stores, which have room again.
+    /// Begins to promote pages, those of the second store first. The stores above have room again.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         *at = Progress {

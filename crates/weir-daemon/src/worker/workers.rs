@@ -14,7 +14,7 @@ use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
 use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Task, Volume};
 
-/// The next step for a user when every store is needed.
+/// The next step for a user whose memory is not given back because every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
 
 /// The threads, their movers, and their counts.
@@ -100,17 +100,18 @@ impl Chunk {
 #[derive(Debug)]
 struct List {
     chunks: Vec<Chunk>,
-    /// For each chunk, the number of its parts that are not done. Each thread empties one part.
+    /// For each chunk, the number of its parts that are not empty yet. A chunk has a part for each
+    /// thread.
     left: Vec<AtomicU32>,
-    /// The next part to empty, counted over all chunks.
+    /// The index of the next part to empty. Parts are counted over all chunks.
     next: AtomicUsize,
     job: Arc<Job>,
     threads: usize,
-    /// The reason why a chunk stayed: that of the first such chunk.
+    /// The reason why the first chunk that could not be given back was not.
     trouble: Mutex<Option<String>>,
 }
 
-/// One thread's share of a list.
+/// One thread's share of the work on a [`List`].
 #[derive(Debug)]
 struct Help {
     item: Item<Help>,
@@ -264,9 +265,9 @@ impl Workers {
         (count(ChunkState::Held), count(ChunkState::GivenBack))
     }
 
-    /// The chunks in this state, of stores that give memory back: store by store, chunks with the
-    /// fewest pages first. `only` is the card of a request of the governor. It leaves out chunks
-    /// that a client gave back, and chunks that are away for a sleep.
+    /// The chunks in `state`, of stores that give memory back: store by store, chunks with the
+    /// fewest pages first. With `only`, a request of the governor, they are the chunks of that
+    /// card. Chunks that were given back for a client or for a sleep are then left out.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.gives_back[at]) {
@@ -321,8 +322,8 @@ impl Workers {
         if job.only.is_none() && job.bytes.is_none() {
             let mut away = self.chunks(ChunkState::GivenBack, None);
             if job.kind == JobKind::Sleep {
-                // The governor takes no chunk before the sleep is over, and no chunk that a client
-                // gave back.
+                // The governor may take no chunk before the machine has slept. Chunks that a client
+                // gave back are not its own in any case.
                 away.retain(|it| it.note.unasked);
                 self.note(&away, |note| Note { asleep: true, ..note });
             } else {
@@ -358,8 +359,8 @@ impl Workers {
         chunks.iter().for_each(|it| self.volume.note(it.store, &[it.chunk], note(it.note)));
     }
 
-    /// Closes all `chunks`, then empties them with every thread. Returns the reason if a chunk
-    /// stayed.
+    /// Closes all `chunks`, then empties them with every thread. If a chunk could not be given
+    /// back, returns the reason.
     fn empty_all(self: &Arc<Self>, job: &Arc<Job>, chunks: Vec<Chunk>) -> Option<String> {
         for (at, store) in self.volume.stores().enumerate() {
             let of_store: Vec<u32> = chunks.iter().filter(|it| it.store == at).map(|it| it.chunk).collect();
@@ -503,8 +504,8 @@ fn member(store: &dyn Store, chunk: u32) -> u32 {
     store.reclaim().map_or(0, |it| store.member(Slot(chunk * it.chunk_slots())))
 }
 
-/// Returns the first chunks for which `more` holds. `more` gets the bytes before a chunk, and the
-/// chunk.
+/// Returns the chunks from the first one on, as long as `more` is true. `more` gets the total bytes
+/// of the chunks before, and the next chunk.
 fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
     let mut sum = 0;
     let take = |chunk: &&Chunk| {
@@ -667,7 +668,7 @@ mod tests {
             (workers, owner, governor)
         };
         let (first, owner, governor) = run(Arc::clone(&quick) as _);
-        // The second governor's clock does not advance.
+        // The clock of the second governor stands still.
         let (second, _, still) = run(Arc::new(Still(Instant::now())));
         until("a chunk is kept for the owner", &|| owner.free.load(Ordering::Relaxed) >= MIB);
         owner.free.store(0, Ordering::Relaxed);
@@ -703,7 +704,7 @@ mod tests {
     fn what_a_card_cannot_spare_after_a_sleep_is_left_to_the_governor() {
         let (workers, owner) = workers();
         assert_eq!(ask(&workers, JobKind::Sleep, None).bytes, 4 * CHUNK);
-        // The owner takes the memory first.
+        // Before Weir takes memory again, the card's owner takes all but one chunk.
         owner.free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
         let woken = ask(&workers, JobKind::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (CHUNK, 3 * CHUNK));

@@ -6,7 +6,7 @@ use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_log::{BadPage, CheckReport};
 
-/// Largest number of bad pages that are named in lines.
+/// Largest number of bad pages that the report names one by one.
 const NAMED_MAX: usize = 20;
 
 /// A check's findings, as `--json` prints them.

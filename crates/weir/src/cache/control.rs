@@ -64,7 +64,7 @@ pub trait Service: Send + Sync + 'static {
     /// Reports the cache's status.
     fn report(&self) -> Report;
 
-    /// Serves any other request, and calls `tell` with the bytes that are still dirty.
+    /// Serves any request but `status`. Calls `tell` with the number of bytes that are still dirty.
     ///
     /// # Errors
     /// The error is one line: what is wrong, and the next step.
@@ -74,7 +74,7 @@ pub trait Service: Send + Sync + 'static {
 /// Listens at `path`, with a thread for each request. Dropping what it returns removes the socket.
 ///
 /// # Errors
-/// Fails when another cache listens there, or the socket cannot be made.
+/// Fails when another cache listens at `path`, or the socket cannot be made.
 pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Failure> {
     make_run_time_directory(path).map_err(failure::of)?;
     let shown = path.display();
@@ -110,8 +110,8 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
             return write_line(client, &service.report());
         }
         Ok(Envelope { schema: SCHEMA, request }) => {
-            // A client that does not read is told no more: it would delay the work by the time
-            // limit of each line.
+            // Once the client has failed to read a line, send it no more progress: each line would
+            // delay the work by the time limit.
             let mut reads = true;
             let mut tell = |dirty| {
                 let progress = Answer { schema: SCHEMA, dirty_bytes: Some(dirty), error: None };
@@ -134,7 +134,7 @@ fn write_line(mut client: &UnixStream, message: &impl Serialize) -> io::Result<(
 /// Asks the cache at `path` for its status.
 ///
 /// # Errors
-/// Fails when no cache answers there.
+/// Fails when no cache answers at `path`.
 pub fn status(path: &Path) -> Result<Report, Failure> {
     let line = send(path, &Request::Status)?.lines().next();
     let line = line.unwrap_or_else(|| Err(io::ErrorKind::UnexpectedEof.into()));
@@ -142,11 +142,11 @@ pub fn status(path: &Path) -> Result<Report, Failure> {
     report.map_err(|error| unreachable(path, &error))
 }
 
-/// Sends the cache a request, and calls `tell` with the bytes that are not at home yet, for each
-/// line before the last.
+/// Sends a request to the cache at `path`. For each line of progress, calls `tell` with the number
+/// of bytes that must still be written home.
 ///
 /// # Errors
-/// Fails when no cache answers there, or with the cache's own error when it cannot do what was
+/// Fails when no cache answers at `path`, or with the cache's own error when it cannot do what was
 /// asked.
 pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), Failure> {
     for line in send(path, request)?.lines() {

@@ -275,8 +275,8 @@ impl Service for Daemon {
             }
             Request::Detach => {
                 self.detach(tell)?;
-                // The byte wakes the thread that waits for the cache's end. That thread sends no
-                // answer.
+                // Wake the thread that waits for the cache's end. The client's answer comes from
+                // this thread.
                 let _ = std::io::Write::write(&mut &self.tell, &[0]);
                 Ok(())
             }

@@ -14,13 +14,13 @@ use weir_log::Log;
 use weir_store::{FileStore, MemberTraffic, Room, Store, StoreUrl};
 use weir_system::loop_device::LoopDevice;
 
-/// Bytes of a log's segment; a striped log puts one segment on a disk before the next disk's turn.
+/// Bytes of a log's segment. The disks of a striped log take its segments in turns.
 const SEGMENT: ByteSize = ByteSize(1 << 20);
 
 /// The home behind a cache.
 #[derive(Clone, PartialEq, Debug)]
 pub enum HomeUrl {
-    /// A disk or file as it is.
+    /// A disk or file without a log: page n lies at n.
     Raw(PathBuf),
     /// Disks or files for a log; what they hold is lost.
     Log(Box<StoreUrl>),
@@ -83,7 +83,7 @@ impl Home {
     /// content, unless an option says to serve or to erase the content.
     ///
     /// # Errors
-    /// Fails when the home is in use, carries something, or cannot be opened.
+    /// Fails when the home is in use, has content, or cannot be opened.
     pub fn open(
         options: &CacheOptions,
         create: Option<&CreateOptions>,
@@ -119,7 +119,7 @@ impl Home {
     }
 }
 
-/// The refusal of a home that can have no durable log.
+/// The error for a plain disk or file where a durable log is needed.
 pub fn no_log(path: &Path) -> Failure {
     let path = path.display();
     Failure::Usage(format!(
@@ -233,7 +233,7 @@ fn make_file(path: &Path, bytes: u64) -> Result<(), Failure> {
     };
     let open = std::fs::OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
     let file = open.map_err(failed)?;
-    // fallocate takes all free room before it fails.
+    // Check the room first: fallocate takes all free room before it fails.
     let room = rustix::fs::fstatvfs(&file).map_err(|errno| failed(errno.into()))?;
     if room.f_bavail.saturating_mul(room.f_frsize) < bytes {
         return Err(failed(std::io::ErrorKind::StorageFull.into()));
@@ -252,7 +252,7 @@ fn open_durable(disks: Arc<FileStore>, lanes: u32, watch: Watch<'_>) -> Result<H
     Ok(Home { disks, log: Some(log), is_scratch: false })
 }
 
-/// Verifies a durable log, and shows how far that is.
+/// Verifies a durable log, and shows the progress.
 ///
 /// # Errors
 /// Fails when there is no log, or the log is in use.
@@ -297,7 +297,7 @@ fn open_raw(options: &CreateOptions, path: &Path) -> Result<Home, Failure> {
                 "{shown} carries {marks}; --keep-content serves it as it is, --wipe {shown} erases it"
             )));
         }
-        // wipefs opens the disks for itself alone.
+        // Close the disks first, because wipefs opens them exclusively.
         drop(disks);
         marks::wipe(path)?;
         disks = open()?;

@@ -11,7 +11,8 @@ use weir_cli::failure::Failure;
 use weir_core::PAGE_SIZE;
 use weir_system::program;
 
-/// The marks on `home`, in a line; empty where there are none.
+/// The marks of file systems, partition tables and the like on `home`, in one line; empty if it has
+/// none.
 ///
 /// # Errors
 /// Fails when wipefs cannot tell.

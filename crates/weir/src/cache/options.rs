@@ -25,7 +25,7 @@ pub enum CacheCommand {
     /// Verify a durable log that nobody uses: its own records, and each page by its checksum.
     /// Changes nothing. The exit code is 0 if nothing is wrong, and 1 otherwise.
     Check {
-        /// The log's disks, in the order of its making.
+        /// The log's disks, in the order in which the log was made of them.
         #[arg(value_name = "log:PATH,...")]
         home: HomeUrl,
 
@@ -89,12 +89,12 @@ pub struct CreateOptions {
     #[command(flatten)]
     pub cache: CacheOptions,
 
-    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap);
-    /// names the home again, each disk of a log by itself.
+    /// Erase the marks of the home's content (file system, partition table, RAID, LVM, swap). PATH
+    /// names the home again; of a log, each disk by itself.
     #[arg(long, value_name = "PATH", conflicts_with = "keep_content")]
     pub wipe: Vec<PathBuf>,
 
-    /// Serve what the home carries: the file system on it, for instance, from a cache before.
+    /// Serve the home's present content, for instance a file system that an earlier cache served.
     #[arg(long)]
     pub keep_content: bool,
 
@@ -130,8 +130,8 @@ pub struct CacheOptions {
     #[arg(long, value_name = "SIZE", default_value = "4MiB")]
     pub stream: ByteSize,
 
-    /// Per cent of the cache that may be dirty before pages are written home; a tenth of the cache
-    /// goes then.
+    /// Per cent of the cache that may be dirty before pages are written home; then as many as fill
+    /// a tenth of the cache are written.
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=90))]
     pub dirty: u8,
 

@@ -74,7 +74,7 @@ struct LogReport {
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct DurableReport {
     identity: String,
-    /// Commits: for flushes, and to free segments.
+    /// Number of commits, which are made for flushes and to free segments.
     commits: u64,
     failed_flushes: u64,
     journal_bytes: u64,

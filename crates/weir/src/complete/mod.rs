@@ -8,7 +8,8 @@ pub fn with_stores(shell: Shell, script: String) -> String {
         Shell::Bash => script + include_str!("stores.bash"),
         Shell::Fish => script + include_str!("stores.fish"),
         Shell::Zsh => {
-            // The script begins with a line that names the command, and ends with a call.
+            // clap's script begins with a line that names the command, and ends with a call. So the
+            // functions go behind the first line.
             let script = script.replace(":URL:_default'", ":URL:_weir_stores'");
             let script = script.replace(":vram|host|URL:_default'", ":URL:_weir_stores'");
             match script.split_once('\n') {

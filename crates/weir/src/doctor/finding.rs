@@ -1,4 +1,4 @@
-//! One line of the report.
+//! A finding: one line of the report of `weir doctor`.
 
 use serde::Serialize;
 use std::fmt;
@@ -15,7 +15,7 @@ pub enum Level {
     Fail,
 }
 
-/// One line of the report.
+/// One line of the report of `weir doctor`.
 #[derive(Debug, Serialize)]
 pub struct Finding {
     /// The check's name. Stable: scripts may select by it.

@@ -23,7 +23,7 @@ fn memory(machine: &Machine) -> Finding {
 }
 
 fn swap(machine: &Machine) -> Finding {
-    // The table's columns are "Filename Type Size Used Priority", with sizes in KiB.
+    // The columns of /proc/swaps are "Filename Type Size Used Priority", with sizes in KiB.
     let Some(table) = machine.text("/proc/swaps") else {
         return Finding::warn("swap", "the kernel has no swap", "use a kernel with CONFIG_SWAP");
     };
@@ -56,7 +56,7 @@ fn zswap(machine: &Machine) -> Finding {
 }
 
 fn huge_pages(machine: &Machine) -> Finding {
-    // "always [madvise] never": the brackets hold the choice.
+    // The file has a text such as "always [madvise] never". The brackets mark the choice.
     let text = machine.text("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     match text.split(['[', ']']).nth(1) {
         Some("never") => Finding::warn(

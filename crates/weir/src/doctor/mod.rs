@@ -1,7 +1,7 @@
-//! Checks of this machine: its offers to Weir, and the next step for each lack.
+//! Checks of this machine: what it offers to Weir, and the next step for each thing that it lacks.
 //!
-//! Every check reads the machine through [`Machine`]: a directory that is `/` in life and a fixture
-//! in tests. So a test can show each check a machine that has a thing, and one that lacks it.
+//! Every check reads the machine through [`Machine`]: its directory is `/`, or a fixture in tests.
+//! So a test can run each check on a machine that has a thing, and on one that lacks it.
 
 mod finding;
 mod gpu;

@@ -12,7 +12,8 @@ const CAP_IPC_LOCK: u32 = 14;
 const CAP_SYS_ADMIN: u32 = 21;
 const CAP_SYS_RESOURCE: u32 = 24;
 
-/// Descriptors for a 141 GB card in chunks of 128 MiB, with room for connections.
+/// Number of descriptors that Weir wants: those of a 141 GB card in chunks of 128 MiB, with room
+/// for connections.
 const FILES_WANTED: u64 = 4096;
 
 pub fn check(machine: &Machine) -> Vec<Finding> {

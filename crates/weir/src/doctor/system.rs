@@ -6,7 +6,7 @@ use weir_core::ByteSize;
 use weir_daemon::control::SYSTEM as DIRECTORY;
 use weir_system::Machine;
 
-/// The least room that is worth a backing.
+/// Least free room on the disk for which the report does not warn.
 const ROOM_WANTED: ByteSize = ByteSize(1 << 30);
 
 const UNIT_DIRECTORIES: [&str; 4] =

@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use weir_cli::failure::Failure;
 
-/// The reasons for a note. Notes lie beside the run-time directory, which is gone while Weir is
-/// off.
+/// The reasons for which Weir writes a note. Notes lie beside the run-time directory, which is gone
+/// while Weir is off.
 const WHO: [&str; 2] = ["battery", "sleep"];
 
-/// The path of the note for one reason.
+/// The path of the note that is written for the reason `who`.
 pub fn note(runtime: &Path, who: &str) -> PathBuf {
     runtime.with_extension(who)
 }
@@ -37,7 +37,7 @@ pub fn turn_on(note: &Path) -> Result<(), Failure> {
         text => text.map_err(Failure::failed)?,
     };
     let again: Again = serde_json::from_slice(&text).map_err(Failure::failed)?;
-    // The command runs in a separate process, which parses its arguments as at the first time.
+    // Run `weir on` as a process of its own, which parses the recorded arguments.
     let directory = if again.directory.is_dir() { &*again.directory } else { Path::new("/") };
     let mut on = Command::new("/proc/self/exe");
     let status = on.arg("on").args(again.arguments).current_dir(directory).status();

@@ -55,9 +55,9 @@ impl Power {
     }
 }
 
-/// Looks once, and does what is due. It looks again after it has turned off, since bringing pages
-/// back takes long. A charger that was connected meanwhile does not start a second run while this
-/// one works.
+/// Looks at the battery once, and turns Weir off or on if that is due. Turning off takes long, so
+/// it looks again afterwards: the charger may have been connected meanwhile, and that starts no
+/// second run.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     while look(options)? == Verdict::Off {}
     Ok(())

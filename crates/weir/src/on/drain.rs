@@ -17,7 +17,7 @@ use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_system::{Machine, swaps};
 
-/// Time between two looks at the progress.
+/// Time between two looks at the progress of swapoff.
 const LOOK: Duration = Duration::from_millis(100);
 /// Memory that must stay free besides the pages that are brought back.
 const SPARE: ByteSize = ByteSize(32 << 20);
@@ -114,7 +114,7 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
             break child.wait().map_err(failed)?;
         }
         if let Ok(Some(swap)) = swaps::find(device) {
-            // Pages may have been swapped out since the first look.
+            // Pages may have been swapped out since `total` was read.
             let total = total.max(swap.used.0);
             shown.show(total - swap.used.0, total);
         }

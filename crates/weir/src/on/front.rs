@@ -40,8 +40,8 @@ impl Front {
     /// The first kernel with all that the front end needs.
     fn since(self) -> (u32, u32) {
         match self {
-            // The front end needs a daemon that can be replaced under its device, and ioctls with
-            // numbers of their own.
+            // The ublk front end needs a daemon that can be replaced under its device, and a driver
+            // that takes commands as ioctls.
             Front::Ublk => kernel_release::UBLK,
             Front::Nbd => (5, 6),
             // The front end needs LOOP_CONFIGURE, which sets direct I/O at once.
@@ -52,7 +52,8 @@ impl Front {
     /// The first kernel on which the front end is chosen by default.
     fn trusted_since(self) -> (u32, u32) {
         match self {
-            // Earlier kernels may crash themselves when the daemon is killed under load.
+            // Before this release, the kernel itself may crash when the daemon is killed under
+            // load.
             Front::Ublk => kernel_release::UBLK_SURVIVES,
             Front::Nbd | Front::Fuse => self.since(),
         }
@@ -76,7 +77,8 @@ impl Front {
         self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }
 
-    /// The number of the kernel's connections that a daemon with these options was made for.
+    /// The number of the kernel's connections for which these options were made. The daemon serves
+    /// a few more.
     pub fn connections(self, config: &toml::Table) -> u16 {
         let value = config.get("connections").and_then(Value::as_integer).unwrap_or_default();
         u16::try_from(value).unwrap_or_default().saturating_sub(SPARE_CONNECTIONS)
@@ -104,8 +106,8 @@ impl Front {
 const FUSE_RISK: &str = "the kernel's loop and FUSE drivers take memory for each page that goes out and wait for it like anybody, so the \
      machine may freeze once no memory is free at all";
 
-/// Connections that the daemon serves beyond the kernel's: room for dead ones that it has not
-/// noticed yet, and for a client that only looks.
+/// Connections that the daemon serves besides those of the kernel. They are room for dead
+/// connections that it has not noticed yet, and for another client, such as nbdinfo.
 const SPARE_CONNECTIONS: u16 = 2;
 
 /// The front end that was chosen.
@@ -223,7 +225,7 @@ pub fn attach(
         Front::Fuse => {
             let file = fuse_file(directory);
             let step = |path| Step::Device { path, front, file: Some(file.clone()), by: None };
-            // The kernel picks the device, so at first only the file is known.
+            // The kernel picks the loop device, so at first only the file can be recorded.
             journal.intend(step(PathBuf::new()))?;
             let device = LoopDevice::attach(&file).map_err(|error| Failure::Failed(chain(&error)))?;
             journal.amend(step(device.path().to_owned()))?;
@@ -270,9 +272,9 @@ fn nbd_is_attached(path: &Path) -> bool {
     path.file_name().is_some_and(|name| Path::new("/sys/block").join(name).join("pid").exists())
 }
 
-/// Whether a connected device is the one in the journal. Another program may have taken that device
-/// before `weir on` could, or since. The kernel says which process connected it. Within a process
-/// namespace that number says nothing, but the daemon knows its devices.
+/// Whether a connected device is the one in the journal: another program may have connected the
+/// device meanwhile. The kernel tells which process connected it. In a process namespace that
+/// number says nothing, so the daemon's own list of its devices counts too.
 fn nbd_is_ours(path: &Path, socket: Option<&Path>, by: Option<u32>) -> bool {
     let Some(by) = by else { return true };
     let who = path.file_name().map(|name| Path::new("/sys/block").join(name).join("pid"));

@@ -208,7 +208,7 @@ fn start(
         };
         match service.start(journal) {
             Ok(status) => return Ok(status),
-            // Another program has taken memory of the card since it was asked.
+            // Another program has taken memory of the card since its free memory was read.
             Err(Failure::NoRoom(reason)) if matches!(plan.store, StoreChoice::Vram(_)) => {
                 if journal.state().steps.len() > steps {
                     off::undo_last(journal)?;

@@ -74,15 +74,15 @@ impl Finished {
 /// any more: a failure after that is no reason to lose the note.
 ///
 /// # Errors
-/// Fails at the first step that cannot be undone. Steps undone by then are struck out, and the
-/// others are as before.
+/// Fails at the first step that cannot be undone. The journal then has that step and those that
+/// remain, and the others are undone.
 pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Failure> {
     let devices: Vec<_> = journal.state().swaps().map(Path::to_owned).collect();
     drain::check_room(&devices)?;
     let state = journal.state();
     if !state.steps.is_empty() {
-        // A device that was not on does not come back. If a command turned the last one off, it has
-        // decided about the note.
+        // Write no note for a device that was not on, so that it does not come back. If an earlier
+        // command turned off the last swap device, that command decided whether to write the note.
         let note = note.filter(|_| state.phase == Phase::On || !devices.is_empty());
         // If the journal cannot be written (the file system is full), the steps are undone all the
         // same. After a crash in the middle, some are then undone twice, which is harmless.
@@ -95,8 +95,8 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     Ok(Finished(journal))
 }
 
-/// Turns all swap devices off, or none if one cannot go: parts that are away can only be taken
-/// again if the others are on.
+/// Turns all swap devices off. If one of them cannot go, turns the others on again: parts that are
+/// away can only be taken again while the others are on.
 fn undo_swaps(journal: &mut Journal, note: Option<&Path>) -> Result<(), Failure> {
     let is_swap = |step: &&Step| matches!(step, Step::Swap { .. });
     let swaps: Vec<Step> = journal.state().steps.iter().rev().filter(is_swap).cloned().collect();
@@ -136,7 +136,7 @@ pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The directory of a file, if Weir makes and removes it with the file.
+/// A file's directory, if Weir makes and removes the directory together with the file.
 pub fn own_directory(file: &Path) -> Option<&Path> {
     file.parent().filter(|_| file == Path::new(BACKING))
 }

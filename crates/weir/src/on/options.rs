@@ -23,7 +23,7 @@ pub struct OnOptions {
     #[arg(long)]
     pub size: Option<ByteSize>,
 
-    /// The front end that makes it a block device [default: the first that works here of ublk and
+    /// The front end that makes it a block device [default: ublk if it works on this machine, else
     /// nbd].
     #[arg(long, value_enum, default_value_t)]
     pub front: FrontChoice,
@@ -67,8 +67,8 @@ pub struct OnOptions {
     #[arg(long)]
     pub unsafe_no_flusher: bool,
 
-    /// Go on although hibernation could write its image to the device, and loses pages in GPU
-    /// memory wherever that goes. Do not hibernate then, or run weir off before.
+    /// Go on although hibernation could write its image to the device, and would lose pages in GPU
+    /// memory in any case. Do not hibernate then, or run weir off before.
     #[arg(long)]
     pub allow_hibernation: bool,
 
@@ -160,7 +160,7 @@ pub struct TopOptions {
     #[arg(long)]
     pub once: bool,
 
-    /// Milliseconds between two looks.
+    /// Milliseconds between two looks at the daemon.
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u16).range(100..))]
     pub interval_ms: u16,
 

@@ -31,8 +31,8 @@ pub fn among(control: &Path) -> Option<PathBuf> {
     (state.parts > 1).then(|| directory.to_owned())
 }
 
-/// The number of parts of the device whose first daemon answers at `control`; 0 if Weir is not on
-/// there.
+/// The number of parts of the device whose first daemon answers at `control`; 0 if no daemon of
+/// `weir on` does.
 pub fn count(control: &Path) -> u8 {
     state_at(control).map_or(0, |(_, state)| state.parts)
 }
@@ -49,7 +49,7 @@ fn state_at(control: &Path) -> Option<(&Path, State)> {
 /// Fails when the journal of `weir on` cannot be read.
 pub fn lines(directory: &Path) -> Result<String, Failure> {
     let Some(state) = state::read(directory)? else { return Ok(String::new()) };
-    // The journal names directories from the root on.
+    // The paths in the journal are absolute, so make this one absolute too.
     let directory = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
     Ok(listing(&directory, &state, |socket| control::status(socket).ok()))
 }
@@ -392,7 +392,8 @@ mod tests {
         let device = |path: &str| Step::Device { path: path.into(), front: Front::Nbd, file: None, by: None };
         let swap = |path: &str| Step::Swap { path: path.into(), priority: 7 };
         let steps = vec![
-            // The first part was away for a while, so its steps come last.
+            // The first part was away for a while, so its steps come after those of the second
+            // part.
             daemon("/run/weir/2"),
             device("/dev/nbd1"),
             swap("/dev/nbd1"),

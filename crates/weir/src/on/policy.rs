@@ -9,7 +9,8 @@ use clap::ValueEnum;
 /// The three policies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Policy {
-    /// Threads sleep at once. No processor is awake for longer than a request takes.
+    /// Threads sleep as soon as they have no request. No processor is awake for longer than a
+    /// request takes.
     Battery,
     /// Threads spin for the next request for 20 microseconds.
     #[default]

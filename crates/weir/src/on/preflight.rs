@@ -29,7 +29,7 @@ pub struct OnPlan {
     pub front: Chosen,
     /// The first size to try, for all parts together.
     pub size: ByteSize,
-    /// The reason for that size.
+    /// The reason for the first size.
     pub size_why: String,
     /// Room on a disk below the store, as `weir serve --backing` takes it.
     pub backing: Vec<String>,
@@ -61,7 +61,7 @@ const HOST_SPARE: ByteSize = ByteSize(256 << 20);
 /// Checks everything, and changes nothing.
 ///
 /// # Errors
-/// Fails with the first thing that stands in the way.
+/// Fails with the first reason for which `weir on` cannot work.
 pub fn check(options: &OnOptions, machine: &Machine) -> Result<OnPlan, Failure> {
     sizes(options)?;
     if let Some(address) = options.metrics.as_ref().filter(|_| options.parts > 1) {
@@ -134,8 +134,8 @@ fn protections(options: &OnOptions, machine: &Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The systemd units to mask. They keep the hibernation image out of memory that loses its power,
-/// and keep the machine from hibernating while pages lie there.
+/// The systemd units to mask, so that the machine does not hibernate. Otherwise pages in memory
+/// that loses its power would be gone, and perhaps the hibernation image with them.
 ///
 /// The kernel writes the image to the device of `resume=`. Without that option, systemd chooses the
 /// largest enough swap device of the highest priority, and the kernel by itself the first one
@@ -305,7 +305,6 @@ fn left_over(file: &Path) -> Option<ByteSize> {
     weir_store::is_left_over(file).then(|| ByteSize(file.metadata().map_or(0, |it| it.len())))
 }
 
-/// See [`Disk::free`].
 fn free_bytes(directory: &Path) -> Option<ByteSize> {
     let found = rustix::fs::statvfs(directory).ok()?;
     Some(ByteSize(found.f_bavail * found.f_frsize))

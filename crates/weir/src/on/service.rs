@@ -29,15 +29,15 @@ use weir_system::device_use;
 /// The unit that the package installs; its configuration is the file that [`Service`] writes.
 pub const UNIT: &str = "weir.service";
 
-/// Time that a daemon may take until it serves. It takes and clears a large card's memory, and
-/// writes a backing file (a TiB at 300 MB/s). It shows its progress, and an impatient user can
+/// Time that a daemon may take until it serves. It may have to take and clear a large card's
+/// memory, or to write a backing file (a TiB at 300 MB/s). It shows its progress, and the user can
 /// interrupt it.
 const START: Duration = Duration::from_secs(3600);
 /// Time that a daemon may take to end.
 const END: Duration = Duration::from_secs(30);
 /// Longest time that a daemon waits for a program that has its device open, with a margin.
 const OPEN: Duration = Duration::from_secs(12);
-/// Time between two looks at a wait.
+/// Time between two looks while this process waits for a daemon.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The start of a command that runs a daemon in a system scope. In a user session's scope the
@@ -53,7 +53,7 @@ const SCOPE: [&str; 7] = [
     "--property=DefaultDependencies=no",
     "--property=SendSIGKILL=no",
 ];
-/// Has the package's timer check the battery while this scope exists; only for [`DIRECTORY`].
+/// For [`DIRECTORY`] alone: the package's timer checks the battery for as long as the scope exists.
 const WATCHED: &str = "--property=Wants=weir-power.timer";
 
 /// A daemon to start: its directory and its options.
@@ -104,8 +104,8 @@ impl Service {
     pub fn start(&self, journal: &mut Journal) -> Result<Status, Failure> {
         let control = control_socket(&self.directory);
         if UnixStream::connect(&control).is_ok() {
-            // A daemon that answers already may lack every protection that swap needs, and would be
-            // taken for the new one.
+            // A daemon that answers already would be taken for the new one. It may lack every
+            // protection that swap needs.
             return Err(Failure::Failed(format!(
                 "a daemon that weir on did not start answers at {}; end it first",
                 control.display()
@@ -119,7 +119,7 @@ impl Service {
         };
         fs::create_dir_all(&self.directory).map_err(failed)?;
         fs::write(config_file(&self.directory), self.config.to_string()).map_err(failed)?;
-        // The old report belongs to an earlier start.
+        // Remove the report of an earlier start, which would be taken for the new daemon's.
         let _ = fs::remove_file(start_report(&self.directory));
         let mut child = match &self.unit {
             Some(unit) => {
@@ -169,7 +169,8 @@ impl Service {
         let (begun, mut starting) = (Instant::now(), Starting::default());
         loop {
             let status = control::status(&control_socket(&self.directory));
-            // The last look comes after the start's end, so that a quick start is seen too.
+            // Read the report after the status, so that a quick start's report is shown before the
+            // return.
             starting.look(&start_report(&self.directory));
             if let Ok(status) = status {
                 return Ok(status);
@@ -242,8 +243,7 @@ fn last_of(text: &str) -> Option<String> {
 /// # Errors
 /// Fails when the daemon does not end in time. It is not killed: a person should look first.
 pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
-    // The unit refuses to be stopped by hand, and would refuse while the device is in use. It ends
-    // with its process.
+    // End the unit by its process, because it refuses `systemctl stop`.
     if let Some(process) = process.or_else(|| unit.and_then(main_process)) {
         end(process, directory)?;
     }
@@ -256,11 +256,11 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
         // systemd lists a failed unit until it is reset.
         let _ = systemctl(&["reset-failed", unit]);
     }
-    // Killed processes did not remove these files themselves.
+    // A killed daemon did not remove its files.
     for file in [config_file, log_file, start_report, nbd_socket, control_socket].map(|file| file(directory))
     {
         match fs::remove_file(&file) {
-            // A file may be in the place of a directory that could not be made.
+            // `NotADirectory`: the directory could not be made because a file is in its place.
             Err(error) if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 return Err(Failure::Failed(format!("cannot remove {}: {error}", file.display())));
             }
@@ -376,8 +376,8 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration, waiting: &mut Waiting) -> Resu
 }
 
 /// Names the program that has the ublk device open and so keeps the daemon in `directory` from
-/// ending. A daemon that is about to end answers no more. If no program has the device open, the
-/// daemon may not know yet, as during a takeover.
+/// ending. `None` if no program has the device open, or the daemon does not answer. A daemon that
+/// is about to end does not answer; one that takes over has perhaps not heard the signal yet.
 fn open_device(directory: &Path) -> Option<String> {
     let status = control::status(&control_socket(directory)).ok()?;
     let device = status.exports.into_iter().find(|export| export.kind == "ublk")?.address;

@@ -44,7 +44,8 @@ fn reserve(machine: &Machine, front: Front) -> Option<Wish> {
     })
 }
 
-/// The size of the reserve: a twentieth of the memory, at least 16 MiB and at most 128 MiB.
+/// The size of the kernel's reserve in KiB: a twentieth of the memory, at least 16 MiB and at most
+/// 128 MiB.
 fn reserve_kib(total_kib: u64) -> u64 {
     (total_kib / 20).clamp(16 << 10, 128 << 10)
 }

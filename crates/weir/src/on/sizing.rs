@@ -40,15 +40,15 @@ impl Card {
         if self.display { HEADROOM_DISPLAY } else { HEADROOM }
     }
 
-    /// The card's free memory; all of it, if that is not known.
+    /// The card's free memory; if that is not known, all its memory.
     pub fn free(self) -> ByteSize {
         self.free.unwrap_or(self.total)
     }
 }
 
 /// The cards whose memory makes up the size. An integrated GPU does not count, since its memory is
-/// RAM. A card that no store opens is listed only if it has more memory than other users keep, for
-/// the text of a refusal.
+/// RAM. A card that no store can open is listed only if it has more than its headroom, so that a
+/// refusal can name it.
 pub fn cards(all: &[GpuMemory]) -> Vec<Card> {
     let card = |it: &GpuMemory| {
         let card = Card { total: it.total, free: it.free, display: it.display };
@@ -57,8 +57,8 @@ pub fn cards(all: &[GpuMemory]) -> Vec<Card> {
     all.iter().filter_map(card).collect()
 }
 
-/// Memory that the daemons of a device in `parts` may take of each card beyond its size, because a
-/// store takes whole chunks.
+/// Memory that the daemons of all `parts` may take of each card beyond the device's size: whole
+/// chunks that have room for the writes under way.
 pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
     ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
 }
@@ -111,8 +111,8 @@ mod tests {
         of_card(card, &vram(), 1)
     }
 
-    /// Memory that the store takes of each card for a device of this size. It rounds as
-    /// `weir-store/vram` does.
+    /// Memory that the store takes of each card for a device of this size, rounded up as the store
+    /// rounds.
     fn taken(size: ByteSize, cards: u64, url: &VramUrl, parts: u64) -> u64 {
         let part = part(size, parts, url.chunk.0).0 + UNDER_WAY.0;
         part.div_ceil(cards).next_multiple_of(url.chunk.0) * parts

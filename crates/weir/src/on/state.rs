@@ -18,12 +18,12 @@ const FILE: &str = "state.json";
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "step", rename_all = "kebab-case")]
 pub enum Step {
-    /// A kernel module that was not loaded before.
+    /// A kernel module that Weir loads. It was not loaded before.
     Module {
         /// The module's name for modprobe.
         name: String,
     },
-    /// A file that was not there before, and its directory.
+    /// A file that Weir makes, and its directory. The file did not exist before.
     File {
         /// The file's path.
         path: PathBuf,
@@ -130,7 +130,7 @@ pub struct Again {
     /// The arguments of `weir on`.
     #[serde(default)]
     pub arguments: Vec<String>,
-    /// The working directory; none means the root.
+    /// The working directory of `weir on`; empty means the root.
     #[serde(default)]
     pub directory: PathBuf,
 }
@@ -282,7 +282,7 @@ impl Journal {
         self.save()
     }
 
-    /// Corrects steps anywhere in the list.
+    /// Corrects any of the recorded steps.
     pub fn revise(&mut self, change: impl FnMut(&mut Step)) -> Result<(), Failure> {
         self.state.steps.iter_mut().for_each(change);
         self.save()
@@ -401,7 +401,7 @@ mod tests {
     fn a_child_that_still_has_the_descriptor_does_not_keep_the_lock() {
         let directory = directory("child");
         let journal = Journal::open(&directory).expect("a journal");
-        // A child between fork and exec holds the same open file.
+        // This stands for a child between fork and exec, which holds the same open file.
         let child = journal._lock.0.try_clone().expect("a descriptor");
         drop(journal);
         let again = fs::File::open(&directory).expect("there");

@@ -46,7 +46,8 @@ struct Source {
 }
 
 impl Source {
-    /// The daemon at `control`, else that of swap, else that of a bounded program.
+    /// The daemon at `control`; `None`: the one that [`parts::find`] names, else that of a bounded
+    /// program.
     fn new(control: Option<&Path>) -> Self {
         let found = || {
             let path = parts::find();
@@ -55,7 +56,8 @@ impl Source {
         Source { path: control.map_or_else(found, Path::to_owned), is_named: control.is_some() }
     }
 
-    /// Adds the programs that daemons of their own bound, as `weir status` does.
+    /// Adds the programs that other daemons bound, such as those of `weir run`, as `weir status`
+    /// does.
     fn with_programs(&self, mut status: Status) -> Status {
         if !self.is_named {
             status.programs.extend(all());
@@ -174,8 +176,8 @@ impl Seen {
             ]
         };
         [
-            // Directions are those of the kernel that swaps: pages that are read come in, written
-            // pages go out.
+            // "In" and "out" are meant as by a kernel that swaps: pages that it reads come in, and
+            // pages that it writes go out.
             row("in (read)", self.read_rate, &self.read, self.now.read.faults),
             row("out (write)", self.write_rate, &self.write, self.now.write.faults),
         ]
@@ -336,7 +338,8 @@ fn draw(frame: &mut Frame<'_>, seen: &Seen, minutes: &Minutes) {
         .collect();
     frame.render_widget(Paragraph::new(exports.join("\n")), parts[3]);
     frame.render_widget(Paragraph::new(programs), parts[4]);
-    // Each direction gets half of the rows that are left; none if that is less than two.
+    // Reads and writes each get half of the rows that are left. With less than two rows each,
+    // neither is drawn.
     let rows = parts[5].height / 2;
     if rows >= 2 {
         let areas = Layout::vertical([Constraint::Length(rows); 2]).spacing(0).split(parts[5]);
@@ -407,8 +410,9 @@ mod tests {
         for (columns, rows) in [(80, 24), (200, 60)] {
             let text = screen(columns, rows);
             assert!(text.contains("in, last minutes") && text.contains("out, last minutes"), "{text}");
-            // The burst of 4096 pages a second is 16 MiB/s, and the ramp ends after 44 looks. In 58
-            // columns the burst, 61 to 70 looks ago, is past the left edge.
+            // The burst of 4096 pages a second is 16 MiB/s, and lies 61 to 70 looks back. A
+            // terminal of 80 columns shows 58 looks, so the burst is past the left edge. The ramp
+            // ends at 17.2 MiB/s, after 44 looks.
             let highest = if columns == 80 { "at most 0.2 MiB/s" } else { "at most 16.0 MiB/s" };
             assert!(text.contains(highest) && text.contains("at most 17.2 MiB/s"), "{text}");
             let full: Vec<&str> =

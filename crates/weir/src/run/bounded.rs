@@ -19,7 +19,7 @@ use weir_pager::BLOCK;
 
 /// Longest wait for a program to follow an order.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Time between two looks at a program during that wait.
+/// Time between two looks at a program that is to follow an order.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Every bounded program that this user may see.
@@ -29,7 +29,8 @@ pub fn all() -> Vec<Program> {
     programs
 }
 
-/// The control socket of a bounded program's daemon, of that with the lowest process number.
+/// The control socket of a bounded program's daemon. Of several programs it is the one with the
+/// lowest process number.
 pub fn first_control() -> Option<PathBuf> {
     found().into_iter().min_by_key(|(_, program)| program.pid).map(|(path, _)| path)
 }
@@ -61,7 +62,7 @@ pub fn limit(options: &LimitOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Moves everything of a program out.
+/// Moves all resident memory of a program out to its stores.
 pub fn evict(options: EvictOptions) -> Result<(), Failure> {
     let pid = options.pid;
     let (socket, before) = find(pid)?;
@@ -93,7 +94,7 @@ fn silent(program: &Program, later: &str) -> Failure {
     ))
 }
 
-/// Looks at a program until `is_done` is true, or patience ends. Returns the last look.
+/// Looks at a program until `is_done` is true, or [`PATIENCE`] is over. Returns the last look.
 fn wait(socket: &Path, pid: u32, is_done: impl Fn(&Program) -> bool) -> Result<Program, Failure> {
     let begun = Instant::now();
     loop {

@@ -34,11 +34,11 @@ const OBJECT: &str = "libweir_preload.so";
 /// process's number; and the name of the daemon's control socket in it.
 const DIRECTORY: &str = "weir-run-";
 const CONTROL: &str = "control";
-/// Processes that can be bounded at a time; each has a thread in the daemon.
+/// Largest number of processes that can be bounded at a time. Each has a thread in the daemon.
 const PROCESSES: u16 = 64;
 /// Time that background processes may go on before a line reports them.
 const SAY_AFTER: Duration = Duration::from_secs(1);
-/// Bytes of host memory for each byte that may be resident.
+/// Default size of the store: bytes of host memory for each byte that may be resident.
 const TIMES: u64 = 4;
 
 /// Runs the program to its end, and ends with its exit status.
@@ -64,13 +64,13 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
         .map_err(|error| Failure::Failed(format!("cannot run {}: {error}", path.display())))?;
     let status = wait(child, &daemon, signals).map_err(Failure::failed)?;
     drop(daemon);
-    // Nothing is left to clean up.
+    // `exit` runs no destructors. The daemon is dropped already, so nothing is left to clean up.
     std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
 }
 
 /// Waits for the program, then for the processes that it left in the background, whose pages the
-/// daemon has too. Passes a signal that ends this process on to them. A terminal signals all of
-/// them itself.
+/// daemon has too. Passes a signal to end on to them. They get a terminal's signals from the
+/// terminal itself.
 fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
     let keeper = daemon.pid();
     let handle = signals.handle();
@@ -120,7 +120,7 @@ fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
     numbers.filter_map(Pid::from_raw).filter(|process| Some(*process) != daemon).collect()
 }
 
-/// Finds the object beside this program, or where a package installs it.
+/// Finds the object to preload: beside this program, or where a package installs it.
 fn object() -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().map_err(|error| {
         Failure::Failed(format!("cannot tell where this program lies: {error}; mount /proc"))
@@ -153,9 +153,9 @@ struct Daemon {
     relay: Option<(JoinHandle<()>, PathBuf)>,
 }
 
-/// Prints the lines of the pagers. A pager must not write to standard error itself. That may be a
-/// pipe that a thread fills from paged-out memory, and then both would wait for ever. An empty line
-/// ends the thread.
+/// Prints the lines of the pagers; an empty line ends the thread. A pager must not write to
+/// standard error itself. If that is a pipe to which another thread writes from paged-out memory,
+/// the pager would wait for the thread, and the thread for the pager.
 fn relay(messages: &UnixDatagram) {
     let mut line = [0; 512];
     while let Ok(bytes @ 1..) = messages.recv(&mut line) {
@@ -196,7 +196,7 @@ impl Daemon {
         unsafe {
             command.pre_exec(move || {
                 rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
-                // The parent may have died before that call.
+                // The parent may have died before the death signal was set.
                 match rustix::process::getppid() == Some(parent) {
                     true => Ok(()),
                     false => Err(io::ErrorKind::Interrupted.into()),
@@ -221,7 +221,7 @@ impl Daemon {
         let process = self.process.as_mut().expect("just started");
         while UnixStream::connect(control).is_err() {
             if process.try_wait().map_err(Failure::failed)?.is_some() {
-                // The daemon has printed the reason.
+                // The daemon has printed why it ended.
                 return Err(Failure::Said);
             }
             thread::sleep(Duration::from_millis(2));

@@ -31,7 +31,7 @@ pub fn find(name: &OsStr) -> Result<PathBuf, Failure> {
 /// Checks whether the program's memory can be bounded.
 ///
 /// # Errors
-/// Fails with a line that says why not.
+/// Fails with a line that says why the program's memory cannot be bounded.
 pub fn check(path: &Path) -> Result<(), Failure> {
     let mut path = path.to_owned();
     for _ in 0..SCRIPTS_MAX {

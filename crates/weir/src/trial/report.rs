@@ -12,11 +12,11 @@ use weir_daemon::control::Status;
 pub struct Report {
     /// The seed of the random requests.
     pub seed: u64,
-    /// Time from the first request to the last, without the final sweep.
+    /// Time from the first request to the last, without the final check of all pages.
     pub took: Duration,
     /// Number of connections.
     pub connections: u32,
-    /// The daemon's status before the sweep.
+    /// The daemon's status before the final check of all pages.
     pub status: Status,
     /// Number of pages that held content at the end.
     pub written: u64,

@@ -21,7 +21,8 @@ pub struct Shadow {
     generations: Vec<u32>,
 }
 
-/// Pages in a block: the largest request, and the unit in which pages belong to connections.
+/// Number of pages in a block. A block is the largest request, and all its pages belong to one
+/// connection.
 pub const BLOCK: u32 = 32;
 
 /// A page that does not hold what was written to it last.
@@ -57,7 +58,7 @@ impl Shadow {
         self.generations.len() as u32 / BLOCK
     }
 
-    /// The device's number of the page that is page `at` of `block` in the shadow.
+    /// The page number, in the device, of page `at` of the shadow's block `block`.
     pub fn page(&self, block: u32, at: u32) -> u32 {
         (block * self.of + self.index) * BLOCK + at
     }
@@ -87,7 +88,8 @@ impl Shadow {
         }
     }
 
-    /// Compares the bytes read of a block's pages with the expected content.
+    /// Compares what was read of a block, from page `first` on, with the expected content. Calls
+    /// `wrong` for each page that differs.
     pub fn check(&self, block: u32, first: u32, bytes: &[u8], mut wrong: impl FnMut(Mismatch)) {
         let (pages, rest) = bytes.as_chunks::<PAGE_SIZE>();
         debug_assert!(rest.is_empty());
@@ -172,7 +174,7 @@ mod tests {
         assert_eq!(page, (2 * 4 + 1) * BLOCK + 6);
         assert_eq!(mismatches(&shadow, 2, 5, &older), [page]);
         assert_eq!(mismatches(&shadow, 2, 6, &newer), NONE);
-        // Checks the right content in the wrong place, one flipped bit, and zeros.
+        // The right content in the wrong place, one flipped bit, and zeros: all three are found.
         assert_eq!(mismatches(&shadow, 2, 7, &newer), [page + 1]);
         newer[4000] ^= 1;
         assert_eq!(mismatches(&shadow, 2, 6, &newer), [page]);

@@ -101,7 +101,7 @@ impl Governed {
         };
         let bytes = u64::from(chunks) * room.chunk;
         let outcome = Job::governed(workers, kind, bytes, self.card).run_on(workers, &mut |_| ());
-        // Count the chunks anew: a job that ended early may have moved some.
+        // Count the chunks anew: a job that ended early may have given back or taken some.
         let moved = workers.chunk_counts(self.card).0.abs_diff(held);
         if let Err(why) = outcome
             && !self.said

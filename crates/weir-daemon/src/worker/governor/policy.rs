@@ -12,7 +12,7 @@ use weir_store::Headroom;
 const AHEAD_MOST: u64 = 1 << 30;
 /// Memory may be taken once no program has allocated for this long.
 const QUIET: Duration = Duration::from_secs(5);
-/// The quiet time on a card with a display, where memory comes and goes with every window.
+/// As [`QUIET`], on a card with a display, where memory comes and goes with every window.
 const QUIET_DISPLAY: Duration = Duration::from_secs(30);
 /// Largest number of chunks taken at a time, and the time between two takes.
 const TAKE_MOST: u32 = 4;
@@ -24,12 +24,12 @@ const RETRY: Duration = Duration::from_secs(1);
 /// this interval.
 const CLOSE_FOR: Duration = Duration::from_secs(10);
 const CLOSE: Duration = Duration::from_millis(10);
-/// Then it looks less often for some time, but more often than at rest: for this long, and at this
-/// interval.
+/// After [`CLOSE_FOR`] the governor looks less often, but more often than at rest: for this long,
+/// and at this interval.
 const NEAR_FOR: Duration = Duration::from_secs(60);
 const NEAR: Duration = Duration::from_millis(100);
-/// Interval of looks at rest. The first is for a card with reported arrivals and no program on it,
-/// and the second for all others.
+/// Interval of looks at rest. The second one is for a card with a display, and for a card whose
+/// arrivals of programs are not reported.
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
 
@@ -64,7 +64,8 @@ pub struct Policy {
     /// Free memory and held chunks after the last look. The effect of the policy's own step is
     /// included.
     seen: Option<(u64, u32)>,
-    /// The time when a program last came, allocated, or got memory.
+    /// The time when a program last came to the card or allocated, or when free memory was last
+    /// below the floor.
     stirred: Option<Duration>,
     taken: Option<Duration>,
     refused: Option<Duration>,
@@ -115,7 +116,7 @@ impl Policy {
         if chunks == 0 && step != Step::Nothing {
             self.refused = Some(at);
         }
-        // A change by Weir itself is not another program's allocation.
+        // A change of free memory by Weir itself is not another program's allocation.
         if let Some((before, held)) = &mut self.seen {
             *before = free.unwrap_or(*before);
             match step {
@@ -145,7 +146,8 @@ mod tests {
         refuses: bool,
         policy: Policy,
         look_at: Duration,
-        /// The step under way, and its end time. Moving takes 8 GB/s and 5 ms a chunk, as measured.
+        /// The step under way, and its end time. A chunk takes 5 ms, and its pages move at 8 GB/s,
+        /// as measured.
         at_work: Option<(Step, Duration)>,
         newcomer: bool,
         looks: u32,
@@ -288,7 +290,7 @@ mod tests {
             assert_eq!(card.taken, 0, "seed {seed}: what somebody uses is not taken");
             card.others = 0;
             card.rest(Duration::from_secs(6) + 70 * MS * chunks);
-            // The policy leaves the spare and one chunk more to the card's owner, so up to two
+            // The policy leaves `spare` bytes and one chunk more to the card's owner. So up to two
             // chunks stay away.
             assert!(card.away <= 2, "seed {seed}: {} chunks have not come back", card.away);
             card.rest(NEAR_FOR);
