@@ -148,7 +148,7 @@ fn fits(options: &VolumeOptions<'_>, config: &Config, noted: &[Noted]) -> Result
     }
 }
 
-/// What the next daemon must know of a volume.
+/// The facts about a volume that the next daemon must know.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct Noted {
     name: String,

@@ -42,7 +42,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// whether it is in use.
 const HEARING: Duration = Duration::from_secs(10);
 
-/// What the keeper holds for the next daemon.
+/// Memory or a descriptor that the keeper holds for the next daemon.
 enum Kept {
     Memory(Memory),
     Descriptor(OwnedFd),
