@@ -48,7 +48,7 @@ impl SpinGate {
     }
 }
 
-/// One thread's spinning.
+/// The spinning of one thread, and the time limit of its next spin.
 #[derive(Debug)]
 pub(crate) struct Spin<'a> {
     gate: &'a SpinGate,

@@ -142,7 +142,7 @@ struct Work {
     next: u32,
     /// Outstanding operations, plus one until all have been issued; 0: the entry is idle.
     left: u32,
-    /// The request's change is done and is being flushed.
+    /// Whether the request's change is done and is being flushed now.
     flushing: bool,
     /// The first fault, with the index of its page.
     fault: Option<(Fault, u32)>,

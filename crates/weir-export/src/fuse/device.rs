@@ -19,7 +19,7 @@ pub struct Device(OwnedFd);
 /// The result of a read of `/dev/fuse`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Incoming {
-    /// A request of this many bytes.
+    /// A request was read, of this many bytes.
     Request(usize),
     /// No request waits now.
     Nothing,

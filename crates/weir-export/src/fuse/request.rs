@@ -226,7 +226,7 @@ fn u32_of(from: &mut &[u8]) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes))
 }
 
-/// Takes the bytes up to a zero.
+/// Takes a text that ends with a zero byte, and the zero byte. Returns the text.
 fn text<'a>(from: &mut &'a [u8]) -> Option<&'a [u8]> {
     let end = from.iter().position(|byte| *byte == 0)?;
     let (text, rest) = from.split_at(end);

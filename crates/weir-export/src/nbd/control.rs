@@ -36,7 +36,7 @@ const SEND_BUFFER_BYTES: usize = 512 << 10;
 const WAKE: u64 = u64::MAX;
 const LISTENER: u64 = 1 << 32;
 
-/// Tells the control thread to stop.
+/// The bell that tells the control thread to stop.
 #[derive(Debug)]
 pub(super) struct Bell(OwnedFd);
 

@@ -40,7 +40,7 @@ impl<'a, const MAX: usize> Slices<'a, MAX> {
         self.len - 1
     }
 
-    /// Fills in a reserved place.
+    /// Puts a slice into a place that [`reserve`](Slices::reserve) returned.
     pub fn set(&mut self, at: usize, slice: &'a [u8]) {
         self.bytes += slice.len() - self.list[at].len();
         self.list[at] = IoSlice::new(slice);

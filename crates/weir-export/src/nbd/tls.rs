@@ -51,7 +51,7 @@ pub enum IdentityError {
     File {
         /// The file's name.
         file: String,
-        /// The fault in the file.
+        /// The reason why the file cannot be used.
         what: String,
     },
     /// Certificate and key do not match, or are unusable.

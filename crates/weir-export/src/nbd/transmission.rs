@@ -328,7 +328,7 @@ pub enum ReplyHead {
 /// A reply begins with neither of the two magics.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NotAReply(
-    /// The first four bytes.
+    /// The first four bytes of the supposed reply.
     pub u32,
 );
 

@@ -69,9 +69,9 @@ pub struct Mount {
 pub struct Options<'a> {
     /// The name that `df` shows as the device.
     pub source: &'a str,
-    /// The kernel checks permissions by mode and owner.
+    /// Whether the kernel checks permissions by mode and owner.
     pub default_permissions: bool,
-    /// Other users than the one who mounts may use the file system.
+    /// Whether other users than the one who mounts may use the file system.
     pub allow_other: bool,
     /// Bytes of the largest read.
     pub read_max: u32,

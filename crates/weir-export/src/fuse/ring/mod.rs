@@ -52,7 +52,7 @@ const LARGE: usize = 64 << 10;
 pub(super) enum Unavailable {
     /// The kernel has no FUSE over io_uring, or its module parameter `enable_uring` forbids it.
     Disabled,
-    /// The processors' numbers have gaps, or there are too many processors for the memory.
+    /// The processors' numbers have gaps, or there are too many processors for [`MEMORY_MAX`].
     Processors,
     /// The system gives no io_uring.
     Refused(io::Error),
@@ -111,7 +111,8 @@ fn count(list: &str) -> Option<usize> {
     (list == "0" || list.starts_with("0-")).then_some(usize::from(last) + 1)
 }
 
-/// Bytes for an entry's data.
+/// Number of bytes that each entry has for data, if there are `processors` entries; `None` if they
+/// would be too few.
 fn payload(processors: usize) -> Option<usize> {
     let each = MEMORY_MAX / processors;
     let most = if each < IO_MAX as usize { (each + 1).next_power_of_two() / 2 } else { IO_MAX as usize };
@@ -143,7 +144,7 @@ impl fmt::Debug for Uring {
 /// An event of an io_uring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Event {
-    /// A request is in this entry.
+    /// A request is in the entry with this index.
     Request(usize),
     /// `/dev/fuse` has a request, or no more requests will come.
     Device,

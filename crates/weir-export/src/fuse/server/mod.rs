@@ -65,7 +65,7 @@ pub struct Server {
     rings: usize,
     mount: Option<Mount>,
     file: PathBuf,
-    /// The mount point is a file that this server made.
+    /// Whether the mount point is a file that this server made.
     made: bool,
     memory_locked: bool,
 }
@@ -245,7 +245,7 @@ impl Server {
         Server::new(device, config, opened, file, log, || Disk { shape: Arc::clone(&shape) })
     }
 
-    /// Makes a descriptor for each thread, and the threads.
+    /// Makes a descriptor of the connection for each thread, and starts the threads.
     fn new<D, S>(
         device: &Arc<D>,
         config: &Config,

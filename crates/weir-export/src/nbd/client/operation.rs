@@ -17,7 +17,7 @@ pub enum Operation<'a> {
     },
     /// Write a range.
     Write {
-        /// The first byte to write to.
+        /// The offset of the first byte to write.
         offset: u64,
         /// The bytes to write.
         data: &'a [u8],

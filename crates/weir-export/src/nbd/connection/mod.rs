@@ -115,7 +115,7 @@ pub(super) struct Worker<L> {
     work: Desk<L>,
 }
 
-/// The parts of a worker without its input. The input stays borrowed while these work.
+/// The parts of a worker without its input buffer, which stays borrowed while these parts work.
 struct Desk<L> {
     requests: Requests<L>,
     flight: Flight,

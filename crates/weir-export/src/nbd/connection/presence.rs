@@ -19,11 +19,13 @@ use weir_device::PageLane;
 
 /// The time when the client was last seen, and whether it is leaving in order.
 pub(super) struct Presence<'a> {
-    /// The time by the coarse clock, which takes a few nanoseconds to read.
+    /// The time when the client was last seen, by the coarse clock. A read of that clock takes a
+    /// few nanoseconds.
     seen: Duration,
-    /// The last bytes that were received.
+    /// The last bytes that were received from the client.
     tail: [u8; REQUEST_BYTES],
-    /// The client is about to disconnect in order: earlier requests are still to be done.
+    /// Whether the client is about to disconnect in order. Its earlier requests are still to be
+    /// done.
     leaves: bool,
     closing: &'a AtomicBool,
 }
@@ -148,7 +150,7 @@ mod tests {
     }
 
     fn write(page: u64, fill: u8) -> Vec<u8> {
-        // The page must not repeat one value, since that would take no slot.
+        // The test's page must not repeat one value, since such a page would take no slot.
         let mut payload = [fill; PAGE_SIZE];
         payload[0] = !fill;
         [&request(command::WRITE, page)[..], &payload].concat()

@@ -16,7 +16,7 @@ pub enum Ending {
     OptionLength {
         /// The option's number.
         option: u32,
-        /// The announced length.
+        /// The length of data that the option announces, in bytes.
         length: u32,
     },
     /// The client sent more options than any client needs.

@@ -37,7 +37,7 @@ const HOLE: u32 = u32::MAX;
 pub(super) type Freed = Vec<PageNo>;
 pub(super) type Result<T> = std::result::Result<T, Errno>;
 
-/// A time since 1970.
+/// A time, as what has passed since 1970.
 pub(super) type Time = Duration;
 
 #[derive(Debug)]
@@ -119,13 +119,13 @@ pub(super) struct Change {
     pub mtime: Option<Time>,
 }
 
-/// One line of a listing.
+/// One name in the listing of a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Listed<'a> {
     pub name: &'a [u8],
     pub node: u64,
     pub mode: u32,
-    /// The cookie from which the listing continues after this line.
+    /// The cookie from which the listing continues after this name.
     pub cookie: u64,
 }
 
@@ -205,7 +205,7 @@ impl Tree {
         self.directory(node).is_ok()
     }
 
-    /// Finds the node of a name.
+    /// Finds the node for which a name in a directory stands.
     pub fn lookup(&self, parent: u64, name: &[u8]) -> Result<u64> {
         if name.len() > NAME_MAX {
             return Err(Errno::NAMETOOLONG);
@@ -251,7 +251,7 @@ impl Tree {
         }
     }
 
-    /// Makes a node with a name.
+    /// Makes a node, and gives it a name in a directory.
     pub fn make(&mut self, parent: u64, name: &[u8], new: New, now: Time) -> Result<u64> {
         self.vacant(parent, name)?;
         if self.nodes.len().max(self.names) >= self.nodes_max() {
