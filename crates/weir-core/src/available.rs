@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-/// Bytes of memory that this process can take without pushing others out; `None` if unknown.
+/// Bytes of memory that this process can take without making the kernel swap; `None` if unknown.
 pub fn available() -> Option<u64> {
     available_below(Path::new("/"))
 }
@@ -45,10 +45,10 @@ const V2: Version = Version {
     files: ["inactive_file ", "active_file "],
 };
 
-/// The least room left in the limits of this process's cgroups.
+/// The number of bytes that this process may still take under the limits of all its cgroups.
 fn of_cgroups(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    // A line is "4:memory:/path", or "0::/path" for version 2.
+    // A line of /proc/self/cgroup is "4:memory:/path", or "0::/path" for version 2.
     let group = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, path) = (fields.next()?, fields.next()?);
@@ -62,8 +62,9 @@ fn of_cgroups(root: &Path) -> Option<u64> {
     groups.lines().filter_map(group).min()
 }
 
-/// The least room left in the limits of a cgroup and of those above it. In a container the path may
-/// name a cgroup of the host. Cgroups that the container cannot see are skipped.
+/// The number of bytes that a cgroup may still take under its own limit and those of the cgroups
+/// above it. In a container the path may name a cgroup of the host. Cgroups that the container
+/// cannot see are skipped.
 fn left(version: &Version, mount: &Path, path: &str) -> Option<u64> {
     let group = mount.join(path.trim_start_matches('/'));
     let groups = group.ancestors().take_while(|group| group.starts_with(mount));

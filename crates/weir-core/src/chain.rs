@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-/// An error with all its sources, for people.
+/// The error's text and those of all its sources, as one line for people.
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

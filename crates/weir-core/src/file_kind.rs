@@ -2,7 +2,7 @@
 
 use rustix::fs::FileType;
 
-/// The kind of a file by its mode, with an article, for messages.
+/// Names the kind of a file by its mode, with an article, as in "a directory".
 pub fn file_kind(mode: u32) -> &'static str {
     match FileType::from_raw_mode(mode) {
         FileType::RegularFile => "a file",

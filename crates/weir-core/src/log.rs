@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 pub enum Level {
     /// A failure, of Weir or of a client.
     Warning,
-    /// An event.
+    /// An event that is no failure.
     Info,
 }
 
-/// The receiver of log lines. I/O threads call it: it must not allocate and should not wait.
+/// A function that takes log lines. I/O threads call it, so it must not allocate, and should not
+/// wait.
 pub type Log = Arc<dyn Fn(Level, fmt::Arguments<'_>) + Send + Sync>;
 
 /// A log that writes each line to standard error in one write, without allocating. It cuts lines
@@ -63,7 +64,7 @@ impl Throttle {
         Throttle { most: 1, period: Duration::from_secs(60), ..Throttle::new(log, server) }
     }
 
-    /// Passes a line on, or counts it.
+    /// Writes a line to the log, or only counts it if the period's limit is reached.
     pub fn line(&mut self, level: Level, line: fmt::Arguments<'_>) {
         let server = self.server;
         if self.begun.elapsed() >= self.period {
@@ -91,7 +92,7 @@ fn say(line: fmt::Arguments<'_>) -> bool {
     rustix::io::write(rustix::stdio::stderr(), &text.bytes[..text.len]) != Err(Errno::AGAIN)
 }
 
-/// Bytes of the longest line, with its end.
+/// Bytes of the longest line, its newline included.
 pub const LINE_MAX: usize = 512;
 
 struct Line {

@@ -32,7 +32,7 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Takes anonymous memory of this process.
+    /// Maps memory of this process alone, and takes all its pages.
     ///
     /// # Errors
     /// Fails with the error of `mmap`, above all `ENOMEM`.
@@ -44,7 +44,8 @@ impl Memory {
     }
 
     /// Takes memory behind a descriptor, sealed against a change of size. Another process that gets
-    /// the descriptor can map it. It lives as long as one process has it mapped and locked.
+    /// the descriptor can map it. The memory exists as long as a process maps it or holds the
+    /// descriptor, and stays in RAM as long as one has it locked.
     ///
     /// # Errors
     /// Fails with the error of `memfd_create`, `ftruncate` or `mmap`.
@@ -114,19 +115,19 @@ impl Memory {
         Ok(memory)
     }
 
-    /// From here on memory is taken without a check that the machine has it free. This process
-    /// takes over from a dead process that had as much. When memory is short, `MemAvailable` is 0,
-    /// since it leaves out the kernel's reserve. A thread that brings swap back may use that
-    /// reserve ([`reach_reserves`](crate::swap_safety::reach_reserves)).
+    /// From here on memory is taken without a check that the machine has it free. A process calls
+    /// this if it takes over from a dead process that had as much. When memory is short,
+    /// `MemAvailable` is 0, since it leaves out the kernel's reserve. A thread that brings swap
+    /// back may use that reserve ([`reach_reserves`](crate::swap_safety::reach_reserves)).
     pub fn take_over() {
         TAKES_OVER.store(true, Ordering::Relaxed);
     }
 
-    /// Maps address space without a page of memory. Pages are locked as they come, if that is
-    /// allowed, and are never part of a core file.
+    /// Maps address space without a page of memory. Pages are locked once they are populated, if
+    /// that is allowed, and are never part of a core file.
     fn map(bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
-        // Map without access first: if `mlockall` covers later mappings, mapping alone would
-        // populate the holes too.
+        // Map without access first. Otherwise, if `mlockall` covers later mappings, the mapping
+        // would be populated at once, holes too.
         let (anywhere, none) = (std::ptr::null_mut(), ProtFlags::empty());
         // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no other; a seal
         // keeps a descriptor's file from shrinking.
@@ -147,8 +148,8 @@ impl Memory {
         // made.
         let _ = unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxHugepage) };
         if locks_all_memory() {
-            // The mapping is locked already. From here on a page comes when it is taken, or not at
-            // all. SAFETY: the range is the mapping just made.
+            // `mlockall` has locked the mapping already. With ONFAULT its pages are populated only
+            // when they are taken. SAFETY: the range is the mapping just made.
             let _ = unsafe { rustix::mm::mlock_with(at, bytes, MlockFlags::ONFAULT) };
         }
         // SAFETY: the range is the mapping just made, and nothing refers to it yet.
@@ -182,13 +183,14 @@ impl Memory {
     pub fn populate_again(&self, offset: usize, bytes: usize) -> io::Result<()> {
         self.each_part(offset, bytes, |at, bytes| {
             self.lock(at, bytes);
-            // A page fault for reading also maps the pages around its own, and one for writing maps
-            // only its own. So reading takes half the time, while a kernel may wait for the memory.
+            // A page fault for reading also maps the pages around its own. One for writing maps
+            // only its own, which takes twice as long, and the kernel may wait for this memory.
             self.advise(at, bytes, Advice::LinuxPopulateRead)
         })
     }
 
-    /// Calls `of` with the offset and length of each part of a range that has pages.
+    /// Calls `of` for each part of the range that has pages, with the part's offset and length in
+    /// bytes.
     ///
     /// # Errors
     /// Fails with the error of `lseek` or of `of`, and with `EBADF` for memory without a
@@ -216,8 +218,9 @@ impl Memory {
         Ok(())
     }
 
-    /// Has the pages of a part stay in RAM as they come, if that is allowed. Only parts with pages
-    /// count against `RLIMIT_MEMLOCK`.
+    /// Locks a part: its pages stay in RAM once they are populated. If that is not allowed, counts
+    /// the part as unlocked. Callers lock only parts that have pages, since the whole part counts
+    /// against `RLIMIT_MEMLOCK`.
     fn lock(&self, offset: usize, bytes: usize) {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
         // SAFETY: the range is inside the mapping, and locking changes no content.
@@ -229,8 +232,8 @@ impl Memory {
         }
     }
 
-    /// Populates a range: MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, while
-    /// touching would be SIGBUS.
+    /// Populates a range by MADV_POPULATE_WRITE or MADV_POPULATE_READ (Linux 5.14). They report
+    /// missing memory as ENOMEM, while touching a page would end in SIGBUS.
     fn advise(&self, offset: usize, bytes: usize, advice: Advice) -> io::Result<()> {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
         // SAFETY: the range is inside the mapping, and populating changes no content.
@@ -238,17 +241,17 @@ impl Memory {
         Ok(())
     }
 
-    /// The length of memory for `bytes` bytes, in whole pages.
+    /// `bytes`, rounded up to whole pages.
     pub fn whole(bytes: usize) -> usize {
         bytes.next_multiple_of(crate::PAGE_SIZE)
     }
 
-    /// The first address, which is page-aligned.
+    /// The address of the mapping's first byte, which is page-aligned.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// The length in bytes, a multiple of the page size.
+    /// The mapping's length in bytes, a multiple of the page size.
     pub fn len(&self) -> usize {
         self.bytes
     }
@@ -267,8 +270,8 @@ impl Memory {
     /// A descriptor for [`Memory::shared`] memory that others can map for reading, and not for
     /// writing.
     ///
-    /// From here on only the owner's mode bit allows opening the memory anew, and only for reading.
-    /// So another user has no way to write it. (The same user, or root, could change the mode, but
+    /// From here on only the memory's owner can open it anew, and only for reading: the mode says
+    /// so. So another user has no way to write it. (The owner, or root, could change the mode, but
     /// they could as well trace this process. A seal would stop them, but also the process that is
     /// to take the memory over.)
     ///
@@ -354,7 +357,8 @@ fn in_pieces(
         // Set the counter past the end, so that no thread begins another piece.
         worked.inspect_err(|_| next.store(pieces, Ordering::Relaxed)).into()
     };
-    // Asking for the number of processors reads files, and small memory need not wait for that.
+    // The number of processors is read from files. A single piece needs no second thread, so it
+    // does not wait for that.
     let workers = if pieces > 1 { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
     std::thread::scope(|scope| {
         let others: Vec<_> = (1..pieces.min(workers).min(WORKERS_MOST))
@@ -390,8 +394,8 @@ pub fn sealed_memfd(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Lets a memfd have this size, though the limit on file sizes is lower, if the hard limit allows
-/// it. Beyond the hard limit the kernel would end the process by a signal.
+/// Raises this process's soft limit on file sizes, if a memfd of `bytes` bytes would exceed it.
+/// Fails if the hard limit is lower: the kernel would then end the process by a signal.
 fn allow_size(bytes: u64) -> io::Result<()> {
     let limit = rustix::process::getrlimit(Resource::Fsize);
     let is_above = |limit: Option<u64>| limit.is_some_and(|limit| bytes > limit);
@@ -407,12 +411,13 @@ fn allow_size(bytes: u64) -> io::Result<()> {
 /// Whether this process replaces a daemon that had as much memory.
 static TAKES_OVER: AtomicBool = AtomicBool::new(false);
 
-/// The length of memory to take for `bytes` bytes, if the machine has that much. To populate more
-/// would not fail: the OOM killer would end a process, and in a limited cgroup this one. Adopted
-/// memory is not checked, since it is taken already.
+/// Rounds `bytes` up to whole pages. Fails with `ENOMEM` if the machine has less memory available.
+/// To populate more would not fail: the OOM killer would end a process, in a limited cgroup this
+/// one. Adopted memory is not checked, since its pages exist already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
-    // The check reads files, which was half of the time in which a daemon's connections started.
+    // A daemon that takes over leaves the check out. The check reads files, which took half the
+    // time in which the daemon's connections started.
     let asks = !TAKES_OVER.load(Ordering::Relaxed);
     match asks.then(available).flatten() {
         Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
@@ -459,7 +464,8 @@ mod tests {
         format!("{} kB", smaps_parts(memory, key).into_iter().map(kib).sum::<u64>())
     }
 
-    /// The field of each part: a lock, or its absence, makes parts of one mapping.
+    /// The field of each entry of the mapping. If only parts of a mapping are locked, it has
+    /// several entries.
     fn smaps_parts(memory: &Memory, key: &str) -> Vec<String> {
         let range = memory.as_ptr().addr()..memory.as_ptr().addr() + memory.len();
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
@@ -508,13 +514,13 @@ mod tests {
         let second = Memory::adopt(first.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
         assert_eq!(blocks(&first) as usize * 512, 12 * page);
         assert_eq!(smaps(&second, "Rss:"), "48 kB");
-        // SAFETY: as above.
+        // SAFETY: the page is inside the mapping and was taken; only this thread uses it.
         assert_eq!(unsafe { second.as_ptr().add(1 << 30).read() }, 7);
         second.punch(1 << 30, 8 * page).unwrap();
         assert_eq!(blocks(&first) as usize * 512, 4 * page);
         assert_eq!(smaps(&first, "Rss:"), "16 kB", "gone from both");
         first.take_more(1 << 30, page).unwrap();
-        // SAFETY: as above.
+        // SAFETY: the page is inside the mapping and was taken; only this thread uses it.
         assert_eq!(unsafe { first.as_ptr().add(1 << 30).read() }, 0);
         assert!(Memory::anonymous(page).unwrap().punch(0, page).is_err(), "it has no descriptor");
     }

@@ -64,7 +64,8 @@ impl Checksum {
         Checksum(crc ^ mix(page.0, generation))
     }
 
-    /// The checksum of the same bytes as another generation of the same page.
+    /// The checksum of the same bytes for generation `to` of the page, made from the checksum for
+    /// generation `from`.
     pub fn renewed(self, page: PageNo, from: u32, to: u32) -> Self {
         Checksum(self.0 ^ mix(page.0, from) ^ mix(page.0, to))
     }
@@ -90,8 +91,8 @@ pub fn prefetch(page: &PageBytes) {
     prefetch_lines(page, 16);
 }
 
-/// Prefetches less of the page: enough that its address is translated and the processor's own
-/// prefetchers begin.
+/// Prefetches only the beginning of a page: enough that its address is translated and the
+/// processor's own prefetchers begin.
 #[inline]
 pub fn prefetch_head(page: &PageBytes) {
     prefetch_lines(page, 4);
@@ -122,8 +123,8 @@ pub fn prefetch_value<T>(value: &T) {
     let _ = value;
 }
 
-/// The 32-bit value that fills the whole page, if there is one: such a page needs no slot. It takes
-/// 4 ns for a page that differs early, as nearly all do.
+/// The 32-bit value that fills the whole page, if there is one: such a page needs no slot. A page
+/// that differs early takes 4 ns, and nearly all pages do.
 #[inline]
 pub fn uniform_value(bytes: &PageBytes) -> Option<u32> {
     let first: [u8; 8] = bytes[..8].try_into().expect("8 of 4096 bytes");

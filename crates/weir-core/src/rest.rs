@@ -6,12 +6,13 @@
 
 use std::time::Duration;
 
-/// Number of looks before the first nap; together they take a fraction of a millisecond.
+/// Number of times that a waiting thread looks again before its first nap. Together they take a
+/// fraction of a millisecond.
 const EAGER: u32 = 1000;
-/// Length of each nap after that.
+/// Length of a waiting thread's naps, once it has looked `EAGER` times.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Counts the looks without a result during one wait.
+/// A thread's wait for another thread. Counts how often the thread has looked in vain.
 #[derive(Debug, Default)]
 pub struct Rest {
     looks: u32,
@@ -29,7 +30,7 @@ impl Rest {
         }
     }
 
-    /// Ends the wait.
+    /// Ends the wait, so that the next one begins with short pauses again.
     #[inline]
     pub fn end(&mut self) {
         self.looks = 0;

@@ -26,8 +26,8 @@ static POLICY: AtomicU8 = AtomicU8::new(OPEN);
 static VIOLATIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    // The value is const and without Drop. So reading it never allocates, not even inside the
-    // allocator.
+    // The thread-local value is const and without Drop. So reading it never allocates, not even
+    // inside the allocator.
     static ON_IO_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -51,7 +51,7 @@ pub fn violations() -> u64 {
     VIOLATIONS.load(Ordering::Relaxed)
 }
 
-/// Runs `work` as I/O: an allocation in it violates the seal.
+/// Runs `work` as an I/O thread does: once the process is sealed, an allocation in `work` is a bug.
 pub fn on_io_thread<T>(work: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {
@@ -98,25 +98,25 @@ impl SealedAllocator {
 unsafe impl GlobalAlloc for SealedAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::check();
-        // SAFETY: the caller keeps the contract, which is also System's.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`, which `System` has too.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         Self::check();
-        // SAFETY: the caller keeps the contract, which is also System's.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`, which `System` has too.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         Self::check();
-        // SAFETY: the caller keeps the contract, which is also System's.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`, which `System` has too.
         unsafe { System.dealloc(pointer, layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         Self::check();
-        // SAFETY: the caller keeps the contract, which is also System's.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`, which `System` has too.
         unsafe { System.realloc(pointer, layout, size) }
     }
 }

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub const NOT_PROTECTED: &str =
     "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main";
 
-/// The protections that are in place.
+/// The protections of this process that are in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Protections {
     /// Whether `PR_SET_IO_FLUSHER` is set on the calling thread and inherited by its children.
@@ -33,9 +33,9 @@ pub struct Protections {
 pub struct Unprotected {
     /// The protection's name.
     pub protection: &'static str,
-    /// The missing right, and the next step.
+    /// The right that is missing, and what the operator can do.
     pub reason: &'static str,
-    /// The system's error.
+    /// The error of the system call that was to set the protection.
     #[source]
     pub source: io::Error,
 }
@@ -108,7 +108,7 @@ pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
 pub enum Children {
     /// The threads that this thread starts are real-time too, until they change that.
     Inherit,
-    /// The threads that this thread starts are ordinary ones.
+    /// The threads that this thread starts are ordinary ones, and not real-time.
     Ordinary,
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use weir_core::{Page, Slot};
 use weir_store::{Fault, Lane, Progress, Ticket};
 
-/// An appender. Each lane has one, and the cleaner has one.
+/// Appends pages to segments. Each lane has an appender, and so has the cleaner.
 pub(crate) struct Appender {
     open: [Option<Open>; OPEN_MAX],
     /// The open segment of each generation. The segment takes that generation's next page.
@@ -26,7 +26,7 @@ struct Open {
     segment: u32,
     life: u32,
     row: u32,
-    /// Number of places taken so far.
+    /// Number of the segment's places that were taken so far.
     next: u32,
     /// Number of writes to the segment, its summary included, that may still land.
     waits: u32,
@@ -64,7 +64,8 @@ impl Appender {
         open.map_or(0, |open| log.shape.places() - open.next)
     }
 
-    /// Names the place that [`take`](Appender::take) takes next. `None`: no segment is free now.
+    /// Returns the place that [`take`](Appender::take) takes next. `None`: no segment or no row is
+    /// free now.
     pub fn next(&mut self, log: &Shared, generation: usize) -> Option<u32> {
         let at = match self.current[generation] {
             Some(at) => at,
@@ -192,8 +193,8 @@ impl Appender {
         if let Some(current) = self.current.iter_mut().find(|current| **current == Some(at)) {
             *current = None;
             if let Some(open) = self.open[at].as_mut() {
-                // In a scratch log the summary would also name the page that failed. So it is not
-                // written.
+                // In a scratch log the summary would also name the page whose write failed. So the
+                // summary is not written.
                 open.summary = if log.durable.is_some() { Written::Wanted } else { Written::Never };
             }
             self.end(log, at);
@@ -223,8 +224,8 @@ impl Appender {
         self.open.iter().any(Option::is_none)
     }
 
-    /// Ends the appender's work on all segments. A segment whose writes may still land is never
-    /// used again.
+    /// Ends the appender's work on all segments. A segment with a write that was given up stays
+    /// open for ever, because that write may still land.
     pub fn close(&mut self, log: &Shared) {
         self.current = [None; GENERATIONS];
         for at in 0..OPEN_MAX {

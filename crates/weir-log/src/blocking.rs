@@ -1,12 +1,12 @@
-//! Reads and writes of the store below by a caller that waits for each. A durable log is made,
-//! opened and checked so, while no other thread has a lane of the log.
+//! Reads and writes of the store below by a caller that waits for each. They serve to make, open
+//! and check a durable log, while no other thread has a lane of the log.
 
 use std::io;
 use std::time::Instant;
 use weir_core::{Page, PageBytes, Rest, Slot, Watch};
 use weir_store::{Fault, Lane, OpenError, Progress, Store, Ticket};
 
-/// Operations under way at once.
+/// Largest number of operations under way at once.
 const DEPTH: usize = 256;
 /// Maximum number of attempts of one read.
 const TRIES: usize = 4;
@@ -14,7 +14,7 @@ const TRIES: usize = 4;
 /// The caller's clock.
 pub type Clock<'a> = &'a mut dyn FnMut() -> Instant;
 
-/// A lane whose owner waits.
+/// A lane of the store below, for a caller that waits for its operations.
 pub(crate) struct Blocking<'a> {
     lane: Box<dyn Lane>,
     clock: Clock<'a>,
@@ -29,7 +29,7 @@ pub(crate) struct Blocking<'a> {
 pub(crate) enum Ended {
     /// A write or a flush failed.
     Fault(Fault),
-    /// The watch ended the work.
+    /// The caller's [`Watch`] ended the work.
     Stopped(io::Error),
 }
 
@@ -71,7 +71,8 @@ impl<'a> Blocking<'a> {
         failed.into_iter().for_each(|(number, _, fault)| each(number, Err(fault)));
     }
 
-    /// Reads numbered slots once. Returns the slots whose read failed.
+    /// Reads each slot once, and hands its page over with the slot's number. Returns the slots
+    /// whose read failed.
     fn read_once(
         &mut self,
         slots: impl Iterator<Item = (usize, u32)>,
@@ -140,7 +141,7 @@ impl<'a> Blocking<'a> {
         self.under_way.iter().position(Option::is_none)
     }
 
-    /// Takes the store's answers. Sleeps if there are none.
+    /// Takes the answers that the store below has by now. If it has none, pauses.
     fn wait(&mut self, mut each: impl FnMut((usize, u32), Result<(), Fault>, Option<&PageBytes>)) {
         self.lane.submit();
         if self.lane.in_flight() == 0 {

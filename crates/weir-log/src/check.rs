@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use weir_core::{PAGE_SIZE, Watch};
 use weir_store::Store;
 
-/// Maximum number of bad pages in the list.
+/// Maximum number of bad pages that a report lists.
 const LISTED_MAX: usize = 1000;
 
 /// A page of the log whose content is not what was written.
@@ -21,7 +21,7 @@ pub struct BadPage {
     pub page: u32,
     /// The page's slot in the store below.
     pub slot: u32,
-    /// Whether the slot could be read at all.
+    /// Whether the slot could be read. If so, its content is wrong.
     pub was_read: bool,
 }
 
@@ -34,24 +34,24 @@ pub struct CheckReport {
     pub pages: u32,
     /// Number of pages that were written at least once.
     pub live: u64,
-    /// Number of segments for pages, and of those in use.
+    /// Number of segments that can hold pages: all but the reserved ones.
     pub segments: u32,
     /// Number of segments in use.
     pub used: u32,
-    /// The last complete commit.
+    /// The number of the last complete commit.
     pub commit: u64,
     /// Damage to superblocks, journal and summaries: the first hundred findings.
     pub damage: Vec<DamagedError>,
-    /// Number of all findings of damage.
+    /// Number of all findings of damage, also of those that `damage` leaves out.
     pub damage_count: u64,
     /// Live pages whose content is not what was written: the first thousand.
     pub bad: Vec<BadPage>,
-    /// Number of all such pages.
+    /// Number of all live pages whose content is not what was written.
     pub bad_count: u64,
 }
 
 impl CheckReport {
-    /// Whether nothing was found.
+    /// Whether the check found no damage and no bad page.
     pub fn is_clean(&self) -> bool {
         self.damage_count == 0 && self.bad_count == 0
     }
@@ -68,8 +68,8 @@ impl CheckReport {
     }
 }
 
-/// Verifies the durable log on `below`. The shape of `config` must be the log's own. Waits for the
-/// disks.
+/// Verifies the durable log on `below`. The members and the segment's size in `config` must be the
+/// log's own. Waits for the disks.
 ///
 /// # Errors
 /// Fails when there is no log, its disks are not in order, memory is missing, or `watch` ends it.
@@ -133,7 +133,7 @@ fn look(
         match table.inline.get(segment) {
             Some(inline) => (0..).zip(&inline.records).for_each(|(place, record)| gather(place, *record)),
             None => io.read(std::iter::once(first + places), |_, page| {
-                // `replay` has already reported a damaged summary.
+                // If the summary is damaged, `replay` has reported that already.
                 if let Ok(summary) = summary_of(&superblock, &table, *segment, page.ok()) {
                     (0..places).zip(summary.records()).for_each(|(place, record)| gather(place, record));
                 }

@@ -4,9 +4,9 @@
 //! The cleaner works while fewer segments are free than the writers may soon want. It cleans up to
 //! [`VICTIMS`] segments at a time. It reads their live pages, and writes whole segments of them. It
 //! reads a short gap between live pages too, since a second operation would cost more. Pages that
-//! were moved before go to other segments than pages that were not. So pages that are often written
-//! leave segments that die without cleaning. Pages that do not fill a segment wait in memory.
-//! Meanwhile lanes read them in their old place.
+//! were moved before go to other segments than pages that were not. So pages that lanes often write
+//! are together, and their segments die without cleaning. Pages that do not fill a segment wait in
+//! memory. Meanwhile lanes read them in their old place.
 //!
 //! In a durable log the cleaner also [commits](crate::commit): it answers flushes, and frees the
 //! segments that have died.
@@ -28,10 +28,10 @@ use std::time::{Duration, Instant};
 use weir_core::{Page, Rest, Slot};
 use weir_store::{Done, Fault, Lane, POLL_EVERY, Progress, Ticket};
 
-/// Number of segments that are cleaned at a time. Some of them wait with pages that do not fill a
-/// segment.
+/// Largest number of segments that are cleaned at a time. Some of them wait until the pages in
+/// memory fill a segment.
 const VICTIMS: usize = 16;
-/// Number of segments that one choice looks at.
+/// Number of segments that the cleaner looks at to choose one.
 const WINDOW: u32 = 4096;
 /// Largest number of dead pages between two live ones for which one operation reads both. A disk
 /// reads 64 KiB more in the time of a second operation.
@@ -40,8 +40,9 @@ const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
 /// Time for which the cleaner leaves stuck segments alone.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// The bit of the ticket of a page's write in the store below. The ticket of a page's read names
-/// the victim and the place. Other bits mark the other operations.
+/// Bits of the tickets in the store below. The lower bits name the victim and the place. `WRITE`
+/// marks the write of a page, `SUMMARY` the read of a summary, and `SEGMENTS` the write of a
+/// summary.
 const WRITE: Ticket = 1 << 16;
 const SUMMARY: Ticket = 1 << 17;
 const SEGMENTS: Ticket = 1 << 18;
@@ -52,20 +53,20 @@ const _: () = assert!(VICTIMS * 512 <= WRITE as usize);
 pub enum Next {
     /// The next step can follow at once.
     Step,
-    /// The store below must answer first.
+    /// The cleaner must wait for an answer of the store below.
     Answers,
-    /// The cleaner waits for a reason to work.
+    /// Enough segments are free, or none can be cleaned. The cleaner waits to be woken.
     Work,
 }
 
-/// Frees segments of a log. Each log has one.
+/// Frees segments of a log. Each log has one cleaner.
 pub struct Cleaner {
     log: Arc<Shared>,
     below: Box<dyn Lane>,
     parts: Parts,
     /// Commits what was written, if the log is durable.
     committer: Option<Committer>,
-    /// The segment at which the next choice begins to look.
+    /// The segment at which the cleaner begins to look for its next choice.
     cursor: u32,
     /// The time when a stuck segment may be tried again.
     again_at: Option<Instant>,
@@ -79,7 +80,7 @@ struct Parts {
 
 /// A segment that is being cleaned.
 struct Victim {
-    /// The segment's number; `None` without a segment.
+    /// The segment's number. `None`: no segment is being cleaned here.
     segment: Option<u32>,
     generation: usize,
     phase: Phase,
@@ -88,7 +89,7 @@ struct Victim {
     states: Box<[PageState]>,
     /// For each page, the new place to which it is being written.
     targets: Box<[u32]>,
-    /// Number of outstanding answers.
+    /// Number of the segment's operations that the store below has not answered.
     waits: u32,
     failed: bool,
 }
@@ -117,7 +118,7 @@ enum PageState {
 }
 
 impl Cleaner {
-    /// Opens the cleaner of a log, and takes memory for sixteen segments.
+    /// Opens the cleaner of a log, and takes memory for the pages of sixteen segments.
     ///
     /// # Errors
     /// Fails when the store below has no lane left.
@@ -152,7 +153,8 @@ impl Cleaner {
         })
     }
 
-    /// Does one bounded piece of work.
+    /// Does what can be done now, without waiting: cleans segments, and goes on with a commit.
+    /// Returns the event that the next step needs.
     pub fn step(&mut self, now: Instant) -> Next {
         let stepped = match (&mut self.committer, &self.log.durable) {
             (Some(committer), Some(durable)) => committer.step(&self.log, durable, now),
@@ -168,7 +170,8 @@ impl Cleaner {
         }
     }
 
-    /// Does one bounded piece of cleaning. `is_idle`: no commit is under way.
+    /// Takes the answers of the disks, and goes on with the cleaning of segments. Never waits.
+    /// `is_idle` tells that no commit is under way.
     fn clean(&mut self, now: Instant, is_idle: bool) -> Next {
         let Cleaner { log, below, parts, rest, .. } = self;
         below.poll(now, &mut |done| {
@@ -197,7 +200,8 @@ impl Cleaner {
             if self.write_what_is_here() {
                 return Next::Step;
             }
-            // A commit may free enough segments.
+            // The log is not full while a commit may free enough segments: one is under way, or a
+            // segment is dead.
             let is_short = self.log.segments.free() <= RESERVE
                 && (!self.log.segments.are_durable() || is_idle && self.log.segments.dead() == 0);
             self.log.is_full.store(is_short && !self.parts.is_busy(), SeqCst);
@@ -239,8 +243,8 @@ impl Cleaner {
 
     /// Whether to clean one segment more.
     fn wants_more(&self) -> bool {
-        // A victim may wait for the pages of another victim to fill a segment. So its pages do not
-        // count as free soon.
+        // A victim whose pages were all read may wait for another victim's pages to fill a segment.
+        // So it does not count as free soon.
         let moves = |victim: &&Victim| victim.phase != Phase::Write || victim.waits > 0;
         let taken = self.parts.victims.iter().filter(|victim| victim.segment.is_some());
         let soon = taken.filter(moves).count() as u32;
@@ -275,7 +279,8 @@ impl Cleaner {
             *again_at = Some(now + AGAIN);
         }
         if !log.segments.begin_cleaning(segment, word) {
-            // A page of the segment has died since the last try.
+            // The segment's word has changed since it was read, as when one of its pages died. The
+            // next step chooses again.
             return true;
         }
         let victim = parts.victims.iter_mut().find(|victim| victim.segment.is_none());
@@ -289,7 +294,7 @@ impl Cleaner {
         true
     }
 
-    /// Writes whole segments of the pages in memory.
+    /// Writes the pages in memory as long as they fill whole segments.
     fn write(&mut self) {
         for generation in 1..GENERATIONS {
             while self.parts.count_here(&self.log, generation) >= self.goal(generation) {
@@ -300,7 +305,8 @@ impl Cleaner {
         }
     }
 
-    /// The number of pages of a generation for which a write is worthwhile.
+    /// The number of a generation's pages in memory at which the cleaner writes them. They fill the
+    /// rest of the generation's open segment, or else a whole segment.
     fn goal(&self, generation: usize) -> usize {
         match self.parts.appender.left(&self.log, generation) {
             0 => self.log.shape.places() as usize,
@@ -308,15 +314,16 @@ impl Cleaner {
         }
     }
 
-    /// Writes less than a segment: pages of the generation that has most in memory.
+    /// Writes less than a segment: pages of the generation that has most in memory. Returns whether
+    /// it wrote a page.
     fn write_what_is_here(&mut self) -> bool {
         let log = Arc::clone(&self.log);
         let most = (1..GENERATIONS).max_by_key(|generation| self.parts.count_here(&log, *generation));
         most.is_some_and(|generation| self.write_segment(generation))
     }
 
-    /// Writes pages of a generation until a segment is full or none is left. Returns whether it
-    /// wrote one.
+    /// Writes pages of a generation until a segment is full or no page is left. Returns whether it
+    /// wrote a page.
     fn write_segment(&mut self, generation: usize) -> bool {
         let Cleaner { log, below, parts, .. } = self;
         let Parts { appender, victims } = parts;
@@ -348,7 +355,7 @@ impl Cleaner {
                         victim.moved(log, at, place);
                     }
                     _ => {
-                        // The page is written again, to another segment.
+                        // The page stays in memory, and is written to another segment later.
                         appender.failed(log, place);
                         break 'all;
                     }
@@ -364,9 +371,10 @@ impl Cleaner {
     }
 }
 
-/// The worth of cleaning a segment: the room gained for the work, and older is better (after
-/// Rosenblum and Ousterhout, *The design and implementation of a log-structured file system*, SOSP
-/// 1991). With the square root of the age the cleaner moves fewer pages than with the age.
+/// Rates how much it is worth to clean a segment: more with dead pages and with age, less with live
+/// pages (after Rosenblum and Ousterhout, *The design and implementation of a log-structured file
+/// system*, SOSP 1991). With the square root of the age the cleaner moves fewer pages than with the
+/// age itself.
 fn score(live: u32, places: u32, age: u32) -> u64 {
     let dead = u64::from(places - live);
     dead * (u64::from(age) + 1).isqrt() * 1024 / (u64::from(live) * 2 + 1)
@@ -382,21 +390,22 @@ impl Victim {
         (self.generation + 1).min(GENERATIONS - 1)
     }
 
-    /// Notes that a page has been written to `place`.
+    /// Notes that the page at index `at` has been written to `place`.
     fn moved(&mut self, log: &Shared, at: usize, place: u32) {
         self.states[at] = PageState::Over;
         let from = log.shape.place(self.segment.expect("a victim has a segment"), at as u32);
         log.rename(self.records[at].page, from, place);
     }
 
-    /// Whether the map still names this page of the segment.
+    /// Whether the page at this place of the segment is live: the log's map still names the place.
     fn is_live(&self, log: &Shared, at: u32) -> bool {
         let Some(segment) = self.segment else { return false };
         let page = self.records[at as usize].page;
         page < log.shape.pages && log.find(page) == Some(log.shape.place(segment, at))
     }
 
-    /// Handles the read of a page, which was read for itself or as a neighbour.
+    /// Handles the end of a page's read. The page was read because it was live, or as part of a
+    /// gap.
     fn read(&mut self, log: &Shared, at: u32, result: Result<(), Fault>, found: Option<&Page>) {
         let place = at as usize;
         self.states[place] = PageState::Over;
@@ -461,7 +470,7 @@ impl Parts {
         self.appender.answered(log, place, result);
     }
 
-    /// Issues reads of a victim, as far as there is room.
+    /// Issues the reads that a victim needs, as long as the store below takes them.
     fn read(&mut self, log: &Shared, below: &mut dyn Lane, number: usize) {
         let victim = &mut self.victims[number];
         let Some(segment) = victim.segment else { return };
@@ -506,8 +515,8 @@ impl Parts {
         victim.phase = if at == places { Phase::Write } else { Phase::Read(at) };
     }
 
-    /// Number of this generation's pages in memory that can be written. Drops pages that a lane has
-    /// written anew meanwhile.
+    /// Number of live pages in memory that are to be written to this generation. Drops pages that a
+    /// lane has written anew meanwhile.
     fn count_here(&mut self, log: &Shared, generation: usize) -> usize {
         let mut count = 0;
         for victim in self.victims.iter_mut().filter(|victim| victim.target() == generation) {

@@ -2,14 +2,15 @@
 //!
 //! A commit has four steps, each of which waits for the disks:
 //!
-//! 1. The committer looks which records no commit has, and which segments have died since. Then the
-//!    store below flushes: every page with such a record is safe after that.
-//! 2. The committer writes the records to the journal, in one row.
+//! 1. The committer finds the records that no commit has, and the segments that have died since the
+//!    last commit. Then the store below flushes, which makes the pages of those records safe.
+//! 2. The committer writes the records to the journal, in pages that follow each other.
 //! 3. The store below flushes again. The commit is complete.
 //! 4. The dead segments that the commit names are free: their old pages cannot come back.
 //!
-//! Then a page beside the first superblock confirms the commit. No flush waits for that page. It
-//! tells a commit that was damaged later from a commit that was under way at a power cut.
+//! After the four steps, a page beside the first superblock confirms the commit. No flush waits for
+//! that page. By it an opening can tell a commit that was damaged later from one that was under way
+//! at a power cut.
 //!
 //! The commit takes the dead segments first, and the records after them. A segment dies after the
 //! records that replace its pages were published. So each commit that frees a segment has those
@@ -32,7 +33,7 @@ use std::time::{Duration, Instant};
 use weir_core::{Page, Slot};
 use weir_store::{Done, Fault, Lane, Progress, Ticket};
 
-/// Number of journal pages under way at once.
+/// Largest number of journal pages that are written at a time.
 const DEPTH: usize = 256;
 /// The tickets of a flush, and of the page that confirms a commit. All other tickets are indices of
 /// pages.
@@ -43,24 +44,24 @@ const ATTEMPTS: u32 = 8;
 /// Time until the committer tries to free segments again, after a failed commit.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Commits what was written. The cleaner drives the committer.
+/// Makes the commits of a durable log. The cleaner drives it.
 pub(crate) struct Committer {
     lane: Box<dyn Lane>,
     journal: Journal,
-    /// The index of the next page in the half that is in use.
+    /// The index of the next journal page in the half that is in use.
     at: u32,
-    /// Number of pages of each half.
+    /// Number of pages of each half of the journal.
     half_pages: u32,
     phase: Phase,
     is_checkpoint: bool,
     must_checkpoint: bool,
-    /// Whether the store below has failed to flush.
+    /// Whether a flush of the store below has failed. If so, no later commit succeeds.
     is_broken: bool,
-    /// The flush that the commit answers.
+    /// The number of the last flush that the commit answers; 0: none waits for an answer.
     number: u64,
     pages: Vec<Page>,
     confirmation: Box<Page>,
-    /// Dead segments that the commit frees, in order.
+    /// The numbers of the dead segments that the commit frees, in rising order.
     dead: Vec<u32>,
     records: Vec<Record>,
     write: Write,
@@ -68,15 +69,15 @@ pub(crate) struct Committer {
     again_at: Option<Instant>,
 }
 
-/// The writes of a commit.
+/// The progress of the writes of a commit's pages.
 #[derive(Default)]
 struct Write {
     /// Number of pages whose first write has been issued.
     issued: usize,
     waits: usize,
-    /// Pages whose write failed. They are written again.
+    /// Indices of pages whose write failed. They are written again.
     again: Vec<usize>,
-    /// Number of writes that may still fail before the attempt ends.
+    /// Number of writes that may still fail before the attempt to write the commit ends.
     patience: u32,
     failed: bool,
     /// Writes that ended with a timeout and may still land.
@@ -93,18 +94,18 @@ enum Phase {
     FlushJournal,
 }
 
-/// The outcome of a step.
+/// The outcome of a [`Committer::step`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Stepped {
     /// There is nothing to commit.
     Idle,
-    /// The disks must answer first.
+    /// The committer must wait for an answer of the disks.
     Waits,
     /// The next step can follow at once.
     Worked,
 }
 
-/// The reason why a commit could not be gathered.
+/// The reason why the pages of a commit could not be filled.
 enum Unfit {
     /// The commit needs more pages than the half has left.
     Large,
@@ -138,13 +139,14 @@ impl Committer {
         })
     }
 
-    /// Returns the place at which the journal goes on. The next committer begins with a checkpoint
-    /// there.
+    /// Returns the position at which the journal goes on. The next committer writes a checkpoint
+    /// there first.
     pub fn end(self) -> Journal {
         self.journal
     }
 
-    /// Does one bounded piece of work.
+    /// Takes the answers of the disks, and does what the present step of a commit needs. Never
+    /// waits.
     pub fn step(&mut self, log: &Shared, durable: &Durable, now: Instant) -> Stepped {
         self.take_answers(log, durable, now);
         let before = self.phase;
@@ -178,7 +180,7 @@ impl Committer {
         durable.asked().is_some() || frees && self.again_at.is_none_or(|at| now >= at)
     }
 
-    /// Gathers the pages of a commit, and has the store below flush.
+    /// Begins a commit: fills its pages, and has the store below flush.
     fn begin(&mut self, log: &Shared, durable: &Durable, now: Instant) {
         self.number = durable.asked().unwrap_or(0);
         if self.is_broken {
@@ -223,7 +225,8 @@ impl Committer {
         self.flush(log, durable, Phase::FlushPages, now);
     }
 
-    /// Fills the pages of a commit: with all segments, or with those that are marked.
+    /// Fills the pages of a commit: with all segments, or with those that have changed since the
+    /// last commit.
     fn gather(&mut self, log: &Shared, everything: bool) -> Result<(), Unfit> {
         self.pages.clear();
         let room = if everything { self.half_pages } else { self.half_pages.saturating_sub(self.at) };
@@ -252,7 +255,8 @@ impl Committer {
         result
     }
 
-    /// Adds a segment's records, or only its name if its summary is on the disk.
+    /// Adds a segment's records to the commit. If the segment's summary is on the disk, adds only
+    /// the segment's name and life.
     fn add(&mut self, log: &Shared, segment: u32, room: u32) -> Result<(), Unfit> {
         for _ in 0..3 {
             let word = log.segments.word(segment);
@@ -266,7 +270,7 @@ impl Committer {
                 return self.name(false, segment, word.life(), room);
             }
             if word.state() == State::Dead {
-                // The segment died meanwhile, and its records are gone.
+                // The segment has died since the dead segments were taken, and its row is gone.
                 return Err(Unfit::Changed);
             }
             let has_row = log.rows.copy(&log.segments, segment, &mut self.records);
@@ -330,7 +334,8 @@ impl Committer {
         }
     }
 
-    /// Issues the pages that are not written yet, and begins the next step once all are written.
+    /// Issues the writes of the commit's pages. Once all are done, has the store below flush the
+    /// commit.
     fn go_on(&mut self, log: &Shared, durable: &Durable, now: Instant) {
         let half = if self.is_checkpoint { self.journal.half } else { self.journal.half ^ 1 };
         let first = if self.is_checkpoint { 0 } else { self.at };
@@ -402,7 +407,8 @@ impl Committer {
         journal::begin(page);
         journal::seal(page, Head { is_last: true, ..Head::new(log.identity(), commit, commit) });
         let slot = Slot(durable.superblock.confirmation_slot(commit));
-        // No step waits for this write, because its answer comes before those of the next commit.
+        // No step waits for this write. The store below answers it before the flush of the next
+        // commit.
         let _ = self.lane.write(CONFIRM, slot, page);
         self.lane.submit();
     }
@@ -439,7 +445,8 @@ impl Committer {
 }
 
 impl Write {
-    /// The next page to write.
+    /// The index of the commit's next page to write. `None`: there is none, or the attempt has
+    /// failed.
     fn next(&mut self, pages: usize) -> Option<usize> {
         if self.failed {
             return None;

@@ -3,7 +3,7 @@
 use std::io;
 use weir_store::OpenError;
 
-/// Largest number of segments that one appender has under way at once.
+/// Largest number of segments that one appender has open at once.
 pub(crate) const OPEN_MAX: usize = 16;
 /// Number of free segments that only the cleaner takes.
 pub(crate) const RESERVE: u32 = 4;
@@ -19,14 +19,14 @@ pub(crate) const DURABLE_AHEAD: u32 = 32;
 pub struct Config {
     /// The log's size in pages; 0: four fifths of the pages that its segments hold.
     pub pages: u32,
-    /// Pages of a segment with its summary, at most 285.
+    /// Number of pages of a segment, its summary included; at most 285.
     pub segment_pages: u32,
     /// Number of members of the store below, on which segments lie in turns.
     pub members: u32,
     /// Largest number of lanes that may be open at once.
     pub lanes: u32,
-    /// Number of summaries in memory; 0: as many as bring map and summaries to 1 GiB for 1 TiB of
-    /// the store below. If a segment's summary is not in memory, a read also reads it from disk.
+    /// Number of summaries in memory. 0: as many as fit if the log takes 1 GiB of memory for 1 TiB
+    /// of the store below. If a segment's summary is not in memory, a read also reads it from disk.
     pub summaries: u32,
 }
 
@@ -37,7 +37,7 @@ impl Default for Config {
     }
 }
 
-/// The reason why a log could not be made.
+/// The reason why a log could not be made, opened or checked.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// A segment has too many pages or too few, or there is no member or lane.
@@ -45,7 +45,8 @@ pub enum LogError {
         "a log has segments of 2 to 285 pages (8 at least if it is durable), a member and a lane; asked for {0}"
     )]
     Shape(String),
-    /// The log would have more pages than the cleaner can handle.
+    /// The store below is too small for a log of this size, with the free segments that its cleaner
+    /// needs.
     #[error(
         "{store} has room for {} pages of a log, with what its cleaner needs for itself; asked for {asked}: make the log smaller, or the store larger",
         most
@@ -74,15 +75,16 @@ pub enum LogError {
     Later {
         /// The name of the store below.
         store: String,
-        /// The format's version.
+        /// The version of the log's format on the disks.
         version: u32,
     },
-    /// The disks are not those of the log, or not in its order.
+    /// The disks are not those of the log, or not in the order in which they were named when it was
+    /// made.
     #[error("{store}: {what}")]
     Members {
         /// The name of the store below.
         store: String,
-        /// The cause, and the next step.
+        /// The reason, and what the operator can do.
         what: String,
     },
     /// The durable log is damaged.
@@ -93,7 +95,7 @@ pub enum LogError {
     Write {
         /// The name of the store below.
         store: String,
-        /// The reason why it failed.
+        /// The reason why the write failed.
         fault: weir_store::Fault,
     },
     /// The caller's watch ended the work.
@@ -113,23 +115,25 @@ pub enum DamagedError {
     /// The journal has no complete checkpoint.
     #[error("the journal has no complete checkpoint")]
     NoCheckpoint,
-    /// A commit is damaged, though a later one was made.
+    /// The journal lacks a commit that was complete: a later commit was made, or a confirmation
+    /// names it.
     #[error(
         "the journal is damaged: commit {last} is the last one that is whole, and commit {seen} was made"
     )]
     Journal {
-        /// The last commit that is whole.
+        /// The number of the last commit that is whole.
         last: u64,
-        /// The highest commit that was found.
+        /// The highest number of a commit that was found.
         seen: u64,
     },
-    /// A commit has an entry that is impossible.
+    /// A page of the journal names a segment, a life, a generation or a version that the log cannot
+    /// have.
     #[error("the journal is damaged: it says of segment {0} what cannot be")]
     Entry(u32),
     /// The summary of a segment in use is damaged.
     #[error("segment {0} is in use, and its summary is damaged")]
     Summary(u32),
-    /// A summary has a record that is impossible.
+    /// A summary has a record with a page or a version that the log cannot have.
     #[error("the summary of segment {0} says of a page what cannot be")]
     Record(u32),
 }

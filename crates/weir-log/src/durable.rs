@@ -7,12 +7,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use weir_store::Fault;
 
-/// The place at which the journal goes on.
+/// The position from which the next commit continues the journal.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Journal {
     /// The half into which the next checkpoint goes.
     pub half: u32,
-    /// The sequence number of the next page.
+    /// The sequence number of the journal's next page.
     pub sequence: u64,
     /// The number of the last complete commit.
     pub commit: u64,
@@ -29,7 +29,7 @@ pub(crate) struct Durable {
     asked: AtomicU64,
     /// Number of the last flush that has been answered, times 2; plus 1 if it succeeded.
     done: AtomicU64,
-    /// The place at which the journal goes on, until the cleaner takes it.
+    /// The position from which the next commit continues the journal, until the cleaner takes it.
     pub journal: Mutex<Option<Journal>>,
     pub counters: Counters,
 }
@@ -55,7 +55,7 @@ impl Durable {
         }
     }
 
-    /// The number of a write that begins.
+    /// Gives a write that begins its version.
     pub fn next_version(&self) -> u64 {
         self.clock.fetch_add(1, SeqCst) + 1
     }

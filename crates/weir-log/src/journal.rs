@@ -14,7 +14,7 @@ const INLINE_HEAD: usize = HEAD + 12;
 pub(crate) const NAMES_MAX: usize = (PAGE_SIZE - HEAD) / 8;
 const _: () = assert!(INLINE_HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 
-/// The head of a page.
+/// The head of a page of the journal.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Head {
     /// The log's [short identity](crate::superblock::Superblock::short_identity).
@@ -25,7 +25,7 @@ pub(crate) struct Head {
     pub commit: u64,
     pub is_checkpoint: bool,
     pub is_last: bool,
-    /// No segment has had a life above this one.
+    /// No segment has had a life above this number.
     pub floor: u32,
     /// No write that the commit covers has a version above this one.
     pub clock: u64,
@@ -35,18 +35,18 @@ const WRITTEN: u8 = 1;
 const FREE: u8 = 2;
 const INLINE: u8 = 3;
 
-/// The content of a page.
+/// The content of a page of the journal: facts about segments.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Entry<'a> {
-    /// The summaries of these segments are on the disk. Each name has the segment's life.
+    /// Segments whose summaries are on the disk, each with its life.
     Written(Names<'a>),
-    /// These segments have no live page.
+    /// Segments that have no live page, each with its last life.
     Free(Names<'a>),
     /// The segment has these records. Its summary is not on the disk yet, or will never be.
     Inline { segment: u32, life: u32, generation: u32, records: Records<'a> },
 }
 
-/// Segments with their lives.
+/// A list of segments in a page of the journal, each with its life.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Names<'a>(&'a [u8]);
 
@@ -74,13 +74,13 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     u64::from(word(bytes, at + 4)) << 32 | u64::from(word(bytes, at))
 }
 
-/// Empties a page for new content. [`seal`] completes the page.
+/// Empties a page of the journal for new content. [`seal`] completes the page.
 pub(crate) fn begin(page: &mut PageBytes) {
     page.fill(0);
 }
 
-/// Adds a segment to a page of names. Returns false if the page is full, or has entries of another
-/// kind.
+/// Adds a segment with its life to a page of the journal. Returns false if the page is full, or has
+/// entries of another kind.
 pub(crate) fn add_name(page: &mut PageBytes, is_free: bool, segment: u32, life: u32) -> bool {
     let kind = if is_free { FREE } else { WRITTEN };
     let count = usize::from(u16::from_le_bytes([page[38], page[39]]));
@@ -94,7 +94,8 @@ pub(crate) fn add_name(page: &mut PageBytes, is_free: bool, segment: u32, life: 
     true
 }
 
-/// Fills a page with a segment's records. Leaves out records without a version.
+/// Fills a page of the journal with the records of a segment's places. Leaves out records without a
+/// version, because their pages were not written yet.
 pub(crate) fn put_records(
     page: &mut PageBytes,
     (segment, life, generation): (u32, u32, usize),

@@ -26,12 +26,12 @@ pub(crate) struct LogLane {
     parts: Parts,
 }
 
-/// The state that completions change.
+/// The parts of a lane that change when an operation is completed.
 struct Parts {
     log: Arc<Shared>,
     appender: Appender,
     operations: Box<[Operation]>,
-    /// Content that waits for its verification, for each operation.
+    /// For each operation, the content that was read and is not verified yet.
     pages: Box<[Page]>,
     idle: Vec<u16>,
     /// Reads that have a step to issue or a result to hand over.
@@ -48,7 +48,8 @@ struct Operation {
     ticket: Ticket,
     page: u32,
     place: u32,
-    /// The life of the place's segment. Content that was read in another life proves nothing.
+    /// The life of the place's segment when the read began. In another life the segment holds other
+    /// pages.
     life: u32,
     /// The version that a write gives to its page; 0 for a read.
     version: u64,
@@ -62,7 +63,7 @@ enum State {
     Read { content: Part, summary: Part, proof: Option<Record>, tries: u8 },
 }
 
-/// The progress of a part of a read.
+/// The progress of one part of a read: of the page's content, or of the summary.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     /// The read has not needed this part yet.
@@ -75,8 +76,8 @@ enum Part {
 impl LogLane {
     pub fn open(log: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
         let depth = depth.clamp(1, SUMMARY as usize - 1);
-        // The depth is a multiple of a segment, so that the disks' lane need not split one in its
-        // memory.
+        // The lane below gets a depth of whole segments, so that it need not split a segment's
+        // pages in its memory.
         let room = (depth * 2 + OPEN_MAX).next_multiple_of(log.shape.segment_pages as usize);
         let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, version: 0, state: State::Idle };
         let turn = log.seats.load(Relaxed);
@@ -113,7 +114,7 @@ impl Parts {
         self.verdict(at, Some(out))
     }
 
-    /// Issues the reads that are still missing, as far as the store has room.
+    /// Issues the parts of a read that are wanted, as long as the store below takes them.
     fn issue(&mut self, at: u16, below: &mut dyn Lane, out: &mut PageBytes) {
         let Parts { log, operations, pages, again, .. } = self;
         let operation = &mut operations[usize::from(at)];
@@ -129,7 +130,7 @@ impl Parts {
                     *pages[usize::from(at)] = *out;
                 }
             }
-            // Issue both parts at once if the read needs both.
+            // If no row has the place's record, the read needs the summary too. Issue both at once.
             if *content != Part::Wanted && *summary == Part::No && !log.rows.has(&log.segments, segment) {
                 *summary = Part::Wanted;
             }
@@ -164,8 +165,8 @@ impl Parts {
         let bytes = found.unwrap_or(&pages[usize::from(at)]);
         let row = log.rows.get(&log.segments, segment, within);
         if read.is_ok() && [row, *proof].into_iter().flatten().any(|record| record.proves(page, bytes)) {
-            // A summary that came later would find its operation idle. So the read waits for the
-            // summary.
+            // The read also waits for a summary that it has asked for. Otherwise the summary would
+            // come when the operation has ended.
             return (*summary != Part::Waits).then_some(Ok(()));
         }
         if *summary == Part::Waits {
@@ -239,7 +240,8 @@ impl Parts {
                     self.log.publish(page, place);
                 }
                 self.appender.answered(&self.log, place, result);
-                // The page is in its old place. A late write lands in a place that no page has.
+                // The map still names the page's old place. If the write lands late, it lands in a
+                // place without a page.
                 let result = result.map_err(|fault| match fault {
                     Fault::Timeout => Fault::Io(Errno::TIMEDOUT.raw_os_error()),
                     fault => fault,
@@ -278,7 +280,7 @@ impl Parts {
         }
     }
 
-    /// Continues reads that have something to issue.
+    /// Goes on with the reads in `again`: issues what they need, or hands over their results.
     fn go_on(&mut self, below: &mut dyn Lane, done: &mut dyn FnMut(Done<'_>)) {
         for _ in 0..self.again.len() {
             let at = self.again.remove(0);
@@ -313,7 +315,8 @@ impl Lane for LogLane {
         let Some(at) = idle.last().copied() else { return Progress::Full };
         let Some(place) = appender.next(log, 0) else {
             if !appender.has_room() && below.in_flight() == 0 {
-                // All operations of the lane wait for a disk that does not answer.
+                // Each segment that the appender may open has a write that was given up and may
+                // still land: a disk does not answer.
                 return Progress::Done(Err(Fault::Io(Errno::TIMEDOUT.raw_os_error())));
             }
             if log.is_full.load(SeqCst) {
@@ -377,8 +380,8 @@ impl Lane for LogLane {
         }
     }
 
-    /// A run is best if it ends where a segment ends, because the pages up to there go out as one
-    /// write.
+    /// The best numbers of pages to write in a row: those that the open segment still takes, and
+    /// those of whole segments. Pages up to a segment's end go to the disk as one write.
     fn best_runs(&self) -> Option<(usize, usize)> {
         let Parts { log, appender, .. } = &self.parts;
         let places = log.shape.places();
@@ -425,8 +428,8 @@ impl Lane for LogLane {
         self.parts.operations.len() - self.parts.idle.len() + usize::from(self.parts.flush.is_some())
     }
 
-    /// A lane must also notice a free segment, a commit, and an operation to issue again. No
-    /// descriptor announces those.
+    /// Returns `None` while the lane waits for a free segment or a commit, or has an operation to
+    /// issue again. No descriptor tells of those.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         let Parts { log, again, flush, is_starved, .. } = &self.parts;
         let must_poll = *is_starved || !again.is_empty() || log.durable.is_some() && flush.is_some();
@@ -435,7 +438,8 @@ impl Lane for LogLane {
 }
 
 impl Drop for LogLane {
-    /// The lane below ends first. After that, no answered write can still land.
+    /// The lane of the store below is dropped first. After that, no write that it has answered can
+    /// still land.
     fn drop(&mut self) {
         self.below = None;
         self.parts.appender.close(&self.parts.log);

@@ -18,8 +18,8 @@
 //! cleaner does its flushes. [`check`] verifies a durable log while nobody uses it.
 //! docs/log-format.md describes the format.
 //!
-//! No function here starts a thread or reads a clock. Only [`Cleaner::wait`] sleeps, and the
-//! functions that make, open and check a durable log.
+//! No function of this crate starts a thread or reads a clock. Only [`Cleaner::wait`], and the
+//! functions that make, open and check a durable log, sleep.
 
 mod append;
 mod blocking;
@@ -67,7 +67,7 @@ pub struct Log {
     shared: Arc<Shared>,
 }
 
-/// The state that lanes and cleaner share.
+/// The state that a log's lanes and its cleaner share.
 struct Shared {
     name: String,
     below: Arc<dyn Store>,
@@ -81,9 +81,9 @@ struct Shared {
     /// Number of lanes that can still be opened.
     seats: AtomicU32,
     counters: Counters,
-    /// Whether the cleaner can make no segment free.
+    /// Whether the log is full: the cleaner can make no segment free.
     is_full: AtomicBool,
-    /// Wakes the thread that drives the cleaner.
+    /// An eventfd that wakes the thread which drives the cleaner.
     bell: OwnedFd,
     asleep: AtomicBool,
 }
@@ -112,7 +112,7 @@ impl Shape {
 }
 
 impl Log {
-    /// Makes an empty log over `below`. Only the log may use `below` from then on.
+    /// Makes an empty scratch log over `below`. Only the log may use `below` from then on.
     ///
     /// # Errors
     /// Fails when the store is too small, or memory is missing.
@@ -155,14 +155,14 @@ impl Log {
         u64::from(self.shared.shape.pages) * PAGE_SIZE as u64
     }
 
-    /// The log's status. Reads the word of each segment.
+    /// The log's counts. Reads one word of memory for each segment.
     pub fn status(&self) -> LogStatus {
         self.shared.status()
     }
 }
 
 impl Shared {
-    /// The place of a page.
+    /// The place of a page; `None`: the page was never written.
     fn find(&self, page: u32) -> Option<u32> {
         self.map.at(page as usize).load(SeqCst).checked_sub(1)
     }
@@ -222,12 +222,12 @@ impl Shared {
         self.durable.as_ref().map_or(0, |durable| durable.superblock.short_identity())
     }
 
-    /// The number of a write that begins; 0: the log is scratch.
+    /// The version for a write that begins; 0: the log is scratch.
     fn next_version(&self) -> u64 {
         self.durable.as_ref().map_or(0, Durable::next_version)
     }
 
-    /// Wakes the thread that drives the cleaner, if there is something to do.
+    /// Wakes the thread that drives the cleaner, if too few segments are free.
     fn ring(&self) {
         if self.segments.free() < self.low() {
             self.wake();
@@ -236,8 +236,8 @@ impl Shared {
 
     fn wake(&self) {
         if self.asleep.swap(false, SeqCst) {
-            // The write fails only if the counter is full. Then the descriptor is readable already,
-            // and wakes the thread.
+            // The write fails only if the eventfd's counter is full. Then the descriptor is
+            // readable already, and wakes the thread.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
     }
@@ -271,7 +271,7 @@ impl Store for Log {
         }
     }
 
-    /// Always online. A disk that fails reports an error for each operation.
+    /// A log always counts as online. If a disk has failed, each operation on it fails.
     fn state(&self, _member: u32) -> State {
         State::Online
     }

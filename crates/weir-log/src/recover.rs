@@ -22,15 +22,16 @@ use std::sync::{Arc, PoisonError};
 use weir_core::{PAGE_SIZE, Page, Rest, Watch, unwatched};
 use weir_store::Store;
 
-/// Number of journal pages in memory at a time.
+/// Largest number of journal pages in memory while the journal is read.
 const CHUNK: u32 = 256;
-/// Largest number of findings that are stored.
+/// Largest number of findings of damage that are listed.
 const FINDINGS_MAX: usize = 100;
-/// Largest number that a counter can have reached. A higher one shows that the log is damaged.
+/// Largest number that a log's commits, journal pages and writes can have reached. A higher one
+/// shows that the log is damaged.
 const COUNT_MAX: u64 = 1 << 47;
 const LIFE_MAX: u32 = u32::MAX - (1 << 20);
 
-/// The first findings, and the number of all.
+/// Findings of damage: the first hundred, and the number of all.
 #[derive(Default)]
 pub(crate) struct Findings {
     pub first: Vec<DamagedError>,
@@ -52,7 +53,7 @@ pub(crate) struct Inline {
     pub records: Vec<Record>,
 }
 
-/// The journal's content.
+/// The journal's content, up to its last complete commit.
 pub(crate) struct Table {
     /// The life of each segment; 0: the segment holds nothing.
     pub lives: Vec<u32>,
@@ -86,7 +87,8 @@ pub(crate) fn read_superblocks(
             Err(NoSuperblock::Later(version)) => Some(*version),
             _ => None,
         });
-        // A copy may be whole and another disk's: written to the wrong place. The right one counts.
+        // A copy may be whole, and yet be another disk's that was written to the wrong place. The
+        // copy of this disk and this log counts.
         let is_right =
             |copy: &&Superblock| copy.member == member && first.is_none_or(|first| first.is_same_log(copy));
         let whole = || copies.iter().filter_map(|copy| copy.as_ref().ok());
@@ -137,11 +139,11 @@ pub(crate) fn read_superblocks(
 
 /// The pages of a journal half up to its last complete commit.
 struct Chain {
-    /// The last complete commit.
+    /// The number of the last complete commit.
     commit: u64,
-    /// The sequence number of the first page.
+    /// The sequence number of the half's first page.
     sequence: u64,
-    /// Number of pages from the first to the end of the last complete commit.
+    /// Number of pages from the half's first page to the end of its last complete commit.
     pages: u32,
 }
 
@@ -197,7 +199,8 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
         confirmed = confirmed.max(head.map_or(0, |head| head.commit));
     });
     let (half, chain) = truth.ok_or(LogError::Damaged(DamagedError::NoCheckpoint))?;
-    // The log has only one commit under way at a time. So a gap of more than one is damage.
+    // A log has only one commit under way at a time, so only one can be incomplete. If the journal
+    // lacks more, it is damaged.
     if seen > chain.commit + 1 || confirmed > chain.commit {
         let seen = seen.max(confirmed);
         return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
@@ -219,7 +222,7 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
         });
         for page in &pages[..count as usize] {
             let Some((head, entry)) = journal::parse(page, identity) else {
-                // The same page was whole in the first reading.
+                // This page was whole when the heads were read.
                 return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
             };
             table.apply(superblock, &head, &entry).map_err(LogError::Damaged)?;
@@ -266,14 +269,15 @@ impl Table {
         Ok(())
     }
 
-    /// The segments whose records lie in their summary.
+    /// The segments in use whose records lie in a summary, and not in the journal.
     pub fn with_summary(&self) -> impl Iterator<Item = u32> + '_ {
         let used = self.lives.iter().enumerate().filter(|(_, life)| **life > 0);
         used.map(|(segment, _)| segment as u32).filter(|segment| !self.inline.contains_key(segment))
     }
 }
 
-/// The summary of a segment in use.
+/// Parses the summary of a segment in use. Fails unless it is this log's, and of the segment's life
+/// in `table`.
 pub(crate) fn summary_of<'p>(
     superblock: &Superblock,
     table: &Table,
@@ -287,8 +291,8 @@ pub(crate) fn summary_of<'p>(
         .ok_or(DamagedError::Summary(segment))
 }
 
-/// The part of the map that one pass fills: the pages of a part of the log, with their versions so
-/// far.
+/// One pass over all records, which fills the map for a part of the log's pages. `versions` has the
+/// highest version found so far of each of these pages.
 struct Pass<'a> {
     superblock: &'a Superblock,
     lives: &'a [u32],
@@ -310,9 +314,9 @@ impl Pass<'_> {
         let Some(version) = at.and_then(|at| self.versions.get_mut(at)) else { return Ok(()) };
         let place = segment * self.superblock.segment_pages + place;
         let word = self.map.at(record.page as usize);
-        // A page that the cleaner has moved has its version in two places. The place in the later
-        // life counts, in whatever order the summaries come: else a check could find one copy
-        // whole, and the log that is opened after it could read the other.
+        // A page that the cleaner has moved lies with one version in two places. The place in the
+        // later life counts, in whatever order the summaries are read. Otherwise a check could
+        // verify one copy, and a later opening could use the other.
         let rank = |place: u32| (self.lives[(place / self.superblock.segment_pages) as usize], place);
         let is_later = record.version > *version
             || record.version == *version && rank(place) > rank(word.load(Relaxed) - 1);
@@ -358,7 +362,7 @@ pub(crate) fn replay(
         }
         for (number, some) in segments.chunks(4096).enumerate() {
             let done = u64::from(first / pass) * segments.len() as u64 + number as u64 * 4096;
-            // Of each segment its summary is read, one page.
+            // One page is read for each segment: its summary.
             let bytes = |pages: u64| pages * PAGE_SIZE as u64;
             io.tell(bytes(done), bytes(all)).map_err(|ended| stopped(superblock, ended))?;
             let mut generations = Vec::new();
@@ -428,7 +432,8 @@ impl Log {
         journal::seal(&mut page, head);
         io.write([(superblock.journal_slot(0, 0), &*page)].into_iter()).map_err(failed)?;
         io.flush().map_err(failed)?;
-        // The first copies are written first, because they replace those of an earlier log.
+        // Write the first copies of all members before the second ones. They replace the first
+        // copies of an earlier log, and an opening prefers a first copy.
         for copy in 0..2 {
             for member in 0..members {
                 Superblock { member, ..superblock }.encode(&mut page);
@@ -439,9 +444,9 @@ impl Log {
         io.flush().map_err(failed)
     }
 
-    /// Opens the durable log on `below`. Only the log may use `below` from then on. The shape in
-    /// `config` must be the log's own, and the size in `config` is ignored. `watch` gets the
-    /// progress, and may end the work. Waits for the disks.
+    /// Opens the durable log on `below`. Only the log may use `below` from then on. The members and
+    /// the segment's size in `config` must be the log's own, and the log's size in `config` is
+    /// ignored. `watch` gets the progress, and may end the work. Waits for the disks.
     ///
     /// # Errors
     /// Fails when there is no log, it is damaged, its disks are not in order, or memory is missing.
@@ -457,7 +462,8 @@ impl Log {
         let sizes = sizes_of(&superblock, &**below, &config)?;
         let mut table = read_journal(&mut io, &superblock)?;
         let map = Words::new(superblock.pages as usize).map_err(LogError::Memory)?;
-        // A damaged copy of the superblock does no harm.
+        // If one copy of a superblock is whole, damage to the other does no harm. So forget those
+        // findings.
         findings = Findings::default();
         replay(&mut io, &superblock, &mut table, sizes.pass(), &map, &mut findings)?;
         if let Some(finding) = findings.first.into_iter().next() {
@@ -470,7 +476,8 @@ impl Log {
             let generation = inline.get(&segment).map_or(generations[at].into(), |inline| inline.generation);
             (lives[at] > 0).then_some((lives[at], generation as usize, has_summary))
         };
-        // A segment may have begun a life that no commit has named.
+        // A segment may have begun a life before the crash that no commit has named. So leave one
+        // life out.
         let floor = journal.floor + 1;
         let segments =
             Segments::recovered(superblock.segments, superblock.members, superblock.reserved(), floor, life);
@@ -494,7 +501,7 @@ impl Log {
     }
 }
 
-/// The sizes of an existing log.
+/// The sizes of the parts of a log that exists, from its superblock.
 pub(crate) fn sizes_of(
     superblock: &Superblock,
     below: &dyn Store,
@@ -525,8 +532,8 @@ impl Shared {
         }
     }
 
-    /// Loads the records of a segment that was being written at the crash. `None`: the segment has
-    /// no live page.
+    /// Puts the records of a segment that was being written at the crash into a row, and returns
+    /// the row. `None`: the segment has no live page.
     fn remember(&self, segment: u32, inline: &Inline) -> Option<u32> {
         if self.segments.word(segment).live() == 0 {
             return None;
@@ -541,7 +548,7 @@ impl Shared {
         Some(row)
     }
 
-    /// Commits the recovered state, as a checkpoint.
+    /// Commits the state that was found on the disks, as a checkpoint.
     fn begin_anew(&self, clock: Clock<'_>) -> Result<(), LogError> {
         let durable = self.durable.as_ref().expect("a durable log");
         let mut committer = Committer::open(self, durable)?;
@@ -589,7 +596,8 @@ mod tests {
             half: 1,
         };
         let record = |version| Record { page: 12, checksum: Checksum(0), version };
-        // Segment 7 has the later life, and segment 3 an older version besides.
+        // Three segments have version 6 of page 12. Segment 7 is in the latest life, so its place
+        // counts. Segment 3 has an older version of the page too.
         let lives = [0, 0, 0, 5, 0, 0, 0, 9, 4, 0];
         let records = [(3, 2, record(6)), (3, 1, record(5)), (7, 0, record(6)), (8, 6, record(6))];
         for turn in 0..records.len() {

@@ -12,8 +12,8 @@
 //! or the cleaner then frees the segment. A *life* is one filling of a segment. *Summary* says
 //! whether the segment's summary is on the disk.
 //!
-//! In a durable log a closed segment without a live page is first dead, because a crash may bring
-//! back its pages. The segment is free once a commit has said that it holds nothing.
+//! In a durable log a closed segment without a live page is *dead* first: a crash before the next
+//! commit would bring its pages back. A commit that says that it holds nothing makes it free.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -24,11 +24,11 @@ pub(crate) const GENERATIONS: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
-    /// The segment holds no page that counts.
+    /// The segment has no live page, and can take new ones.
     Free = 0,
-    /// A lane appends to the segment, or its writes have no answer yet.
+    /// A lane or the cleaner appends to the segment, or some of its writes have no answer yet.
     Open = 1,
-    /// The segment can be cleaned.
+    /// The segment takes no more pages, and its writes have answers. It can be cleaned.
     Closed = 2,
     /// The cleaner moves the segment's pages.
     Cleaning = 3,
@@ -82,14 +82,14 @@ impl Word {
         self.0 & SUMMARY != 0
     }
 
-    /// The state that follows this one when no work on the segment is under way. `over` is the
-    /// state of a segment without a live page.
+    /// The word with the state `over`, if the segment has no live page and no work under way. Else
+    /// the word as it is.
     fn settled(self, over: State) -> Self {
         let rests = matches!(self.state(), State::Closed | State::Stuck);
         if rests && self.live() == 0 { self.with_state(over) } else { self }
     }
 
-    /// Whether no page of the segment counts.
+    /// Whether the segment is free or dead, so that none of its pages counts.
     fn is_over(self) -> bool {
         matches!(self.state(), State::Free | State::Dead)
     }
@@ -101,9 +101,10 @@ const LIVE: u64 = 1 << 8;
 #[derive(Debug, Default)]
 struct Segment {
     word: AtomicU64,
-    /// In a free segment, the next free segment plus 1. In another, the log's clock at its closing.
+    /// Of a free or dead segment: the number of the next one in its stack, plus 1; 0: there is
+    /// none. Of a closed segment: the value of `clock` when it was closed.
     next_or_closed: AtomicU32,
-    /// The row of the segment's summary in memory, plus 1; 0: none.
+    /// The number of the row that has the segment's summary, plus 1; 0: no row has it.
     row: AtomicU32,
 }
 
@@ -116,7 +117,8 @@ pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 #[repr(align(128))]
 struct Stack {
     head: AtomicU64,
-    /// Number of turns in which the member is passed over, because it failed.
+    /// Number of turns in which no segment of this member is taken, because a write to the member
+    /// failed.
     skips: AtomicU32,
     failures: AtomicU32,
 }
@@ -184,7 +186,7 @@ impl Segments {
         }
     }
 
-    /// Whether a segment is dead before it is free, as in a durable log.
+    /// Whether the segments are a durable log's: each is dead first, and free after a commit.
     pub fn are_durable(&self) -> bool {
         !self.changed.is_empty()
     }
@@ -198,7 +200,7 @@ impl Segments {
         self.dead_count.load(SeqCst)
     }
 
-    /// Takes all dead segments.
+    /// Moves the numbers of all dead segments to `out`.
     pub fn take_dead(&self, out: &mut Vec<u32>) {
         let mut head = self.dead.head.swap(0, SeqCst) as u32;
         let before = out.len();
@@ -209,13 +211,14 @@ impl Segments {
         self.dead_count.fetch_sub((out.len() - before) as u32, SeqCst);
     }
 
-    /// Adds a dead segment. [`take_dead`](Segments::take_dead) takes it again.
+    /// Adds a segment to the dead ones, which [`take_dead`](Segments::take_dead) takes.
     fn bury(&self, segment: u32) {
         self.dead_count.fetch_add(1, SeqCst);
         let mut head = self.dead.head.load(SeqCst);
         loop {
             self.all[segment as usize].next_or_closed.store(head as u32, SeqCst);
-            // Dead segments are taken all at once and never singly, so the head needs no tag.
+            // Dead segments are taken all at once and never singly. So the head needs no tag
+            // against the ABA problem.
             match self.dead.head.compare_exchange_weak(head, u64::from(segment + 1), SeqCst, SeqCst) {
                 Ok(_) => return,
                 Err(other) => head = other,
@@ -243,7 +246,8 @@ impl Segments {
         }
     }
 
-    /// Calls `each` for every marked segment, and clears the marks.
+    /// Calls `each` for every segment with a record that no commit has, and clears the segments'
+    /// marks.
     pub fn take_marked(&self, mut each: impl FnMut(u32)) {
         for (at, bits) in self.changed.iter().enumerate() {
             if bits.load(SeqCst) == 0 {
@@ -298,14 +302,14 @@ impl Segments {
         self.all[segment as usize].word.fetch_add(LIVE, SeqCst);
     }
 
-    /// Notes that one page of the segment is no longer live. Returns whether the segment is over,
-    /// so that the caller must [end](Segments::end) it.
+    /// Notes that one page of the segment is no longer live. Returns true if the segment has no
+    /// live page and no work under way any more. The caller must then [end](Segments::end) it.
     #[must_use]
     pub fn drop_live(&self, segment: u32) -> bool {
         self.change(segment, |word| Some(Word(word.0 - LIVE).settled(self.over()))).is_some_and(Word::is_over)
     }
 
-    /// Begins the next life of a free segment, after [`pop`](Segments::pop).
+    /// Begins the next life of a segment that [`pop`](Segments::pop) has taken. Returns the life.
     pub fn open(&self, segment: u32, generation: usize) -> u32 {
         let word = &self.all[segment as usize].word;
         let life = Word(word.load(SeqCst)).life().wrapping_add(1);
@@ -313,7 +317,8 @@ impl Segments {
         life
     }
 
-    /// Notes that writing to the segment has ended. Returns whether the segment is over.
+    /// Closes a segment that takes no more pages. Returns true if it has no live page. The caller
+    /// must then [end](Segments::end) it.
     #[must_use]
     pub fn close(&self, segment: u32) -> bool {
         let clock = self.clock.fetch_add(1, Relaxed) + 1;
@@ -321,14 +326,16 @@ impl Segments {
         self.leave(segment, State::Closed)
     }
 
-    /// Reserves the segment for the cleaner, if the segment's word is still `word` and closed.
+    /// Begins to clean a closed segment, if its word is still `word`. Returns false if the word has
+    /// changed.
     pub fn begin_cleaning(&self, segment: u32, word: Word) -> bool {
         let now = word.with_state(State::Cleaning);
         let word = self.all[segment as usize].word.compare_exchange(word.0, now.0, SeqCst, Relaxed);
         word.is_ok()
     }
 
-    /// Ends work on a segment. Returns whether it is free now.
+    /// Gives a segment this state after work on it. Returns true if the segment has no live page.
+    /// The caller must then [end](Segments::end) it.
     #[must_use]
     pub fn leave(&self, segment: u32, state: State) -> bool {
         self.change(segment, |word| Some(word.with_state(state).settled(self.over())))
@@ -366,7 +373,7 @@ impl Segments {
     /// without a free segment, or one that has failed lately, misses its turn.
     pub fn pop(&self, turn: &mut u32, reserve: u32) -> Option<u32> {
         self.free.fetch_update(SeqCst, SeqCst, |free| (free > reserve).then(|| free - 1)).ok()?;
-        // The count has reserved one segment. The loop finds its member.
+        // One free segment is reserved for this call now. The loop finds the member that has it.
         loop {
             for passes_failed in [true, false] {
                 for _ in 0..self.members() {
@@ -382,7 +389,8 @@ impl Segments {
                     }
                 }
             }
-            // A push counts its segment last. So the stack holds every segment that is counted.
+            // `push` puts a segment into its stack before it counts it. So each segment that was
+            // counted is in a stack, and the loop ends.
             std::hint::spin_loop();
         }
     }
@@ -400,8 +408,8 @@ impl Segments {
         }
     }
 
-    /// Notes that a write to the member of `segment` has failed. The member misses turns: more of
-    /// them after each failure.
+    /// Notes that a write to the member of `segment` has failed. For some turns no segment is taken
+    /// from that member, and for more turns after each failure.
     pub fn blame(&self, segment: u32) {
         let stack = &self.stacks[(segment % self.members()) as usize];
         let failures = stack.failures.fetch_add(1, Relaxed);

@@ -7,13 +7,13 @@ use crate::summary::{PLACES_MAX, Rows};
 use crate::superblock::SEGMENT_LEAST;
 use weir_core::PAGE_SIZE;
 
-/// Bytes of memory for each page of the store below, in all: 1 GiB for 1 TiB.
+/// Bytes of memory that a log takes for each page of the store below, in all: 1 GiB for 1 TiB.
 const BYTES_A_PAGE: u64 = 4;
 /// Number of pages up to which a log is opened in one pass, even if that exceeds the bound on
 /// memory.
 const PASS_LEAST: u64 = 4 << 20;
 
-/// The kind of a log.
+/// Whether a log is scratch, a new durable one, or one that exists.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     Scratch,
@@ -41,7 +41,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// The sizes for a store of `slots` pages.
+    /// The sizes of the parts of a log over a store of `slots` pages.
     pub fn of(name: &str, slots: u32, config: &Config, kind: Kind) -> Result<Self, LogError> {
         let Config { segment_pages, members, lanes, .. } = *config;
         let least = if kind == Kind::Scratch { 2 } else { SEGMENT_LEAST };
@@ -60,7 +60,8 @@ impl Sizes {
         let spare = Self::spare(lanes, is_durable);
         let places = segment_pages - 1;
         // Some segments hold no pages of the log: reserved segments, the cleaner's free ones, and
-        // open ones. One in fifty more is for segments that end early.
+        // open ones. One more in fifty is set aside, since a segment ends early when a write to it
+        // fails.
         let taken = spare.saturating_add(reserved).saturating_add(segments / 50);
         let most = segments.saturating_sub(taken).saturating_mul(places);
         let usual = (u64::from(segments.saturating_sub(reserved)) * u64::from(places) * 4 / 5) as u32;
@@ -93,7 +94,8 @@ impl Sizes {
         (checkpoint * 2 + open.max(segment_pages * 5)).div_ceil(segment_pages)
     }
 
-    /// Number of segments that the cleaner provides, or that are open.
+    /// Number of segments without pages of the log: those that the cleaner keeps free, and those
+    /// that are open.
     fn spare(lanes: u32, is_durable: bool) -> u32 {
         let ahead = if is_durable { DURABLE_AHEAD } else { AHEAD };
         (RESERVE + ahead + GENERATIONS as u32).saturating_add(lanes.saturating_mul(2))
@@ -105,7 +107,8 @@ impl Sizes {
         u64::from(self.slots) * BYTES_A_PAGE
     }
 
-    /// Bytes of memory for the map, segments, summaries and a commit.
+    /// Bytes of memory that the log takes: for its map, the records of segments, the summaries, and
+    /// a commit.
     pub fn memory(&self) -> u64 {
         let is_durable = self.half > 0;
         let marks = if is_durable { u64::from(self.segments.div_ceil(64)) * 8 } else { 0 };
@@ -122,10 +125,10 @@ impl Sizes {
         if self.half > 0 { pages * PAGE_SIZE as u64 + u64::from(self.segments) * 4 } else { 0 }
     }
 
-    /// Number of pages whose newest version one pass of the opening finds. Summaries and commits
-    /// take no memory at that time.
+    /// Number of pages whose newest version one pass finds while a log is opened. Summaries and
+    /// commits take no memory yet at that time, so a pass may use theirs.
     pub fn pass(&self) -> u64 {
-        // The map, and for each segment its record and its life.
+        // The memory that is taken by then: for the map, and for each segment's record and life.
         let taken = u64::from(self.pages) * 4 + u64::from(self.segments) * (SEGMENT_BYTES + 8);
         (self.bound().saturating_sub(taken) / 8).max(PASS_LEAST.min(self.pages.into()))
     }
@@ -160,7 +163,7 @@ mod tests {
                 assert!(sizes.opening() <= bound + PASS_LEAST * 8, "{bytes}: {sizes:?}");
             }
         }
-        // A small log needs some memory in any case.
+        // A small log may take more than the bound: up to 16 MiB.
         for bytes in [GIB, 16 * GIB] {
             let sizes = sizes(bytes, Kind::New);
             assert!(sizes.memory() <= bytes / 1024 + (16 << 20), "{bytes}: {} {sizes:?}", sizes.memory());

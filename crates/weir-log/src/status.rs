@@ -4,7 +4,7 @@ use crate::Shared;
 use crate::segment::State;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The counts of all lanes and of the cleaner. A lane adds to them once for some dozens of pages.
+/// The counts of all lanes and of the cleaner.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub written: AtomicU64,
@@ -29,7 +29,7 @@ pub struct DurableStatus {
     pub commits: u64,
     /// Number of flushes that failed.
     pub failed_flushes: u64,
-    /// Number of commits that named all segments.
+    /// Number of checkpoints: commits that named all segments in use.
     pub checkpoints: u64,
     /// Number of pages that were written to the journal.
     pub journal_pages: u64,
@@ -46,13 +46,13 @@ pub struct LogStatus {
     pub live: u64,
     /// Number of all segments.
     pub segments: u32,
-    /// Number of segments without a live page.
+    /// Number of segments that a lane or the cleaner can take for new pages.
     pub free: u32,
     /// Number of segments that a lane or the cleaner fills, or whose writes have no answer.
     pub open: u32,
     /// Number of segments with a page that cannot be moved.
     pub stuck: u32,
-    /// Number of pages that were written to the log.
+    /// Number of pages that lanes have written to the log.
     pub written: u64,
     /// Number of pages that the cleaner has copied.
     pub moved: u64,
@@ -60,7 +60,8 @@ pub struct LogStatus {
     pub summaries: u64,
     /// Number of segments that the cleaner has made free.
     pub cleaned: u64,
-    /// Number of pages that were live in the cleaned segments when the cleaner began with each.
+    /// Number of live pages in the segments that the cleaner has chosen, counted when it chose
+    /// each.
     pub live_cleaned: u64,
     /// Number of summaries that were read from disk for a read of a page.
     pub summary_reads: u64,

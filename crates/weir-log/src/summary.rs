@@ -1,5 +1,5 @@
-//! A segment's last page, its summary: for each place the page number and checksum. A *row* has the
-//! same in memory.
+//! A segment's last page is its summary: the page number and checksum of each place. A *row* is a
+//! summary in memory.
 //!
 //! The format on disk, the lowest byte first (docs/log-format.md): magic, segment, life, checksum
 //! of this page (with zeros here), generation, the log's identity (8 bytes), and from byte 32 on 14
@@ -30,7 +30,7 @@ pub(crate) const PLACES_MAX: u32 = 284;
 const _: () = assert!(HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 /// The page number of a place that holds no page.
 pub(crate) const NOBODY: u32 = u32::MAX;
-/// The bit of a row's fourth word that says that the record has a version.
+/// The bit in the fourth word of a place in a row that says that the record has a version.
 const HAS_VERSION: u32 = 1 << 31;
 
 /// The record of a place: its page's number, checksum and version.
@@ -38,7 +38,7 @@ const HAS_VERSION: u32 = 1 << 31;
 pub(crate) struct Record {
     pub page: u32,
     pub checksum: Checksum,
-    /// 0: the log is scratch, or the page's write has no answer yet.
+    /// The number of the page's write. 0: the log is scratch, or the write has no answer yet.
     pub version: u64,
 }
 
@@ -83,8 +83,8 @@ pub(crate) struct Rows {
     rows: Box<[Row]>,
     records: Words,
     places: usize,
-    /// Number of words of a place: page and checksum, and two more for the version in a durable
-    /// log.
+    /// Number of 32-bit words in a row for each place: page and checksum, and two more for the
+    /// version in a durable log.
     stride: usize,
     hand: AtomicU32,
     tags: AtomicU32,
@@ -126,14 +126,15 @@ impl Rows {
         (self.records.at(at), self.records.at(at + 1))
     }
 
-    /// The words of a place's version; `None`: the log is scratch.
+    /// The two words of a row with the version of a place; `None`: the log is scratch.
     fn version_words(&self, row: u32, place: u32) -> Option<(&AtomicU32, &AtomicU32)> {
         let at = (row as usize * self.places + place as usize) * self.stride;
         (self.stride == 4).then(|| (self.records.at(at + 2), self.records.at(at + 3)))
     }
 
     fn record(&self, row: u32, place: u32) -> Record {
-        // The version is read first. A reader that sees the version also sees the rest.
+        // Read the version first, because its writer stores it last. So a reader that sees the
+        // version also sees the rest of the record.
         let version = self.version_words(row, place).map_or(0, |(low, high)| match high.load(SeqCst) {
             high if high & HAS_VERSION == 0 => 0,
             high => u64::from(high & !HAS_VERSION) << 32 | u64::from(low.load(SeqCst)),
@@ -252,7 +253,8 @@ impl Rows {
         }
     }
 
-    /// Takes a row from the segment that has it.
+    /// Takes a row that is free, or else one from the segment that has it. `None`: all rows are
+    /// pinned or in use.
     fn claim(&self, segments: &Segments) -> Option<u32> {
         let count = self.rows.len() as u32;
         for _ in 0..count * 2 {
@@ -280,8 +282,8 @@ impl Rows {
         tag.store(u64::from(number) << 32 | u64::from(segment + 1), SeqCst);
         let word = segments.row(segment);
         if is_pinned {
-            // A row that is stored late, for an earlier life of the segment, is replaced when its
-            // turn comes.
+            // The segment may still have a row from an earlier life, which was stored late. That
+            // row is replaced when CLOCK comes to it.
             word.store(row + 1, SeqCst);
         } else if word.compare_exchange(0, row + 1, SeqCst, Relaxed).is_err() {
             tag.store(0, SeqCst);

@@ -13,12 +13,12 @@ pub const MAGIC: &[u8] = b"WEIR DURABLE LOG\n";
 const NOTICE: &[u8] = b"A disk of a durable log of weir cache. weir cache check says how it is.\n";
 /// The version of the format that this program writes.
 pub(crate) const VERSION: u32 = 1;
-/// Smallest number of pages of a segment. The first segment has room for the copies and the
-/// confirmations.
+/// Smallest number of pages of a segment. So the first segment has room for the copies of the
+/// superblock, and for the confirmations.
 pub(crate) const SEGMENT_LEAST: u32 = 8;
-/// Offset of the fields in the page.
+/// Offset of the fields in the superblock's page, in bytes.
 const FIELDS: usize = 512;
-/// Number of fields of 4 bytes. The identity takes four of them.
+/// Number of the superblock's fields, each of 4 bytes. The log's identity takes four of them.
 const COUNT: usize = 17;
 const CHECKSUM: usize = PAGE_SIZE - 4;
 
@@ -36,8 +36,8 @@ pub(crate) struct Superblock {
     pub segments: u32,
     /// The log's size in pages.
     pub pages: u32,
-    /// Number of segments of each half of the journal. The first half begins after each member's
-    /// first segment.
+    /// Number of segments of each half of the journal. The first half begins after the first
+    /// segments of all members.
     pub half: u32,
 }
 
@@ -46,9 +46,10 @@ pub(crate) struct Superblock {
 pub(crate) enum NoSuperblock {
     /// The page does not begin with the magic bytes.
     Absent,
-    /// The page is damaged.
+    /// The page cannot be read, or it begins with the magic bytes and its checksum or a field is
+    /// wrong.
     Damaged,
-    /// A later version of Weir wrote it.
+    /// A later version of Weir wrote the page.
     Later(u32),
 }
 
@@ -68,7 +69,7 @@ impl Superblock {
         self.half * self.segment_pages
     }
 
-    /// The slots of the two copies on a member.
+    /// The slots of the two copies of a member's superblock.
     pub fn slots(member: u32, segment_pages: u32) -> [u32; 2] {
         [0, segment_pages / 2].map(|page| member * segment_pages + page)
     }
@@ -126,7 +127,7 @@ impl Superblock {
         if found.is_possible() { Ok(found) } else { Err(NoSuperblock::Damaged) }
     }
 
-    /// Whether a log can have this shape. No computation overflows with such fields.
+    /// Whether a log can have such fields. With fields that pass, no later computation overflows.
     fn is_possible(&self) -> bool {
         let Superblock { member, members, segment_pages, segments, pages, half, .. } = *self;
         let slots = u64::from(segments) * u64::from(segment_pages);
@@ -139,7 +140,7 @@ impl Superblock {
             && (1..=slots).contains(&u64::from(pages))
     }
 
-    /// Whether two copies are of the same log.
+    /// Whether two copies of a superblock describe the same log.
     pub fn is_same_log(&self, other: &Superblock) -> bool {
         Superblock { member: other.member, ..*self } == *other
     }

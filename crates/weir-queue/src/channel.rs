@@ -1,10 +1,12 @@
-//! A bounded channel of values on the same core: every sender has its own stack and its own slots.
+//! A bounded channel of values, built on the queue's stacks: every sender has its own stack and its
+//! own slots.
 //!
-//! A slot travels in a circle. The sender takes it from its private list, writes the value, and
-//! pushes it. The receiver takes the whole stack, reads the values, and pushes the slots back to
-//! their sender. The sender takes that stack whole when its private list runs out. So a send is one
-//! exchange on a cache line that no other sender touches, and nothing is allocated once a sender
-//! was made. Neither stack has the ABA problem, as both are only ever taken whole.
+//! A slot has room for one value of one sender. It travels in a circle: the sender takes it from
+//! its private list, writes the value, and pushes it. The receiver takes the whole stack, reads the
+//! values, and pushes the slots back to their sender. The sender takes all returned slots at once
+//! when its private list runs out. So a send is one exchange on a cache line that no other sender
+//! touches. Nothing is allocated once a sender was made. Neither stack has the ABA problem, as both
+//! are only ever taken whole.
 
 use core::cell::UnsafeCell;
 use core::fmt;
@@ -21,7 +23,8 @@ use crate::stack::{Chain, Link, Pushed, Stack};
 use crate::sync::{AtomicUsize, pause};
 use crate::worker::{LINGER, SMALL_BATCH};
 
-/// Number of slots that the receiver collects before it returns them in one exchange.
+/// Number of read slots that the receiver collects before it returns them to their sender in one
+/// exchange.
 const GIVE_BACK: usize = 64;
 
 /// Makes a channel for values of `T`, in which each sender has room for `capacity` of them (at
@@ -69,7 +72,7 @@ pub fn channel<T: Send>(capacity: usize) -> (Sender<T>, Receiver<T>) {
 struct Shared {
     /// The lanes that the receiver does not know yet.
     joining: Padded<Stack>,
-    /// The receiver's sleep.
+    /// Lets the receiver sleep while the channel is empty.
     sleeper: Sleeper,
     senders: AtomicUsize,
     counters: Padded<Counters>,
@@ -79,13 +82,13 @@ struct Shared {
 #[repr(C)]
 struct Lane<T> {
     /// The link that is in `Shared::joining` until the receiver has seen the lane. It is the first
-    /// field, so that its pointer is the lane's.
+    /// field, so that a pointer to it is a pointer to the lane.
     joining: Link,
     /// Slots with values, on their way to the receiver.
     full: Padded<Stack>,
     /// Slots on their way back to the sender.
     empty: Padded<Stack>,
-    /// The sender's sleep, while it waits for a slot.
+    /// Lets the sender sleep until the receiver returns a slot.
     sleeper: Sleeper,
     slots: Box<[Slot<T>]>,
 }
@@ -102,7 +105,7 @@ unsafe impl<T: Send> Sync for Lane<T> {}
 // SAFETY: a slot belongs to one side at a time, and nothing in a lane belongs to a thread.
 unsafe impl<T: Send> Send for Lane<T> {}
 
-/// The end that sends. Every clone has its own room and its own order.
+/// The sending end of a channel. Every clone has its own room for values and its own order.
 pub struct Sender<T: Send> {
     shared: Arc<Shared>,
     lane: Arc<Lane<T>>,
@@ -115,13 +118,13 @@ pub struct Sender<T: Send> {
 // SAFETY: only the sender has the chain of free slots, and it moves with the sender.
 unsafe impl<T: Send> Send for Sender<T> {}
 
-/// The end that receives.
+/// The receiving end of a channel.
 pub struct Receiver<T: Send> {
     shared: Arc<Shared>,
     readers: Vec<Reader<T>>,
     /// The index of the reader whose values come next.
     at: usize,
-    /// Number of values taken and not yet received.
+    /// Number of values that were taken from the lanes and not yet received.
     left: usize,
     last_batch: usize,
     spins: u32,
@@ -139,7 +142,7 @@ struct Reader<T> {
 // SAFETY: only the receiver has the chains, and they move with it.
 unsafe impl<T: Send> Send for Receiver<T> {}
 
-/// The reason why a value was not sent; the value is inside.
+/// The reason why a value was not sent. It has the value inside.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum SendError<T> {
     /// The sender's room is used up until the receiver catches up.
@@ -226,8 +229,8 @@ impl<T: Send> Sender<T> {
     #[inline]
     pub fn try_send(&mut self, value: T) -> Result<(), SendError<T>> {
         let Some(slot) = self.slot() else {
-            // Look at the stack `empty`, which only this sender takes from. While the receiver
-            // takes all of `full`, a closed `full` looks open for an instant.
+            // Ask the stack `empty` whether the receiver is gone. A closed `full` would look open
+            // for an instant while the receiver takes its links.
             let closed = self.lane.empty.0.is_closed();
             return Err(if closed { SendError::Closed(value) } else { SendError::Full(value) });
         };
@@ -263,7 +266,7 @@ impl<T: Send> Sender<T> {
         }
     }
 
-    /// Takes a slot to write to.
+    /// Takes a slot to write a value to. `None`: the receiver has not returned one.
     #[inline]
     fn slot(&mut self) -> Option<NonNull<Slot<T>>> {
         if let Some(link) = self.free.next() {
@@ -313,7 +316,7 @@ impl<T: Send> Receiver<T> {
     /// the batch come first the next time.
     ///
     /// # Errors
-    /// Fails with [`Closed`] when all senders are gone and nothing is left.
+    /// Fails with [`Closed`] when all senders are gone and all their values were received.
     pub fn drain<R>(&mut self, callback: impl FnOnce(Batch<'_, T>) -> R) -> Result<R, Closed> {
         self.wait()?;
         Ok(callback(Batch(self)))
@@ -330,7 +333,7 @@ impl<T: Send> Receiver<T> {
     /// Waits for a value.
     ///
     /// # Errors
-    /// Fails with [`Closed`] when all senders are gone and nothing is left.
+    /// Fails with [`Closed`] when all senders are gone and all their values were received.
     #[inline]
     pub fn recv(&mut self) -> Result<T, Closed> {
         self.wait()?;
@@ -361,7 +364,8 @@ impl<T: Send> Receiver<T> {
         Ok(())
     }
 
-    /// Takes the values of every lane once; returns how many. Called only when none are left.
+    /// Takes the values of every lane once, and returns how many. Called only when all values taken
+    /// earlier were received.
     fn sweep(&mut self) -> usize {
         for link in self.shared.joining.0.take() {
             // SAFETY: `joining` contains only lanes turned raw, each once.
@@ -381,7 +385,7 @@ impl<T: Send> Receiver<T> {
         self.left
     }
 
-    /// The next of the values taken.
+    /// The next value of the batch; `None`: all were received.
     #[inline]
     fn next(&mut self) -> Option<T> {
         while self.left > 0 {
@@ -453,8 +457,8 @@ impl<T: Send> Drop for Receiver<T> {
     }
 }
 
-/// The values that waited, each sender's in order. Values that are not taken come first in the next
-/// batch.
+/// The values that had arrived when the receiver looked, each sender's in order. Values that are
+/// not taken come first in the next batch.
 pub struct Batch<'a, T: Send>(&'a mut Receiver<T>);
 
 impl<T: Send> Iterator for Batch<'_, T> {

@@ -9,7 +9,8 @@ use crate::stack::{Link, Pushed};
 use crate::sync::{AtomicUsize, thread};
 use crate::worker::Core;
 
-/// A marker, which lies on the flushing thread's stack until the worker has run it.
+/// An item that a flush pushes behind all others. It lies in the stack frame of the flushing thread
+/// until the worker has run it.
 #[repr(C)]
 struct Marker<'a> {
     item: RawItem,
@@ -22,7 +23,8 @@ struct Waiter {
     thread: thread::Thread,
 }
 
-/// Runs a [`Marker`].
+/// The function of a [`Marker`]: counts the marker, and wakes the flushing thread after the last
+/// one.
 ///
 /// # Safety
 /// `link` must be the first field of a valid marker.
@@ -32,7 +34,7 @@ unsafe fn arrive(link: NonNull<Link>, _: &Unplaced) {
     let waiter = unsafe { (*link.cast::<Marker<'_>>().as_ptr()).waiter };
     let thread = waiter.thread.clone();
     if waiter.left.fetch_sub(1, Release) == 1 {
-        // The waiter may have ended by now. The handle belongs to this thread.
+        // The waiter may have ended by now, but the handle is this thread's own clone.
         thread.unpark();
     }
 }
@@ -45,7 +47,8 @@ impl Core {
         let markers: [Marker<'_>; MAX_SHARDS] =
             core::array::from_fn(|_| Marker { item: RawItem::new(arrive), waiter: &waiter });
         let mut open = true;
-        // An item that was pending when this thread scheduled it may not be in its stack yet.
+        // This thread may have found an item pending that another thread has not pushed yet. Wait
+        // until it is in its stack.
         while self.unplaced.0.load(Acquire) > 0 {
             thread::yield_now();
         }

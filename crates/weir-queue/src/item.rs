@@ -26,8 +26,8 @@ pub struct Item<T, const ID: u64 = 0> {
 pub(crate) struct RawItem {
     /// This is the first field, so that a pointer to the link is a pointer to the item.
     pub(crate) link: Link,
-    /// The bits `PENDING`, `PLACED` and `AWAITED`, and above them the number of times that the item
-    /// was released.
+    /// The bits `PENDING`, `PLACED` and `AWAITED`. The bits above them count how often a claim of
+    /// the item has ended.
     state: AtomicUsize,
     run: unsafe fn(NonNull<Link>, &Unplaced),
 }
@@ -47,7 +47,7 @@ const RELEASES: usize = 8;
 /// number is 0. It is above 0 only for the few instructions between claim and push.
 pub(crate) type Unplaced = AtomicUsize;
 
-/// The right to push an item: its state once it was claimed.
+/// The right to push an item that was claimed. It is the item's state at the claim.
 #[must_use]
 pub(crate) struct Claim(usize);
 
@@ -96,7 +96,8 @@ pub trait Work<const ID: u64 = 0>: HasItem<ID> {
 /// `into_raw` must return a pointer to the value, which may neither move nor die until `from_raw`
 /// takes the pointer back.
 pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
-    /// Whether other pointers to the value may exist. Then its item needs a flag for "pending".
+    /// Whether other pointers to the value may exist. If so, several threads may schedule the
+    /// value's item, which then needs a flag for "pending".
     const SHARED: bool;
 
     /// Turns the pointer into a raw one.
@@ -175,7 +176,8 @@ impl<T: Work<ID>, const ID: u64> Item<T, ID> {
 
 impl<T, const ID: u64> Item<T, ID> {
     /// Whether the item is scheduled and its function has not begun. The answer may be out of date
-    /// when the caller reads it; [`Queue::schedule`](crate::Queue::schedule) decides for itself.
+    /// when the caller reads it, so [`Queue::schedule`](crate::Queue::schedule) does not rely on
+    /// it.
     #[inline]
     pub fn is_pending(&self) -> bool {
         self.raw.state.load(Acquire) & PENDING != 0
@@ -216,9 +218,9 @@ impl RawItem {
         RawItem { link: Link::new(), state: AtomicUsize::new(0), run }
     }
 
-    /// Claims the item for a push; `None` if it is pending. It is always an exchange, never a load
-    /// first: the worker's own exchange then reads from this one. So for a caller that is told
-    /// "pending", the coming run sees everything that the caller did before.
+    /// Claims the item for a push; `None` if it is pending. The claim is an atomic exchange even
+    /// then, and the worker's own exchange comes after it. So the coming run sees everything that
+    /// the caller did before.
     #[inline]
     pub(crate) fn claim(&self, unplaced: &Unplaced) -> Option<Claim> {
         let found = self.state.fetch_or(PENDING, AcqRel);
@@ -234,7 +236,8 @@ impl RawItem {
     /// Counts an item that is claimed and has no place yet, unless it has one by now.
     #[cold]
     fn await_place(&self, claimed: usize, unplaced: &Unplaced) {
-        // Count before the mark is set: a thread that finds the mark counts down at once.
+        // Count the item before AWAITED is set: a thread that finds AWAITED counts the item down at
+        // once.
         unplaced.fetch_add(1, Relaxed);
         if self.state.compare_exchange(claimed, claimed | AWAITED, AcqRel, Acquire).is_err() {
             // The item has its place in the queue by now, or another thread has set AWAITED and
@@ -328,7 +331,7 @@ mod models {
         true
     }
 
-    /// Takes all links as a worker does: how many were the item's.
+    /// Takes all links as a worker does. Returns how many of them were the item's.
     fn run_all(shared: &Shared) -> usize {
         let taken = shared.stack.take();
         taken
@@ -349,7 +352,8 @@ mod models {
                     !schedule(&shared)
                 }
             });
-            // The worker takes the item out of the queue, and then runs the function, which reads.
+            // The worker takes the item out of the queue, and then runs its function, which reads
+            // `written`.
             assert_eq!(run_all(&shared), 1);
             let seen = shared.written.load(Relaxed);
             let told_pending = scheduler.join().unwrap();

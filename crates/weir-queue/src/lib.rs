@@ -45,7 +45,7 @@
 //! # Ok::<(), weir_queue::StartError>(())
 //! ```
 //!
-//! For values instead of embedded items there is [`channel`], on the same core: its
+//! For values instead of embedded items there is [`channel`], built on the same stacks: its
 //! [`Receiver::drain`] hands a whole burst to one callback.
 //!
 //! # How it is fast

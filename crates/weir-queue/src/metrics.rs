@@ -1,10 +1,10 @@
-//! A queue's counts so far. Only its worker writes them: plain stores, no exchange.
+//! Counts of a queue's work. Only the queue's worker writes them, so plain stores are enough.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Number of buckets that count batches by size: bucket `n` counts those of `2^n` to `2^(n+1) - 1`
-/// items, the last one all larger ones.
+/// Number of buckets that count batches by size. Bucket `n` counts batches of `2^n` to `2^(n+1) -
+/// 1` items, and the last bucket all larger ones too.
 const BUCKETS: usize = 24;
 
 #[derive(Default)]
@@ -30,8 +30,8 @@ pub struct Metrics {
     pub wakes: u64,
     /// Number of items whose function panicked. The worker goes on.
     pub panics: u64,
-    /// Batches by size: index `n` counts those of `2^n` to `2^(n+1) - 1` items, the last index all
-    /// larger ones.
+    /// Number of batches by size: index `n` counts batches of `2^n` to `2^(n+1) - 1` items, and the
+    /// last index all larger ones too.
     pub sizes: [u64; BUCKETS],
 }
 
@@ -41,7 +41,7 @@ fn add(counter: &AtomicU64, count: u64) {
 }
 
 impl Counters {
-    /// Counts a batch of `items`, which is not zero, before it runs.
+    /// Counts a batch of `items` items before it runs. `items` is not 0.
     pub(crate) fn batch(&self, items: usize) {
         let items = items as u64;
         add(&self.items, items);
@@ -69,12 +69,12 @@ impl Counters {
 }
 
 impl Metrics {
-    /// Mean number of items in a batch; 0 before the first.
+    /// Mean number of items in a batch; 0 before the first batch.
     pub fn items_per_batch(&self) -> f64 {
         if self.batches == 0 { 0.0 } else { self.items as f64 / self.batches as f64 }
     }
 
-    /// Number of wakes for each thousand items; 0 before the first.
+    /// Number of wakes for each thousand items; 0 before the first item.
     pub fn wakes_per_thousand(&self) -> f64 {
         if self.items == 0 { 0.0 } else { self.wakes as f64 * 1000.0 / self.items as f64 }
     }

@@ -82,8 +82,8 @@ impl Builder {
     }
 
     /// Sets the number of stacks for producers, rounded up to a power of two and at most
-    /// [`MAX_SHARDS`]; the default is 8. With one stack, items of different threads have one order
-    /// too.
+    /// [`MAX_SHARDS`]; the default is 8. With one stack, items of different threads also run in the
+    /// order in which they were scheduled.
     pub fn shards(mut self, shards: usize) -> Self {
         self.shards = shards.clamp(1, MAX_SHARDS);
         self
@@ -129,8 +129,8 @@ impl Builder {
         let work = move || {
             let outcome = place.map_or(Ok(()), |processors| processors.keep());
             let ready = outcome.is_ok();
-            // This fails if the starting thread no longer waits for the outcome. It waits unless
-            // the outcome can only be a success.
+            // This fails if the starting thread does not wait for the outcome. It waits only if a
+            // node was asked for; otherwise the outcome is always a success.
             let _ = placed.send(outcome);
             if ready {
                 shared.work(patience);
@@ -153,10 +153,10 @@ impl Queue {
     /// Schedules the item in `owner` to run once. Returns false if it is pending already, or the
     /// queue has stopped. The queue takes a clone of `owner` only when it returns true.
     ///
-    /// If the item is pending, a flush by this thread waits for its run.
+    /// If the item is pending, a later flush by this thread waits until the item has run.
     ///
-    /// It is lock-free, allocates nothing, and makes a system call only when the worker sleeps. For
-    /// an owner with several items, write `queue.schedule::<_, 1>(&owner)`.
+    /// The call is lock-free, allocates nothing, and makes a system call only when the worker
+    /// sleeps. For an owner with several items, write `queue.schedule::<_, 1>(&owner)`.
     #[inline]
     pub fn schedule<P, const ID: u64>(&self, owner: &P) -> bool
     where
@@ -252,7 +252,8 @@ impl Queue {
     /// scheduled. So an item that schedules itself once more has run twice. Several threads may
     /// flush at once.
     ///
-    /// If the worker itself calls this, returns false at once, since it would wait for its own end.
+    /// If the worker itself calls this, it returns false at once, since the worker would wait for
+    /// itself. Else it returns true.
     pub fn flush(&self) -> bool {
         if thread::current().id() == self.worker {
             return false;

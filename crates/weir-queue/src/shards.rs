@@ -24,7 +24,8 @@ impl Shards {
         self.stacks.iter().map(|padded| &padded.0)
     }
 
-    /// Pushes to the calling thread's own stack, so that its items stay in order.
+    /// Pushes `link` to the stack that the calling thread always uses. So a thread's items stay in
+    /// order.
     ///
     /// # Safety
     /// The same as for [`Stack::push`].
@@ -35,7 +36,7 @@ impl Shards {
         unsafe { self.stacks[own].0.push(link) }
     }
 
-    /// Takes all stacks, one after the other.
+    /// Empties all stacks, one after the other. Returns the links of each.
     #[inline]
     pub(crate) fn take(&self) -> impl Iterator<Item = Chain> {
         self.iter().map(Stack::take)

@@ -1,4 +1,5 @@
-//! The consumer's waiting: it spins on several stacks, sleeps, and is woken.
+//! The wait of a consumer for links: it looks at its stacks some times, then sleeps until a push or
+//! a close wakes it.
 
 use core::sync::atomic::Ordering::Relaxed;
 
@@ -43,11 +44,11 @@ impl Sleeper {
             }
             pause();
         }
-        // Store the thread before the first mark, so that a producer that finds the mark also finds
-        // the thread.
+        // Store the thread before a stack is marked asleep. So a producer that finds the mark also
+        // finds the thread.
         *self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(thread::current());
         if stacks.clone().all(Stack::sleep) {
-            // If every stack is closed there is no mark, and no producer that would wake this
+            // If every stack is closed, no stack has the mark, and no producer would wake this
             // thread.
             let nothing_came = || stacks.clone().all(Stack::is_empty) && stacks.clone().any(Stack::is_asleep);
             if nothing_came() {

@@ -52,7 +52,8 @@ fn closed() -> *mut Link {
     ptr::without_provenance_mut(CLOSED)
 }
 
-/// The newest link of a head without its marks, or null.
+/// The newest link in a head, without the marks for asleep and closed. It is null if the stack is
+/// empty.
 fn newest(head: *mut Link) -> *mut Link {
     head.map_addr(|address| address & !(ASLEEP | CLOSED))
 }
@@ -74,8 +75,8 @@ impl Link {
         Link { next: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Makes `older` the next link of a list that is built for [`Stack::push_list`]. The link must
-    /// be in no stack.
+    /// Puts `older` behind this link in a list that is built for [`Stack::push_list`]. This link
+    /// must be in no stack.
     #[inline]
     pub fn follow(&self, older: NonNull<Link>) {
         self.next.store(older.as_ptr(), Relaxed);
@@ -108,7 +109,8 @@ impl Stack {
         unsafe { self.push_list(link, link) }
     }
 
-    /// Pushes a whole list in one exchange: from `newest` over [`Link::follow`] to `oldest`.
+    /// Pushes a whole list in one exchange. [`Link::follow`] has linked it from `newest_link` to
+    /// `oldest`.
     ///
     /// # Safety
     /// The same as for [`Stack::push`], for every link of the list.
@@ -168,13 +170,13 @@ impl Stack {
         }
     }
 
-    /// Whether the mark of [`Stack::sleep`] is still there: nothing was pushed, and the stack was
-    /// not closed.
+    /// Whether the consumer is still marked asleep: since [`Stack::sleep`] nothing was pushed, and
+    /// the stack was not closed.
     pub fn is_asleep(&self) -> bool {
         self.head.load(Acquire) == asleep()
     }
 
-    /// Removes the mark of [`Stack::sleep`], if it is still there.
+    /// Removes the mark that [`Stack::sleep`] made, if it is still there.
     pub fn awake(&self) {
         // A failed exchange means that a push or a close has replaced the mark already.
         let _ = self.head.compare_exchange(asleep(), ptr::null_mut(), Relaxed, Relaxed);
@@ -206,9 +208,9 @@ impl Stack {
     }
 }
 
-/// Links taken from a stack, oldest first. Each is read before it is handed out, so its owner may
-/// free it or push it again at once. Links that are not handed out are lost: run the chain to its
-/// end.
+/// Links taken from a stack, oldest first. The chain reads a link's successor before it hands the
+/// link out. So the link's owner may free it or push it again at once. Links that are not handed
+/// out are lost: run the chain to its end.
 #[derive(Debug)]
 #[must_use]
 pub struct Chain {
@@ -223,7 +225,7 @@ impl Default for Chain {
 }
 
 impl Chain {
-    /// Makes a chain of the links from `newest` on, in reverse.
+    /// Makes a chain, oldest first, of the links from `newest` on.
     fn reversed(newest: *mut Link) -> Self {
         let mut chain = Chain::default();
         let mut link = newest;

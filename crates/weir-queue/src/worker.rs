@@ -16,12 +16,12 @@ pub(crate) const SMALL_BATCH: usize = 256;
 /// Default number of pauses after a small batch: about 0.7 us if a pause takes 40 cycles.
 pub(crate) const LINGER: u32 = 64;
 
-/// The state that producers and worker share.
+/// The state that a queue's producers and its worker share.
 pub(crate) struct Core {
     pub(crate) shards: Shards,
     pub(crate) sleeper: Sleeper,
     pub(crate) counters: Padded<Counters>,
-    /// A flush waits until this is 0.
+    /// The count of items that [`Unplaced`] describes. A flush waits until it is 0.
     pub(crate) unplaced: Padded<Unplaced>,
 }
 
@@ -47,7 +47,7 @@ impl Core {
         }
     }
 
-    /// Takes each stack once and runs its items; returns how many.
+    /// Takes each stack once and runs its items. Returns how many items ran.
     fn sweep(&self) -> usize {
         let mut items = 0;
         for chain in self.shards.take() {

@@ -10,7 +10,7 @@ use std::{fs, io, thread};
 pub struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// The cgroup of run `pid`, whether or not it exists.
+    /// The cgroup of the benchmark's run with process `pid`, whether or not the cgroup exists.
     pub fn of(pid: u32) -> Cgroup {
         let root = Path::new("/sys/fs/cgroup");
         let parent = if Self::is_unified() { root.to_owned() } else { root.join("memory") };
@@ -21,7 +21,8 @@ impl Cgroup {
         Path::new("/sys/fs/cgroup/cgroup.controllers").exists()
     }
 
-    /// Makes the cgroup of run `pid`, whose processes may keep `bytes` in RAM; swap is not limited.
+    /// Makes the cgroup of the benchmark's run with process `pid`. The run's processes may keep
+    /// `bytes` bytes in RAM; swap is not limited.
     ///
     /// # Errors
     /// Fails when the kernel refuses: there is no memory controller, or this process may not use
@@ -34,11 +35,13 @@ impl Cgroup {
             move |error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}"))
         };
         if unified {
-            // A controller must be enabled for children; if it already is, this changes nothing.
+            // The memory controller must be enabled for child cgroups. If it is already, this
+            // changes nothing.
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", "+memory");
         }
         if let Err(error) = fs::create_dir(&cgroup.0) {
-            // If the cgroup exists, its owner removes it. So do not remove it here.
+            // If the cgroup exists already, another run made it and removes it. So do not remove it
+            // here.
             let path = std::mem::ManuallyDrop::new(cgroup).0.clone();
             return Err(say(&path)(error));
         }
@@ -85,7 +88,8 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // The kernel releases the last process a moment after wait() has returned for it.
+        // The kernel may keep an ended process in its cgroup for a moment after wait() has returned
+        // for it.
         for _ in 0..100 {
             match fs::remove_dir(&self.0) {
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {

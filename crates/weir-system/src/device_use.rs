@@ -1,4 +1,5 @@
-//! The use of a block device, so that it is not removed while a kernel swaps on it.
+//! Finds out what uses a block device. A daemon does not remove its device while a kernel swaps on
+//! it.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -11,7 +12,7 @@ use std::path::Path;
 /// swapoff /dev/nbd0`. `None` if nothing uses the device, or it does not exist.
 ///
 /// # Errors
-/// Fails when that cannot be found out.
+/// Fails when the use of the device cannot be found out.
 pub fn user(device: &str) -> io::Result<Option<String>> {
     user_at(Path::new("/"), device)
 }
@@ -49,7 +50,8 @@ pub fn why_not_stop(device: &str, user: io::Result<Option<String>>) -> Option<St
     Some(in_use(device, &user))
 }
 
-/// The sentence for people about a device in use; `user` is the result of a function here.
+/// The sentence for people about a device in use; `user` is the result of [`user`] or of a function
+/// like it.
 pub fn in_use(device: &str, user: &str) -> String {
     format!("{device} is in use {user}")
 }
@@ -58,7 +60,7 @@ pub fn in_use(device: &str, user: &str) -> String {
 /// namespace. The device must answer: opening it may read from it.
 ///
 /// # Errors
-/// Fails when that cannot be found out.
+/// Fails when the use of the device cannot be found out.
 pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
     if let Some(user) = user(device)? {
         return Ok(Some(user));
@@ -81,19 +83,19 @@ pub fn why_open(device: &str) -> String {
 }
 
 /// Does the same as [`user`], and also finds a program that has the device open, even only for
-/// reading. `None` also if that cannot be found out.
+/// reading. `None` also if the use of the device cannot be found out.
 pub fn user_or_opener(device: &str) -> Option<String> {
     user(device).ok().flatten().or_else(|| opener_at(Path::new("/"), device))
 }
 
-/// The first process that has a device open, with the command that ends the process. Searches the
-/// processes below `root` that this process may look into.
+/// The first process that has a device open, with the command that ends the process. Looks in
+/// `proc` below `root`, at processes that this one may look into.
 pub fn opener_at(root: &Path, device: &str) -> Option<String> {
     let identity = |found: fs::Metadata| (found.file_type(), found.rdev());
     let wanted = fs::metadata(device).map(identity).ok()?;
     let is_it = |file: fs::DirEntry| {
-        // Check the name first: a look at a file on a server that is away would wait for that
-        // server.
+        // Check the name first. The metadata of an open file may lie on a network server that is
+        // away, and reading it would wait for that server.
         let is_device = fs::read_link(file.path()).is_ok_and(|name| name.starts_with("/dev"));
         is_device && fs::metadata(file.path()).is_ok_and(|found| identity(found) == wanted)
     };
@@ -115,7 +117,8 @@ fn numbers(root: &Path, device: &str) -> Vec<String> {
     files.filter_map(|file| Some(fs::read_to_string(file).ok()?.trim().to_owned())).collect()
 }
 
-/// Whether the first column of a line of /proc/swaps is a node with one of these numbers.
+/// Whether a line of /proc/swaps begins with the path of a block device that has one of these
+/// numbers.
 fn is_node_of(root: &Path, line: &str, numbers: &[String]) -> bool {
     let name = line.split_whitespace().next().unwrap_or_default();
     let is_it = |found: fs::Metadata| {
@@ -129,7 +132,7 @@ fn is_node_of(root: &Path, line: &str, numbers: &[String]) -> bool {
 /// of a line.
 fn is_listed(table: &str, device: &str) -> bool {
     table.lines().filter_map(|line| line.split_whitespace().next()).any(|name| {
-        // The node was removed since.
+        // The kernel marks a device whose node was removed.
         let name = name.strip_suffix("\\040(deleted)").unwrap_or(name);
         name.strip_prefix(device).is_some_and(|rest| {
             let partition = rest.strip_prefix('p').unwrap_or("x");

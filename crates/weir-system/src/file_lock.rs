@@ -7,15 +7,15 @@ use crate::Machine;
 pub enum Owner {
     /// The process runs.
     Living,
-    /// The process has ended. The kernel closes the files of an io_uring after its process has
-    /// ended, and a process may have handed the locked file on.
+    /// The process has ended, and the file is still locked. The kernel closes the files of an
+    /// io_uring after its process has ended, or another process has inherited the file.
     Ended,
     /// The kernel lists no owner: nobody locked the file, or a process of another PID namespace
     /// did.
     Unlisted,
 }
 
-/// The owner of the locks of the file with this inode number, on any file system.
+/// The owner of the locks of a file with this inode number, on whatever file system it lies.
 pub fn owner(machine: &Machine, inode: u64) -> Owner {
     let locks = machine.text("/proc/locks").unwrap_or_default();
     // A line is as in `1: FLOCK  ADVISORY  WRITE 4312 fe:00:10027 0 EOF`; for a process that waits
@@ -31,7 +31,8 @@ pub fn owner(machine: &Machine, inode: u64) -> Owner {
     })
 }
 
-/// Whether a process runs: it is there, and not only its exit status is left.
+/// Whether a process runs. A zombie, which has ended and of which only the exit status is left,
+/// does not.
 fn runs(machine: &Machine, process: &str) -> bool {
     let state = machine.value(&format!("/proc/{process}/status"), "State");
     state.is_some_and(|state| !state.starts_with(['Z', 'X']))

@@ -1,4 +1,4 @@
-//! A test's machine, made of files.
+//! A machine for a test: a directory with files such as `proc/meminfo`.
 
 use crate::Machine;
 use std::fs;
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 pub struct Fixture(PathBuf);
 
 impl Fixture {
-    /// Makes an empty machine. Each test has a `name` of its own.
+    /// Makes a machine without files. `name` tells it from the machines of other tests.
     ///
     /// # Panics
     /// Panics when the machine's directory cannot be made.
@@ -19,7 +19,7 @@ impl Fixture {
         Fixture(root)
     }
 
-    /// Adds a file.
+    /// Adds a file with this text to the machine.
     ///
     /// # Panics
     /// Panics when the file cannot be written.
@@ -30,7 +30,7 @@ impl Fixture {
         self
     }
 
-    /// The machine that has these files.
+    /// The machine that consists of the files added so far.
     pub fn machine(&self) -> Machine {
         Machine::below(&self.0)
     }

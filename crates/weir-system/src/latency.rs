@@ -19,14 +19,14 @@ use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
-/// The kernel's file for the limit.
+/// The kernel's file that takes a limit on the time in which a sleeping processor must wake.
 pub const DEVICE: &str = "/dev/cpu_dma_latency";
 
 /// A burst is over when no request has come for this long.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// The limit: a processor's shallowest sleep ends within this time. With a lower limit the kernel
-/// would have it spin (`drivers/idle/intel_idle.c`: C1 takes 1 or 2 us).
+/// The limit in microseconds. Only a processor's shallowest sleep ends within it: C1 takes 1 or 2
+/// us (`drivers/idle/intel_idle.c`). With a lower limit the kernel would let idle processors spin.
 const BOUND_US: i32 = 2;
 
 /// The value that means no limit: `PM_QOS_CPU_LATENCY_DEFAULT_VALUE`.
@@ -34,30 +34,30 @@ const NO_BOUND_US: i32 = 2_000_000_000;
 
 static HOLDER: OnceLock<Arc<Holder>> = OnceLock::new();
 
-/// The state of the limit.
+/// The state of the limit on processors' sleep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Bursts {
-    /// Whether the limit is in force now.
+    /// Whether the limit on processors' sleep is in force now.
     pub held: bool,
-    /// Number of times that the limit came into force.
+    /// Number of times that the limit on processors' sleep came into force.
     pub count: u64,
 }
 
-/// Has every burst of requests to this process keep processors awake, from now until the process
-/// ends.
+/// From now until the process ends, keeps processors out of deep sleep during each burst of
+/// requests to the process.
 ///
 /// # Errors
-/// Fails when the device cannot be opened, or there is no thread.
+/// Fails when the device cannot be opened, or no thread can be started.
 pub fn hold_in_bursts() -> io::Result<()> {
     if HOLDER.get().is_none() {
         let holder = Holder::start(Path::new(DEVICE))?;
-        // Another thread has set the holder first, which is as good.
+        // This fails if another thread has set a holder first, which does the same.
         let _ = HOLDER.set(holder);
     }
     Ok(())
 }
 
-/// The state of the limit; `None` if no option asked for it.
+/// The state of the limit on processors' sleep. `None` if [`hold_in_bursts`] has not been called.
 pub fn bursts() -> Option<Bursts> {
     let holder = HOLDER.get()?;
     Some(Bursts { held: holder.held.load(Ordering::Relaxed), count: holder.count.load(Ordering::Relaxed) })
@@ -75,7 +75,8 @@ struct Holder {
     begun: Instant,
     /// Microseconds from `begun` to the last request.
     last_us: AtomicU64,
-    /// Whether a burst is going on; set by a serving thread, cleared by the limit's thread.
+    /// Whether a burst is going on. A serving thread sets it, and the thread that changes the limit
+    /// clears it.
     burst: AtomicBool,
     held: AtomicBool,
     count: AtomicU64,
@@ -87,7 +88,7 @@ impl Holder {
         let file = File::options().write(true).open(device)?;
         let holder = Arc::new(Holder {
             begun: Instant::now(),
-            // The value stands for a time long ago.
+            // 0 stands for a time long ago, so that the first request begins no burst.
             last_us: AtomicU64::new(0),
             burst: AtomicBool::new(false),
             held: AtomicBool::new(false),

@@ -1,5 +1,5 @@
-//! Unix sockets that a server listens on. Only their owner can use them, they are never taken from
-//! a live server, and only their own server removes them.
+//! Unix sockets that a server listens on. Only the server's user can connect. A socket is never
+//! taken from a live server, and only its own server removes it.
 
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -19,26 +19,27 @@ pub enum BindError {
     /// A server answers at the path.
     #[error("unix:{}: another server listens there; stop it or choose another path", .0.display())]
     InUse(PathBuf),
-    /// A file at the path is no socket.
+    /// The file at the path is not a socket.
     #[error("unix:{}: {kind} is in the way; choose another path", path.display())]
     NotASocket {
         /// The path that was asked for.
         path: PathBuf,
-        /// The kind of the file.
+        /// The kind of the file at the path, with an article.
         kind: &'static str,
     },
-    /// The system refuses.
+    /// The system refuses to make the socket.
     #[error("unix:{}: cannot listen there, in a directory that must exist and be writable", path.display())]
     Io {
         /// The socket's path.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the system call that failed.
         #[source]
         source: io::Error,
     },
 }
 
-/// The file of a listening socket. Dropping this removes the file, if it is still the same one.
+/// The file of a listening socket. Dropping this removes the file, unless another file is at the
+/// path by then.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -67,7 +68,8 @@ impl Drop for SocketFile {
 /// Listens at `path`, non-blocking, mode 0600. A socket that a dead server left is replaced.
 ///
 /// # Errors
-/// Fails when a server listens there, when another file is there, or when the system refuses.
+/// Fails when a server listens at the path, when a file that is no socket is there, or when the
+/// system refuses.
 pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), BindError> {
     let failed = |errno: Errno| BindError::Io { path: path.to_owned(), source: errno.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
@@ -76,8 +78,8 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), Bi
         rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
     };
     let socket = new().map_err(failed)?;
-    // Set the mode before bind: the file then has it from its first moment (net/unix/af_unix.c,
-    // unix_bind_bsd).
+    // Set the mode before bind: the socket's file then has that mode as soon as it exists
+    // (net/unix/af_unix.c, unix_bind_bsd).
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
     match rustix::net::bind(&socket, &address) {
         Ok(()) => {}
@@ -92,7 +94,7 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), Bi
                 // A server that was killed left the socket.
                 Err(Errno::CONNREFUSED) => {}
                 // A server that is too busy to answer counts as alive, and so does a server of
-                // another kind.
+                // another socket type.
                 _ => return Err(BindError::InUse(path.to_owned())),
             }
             rustix::fs::unlink(path).map_err(failed)?;
@@ -124,7 +126,7 @@ mod tests {
             let listener = listen(&path, kind).unwrap();
             let mode = std::fs::symlink_metadata(&path).unwrap().permissions().mode();
             assert_eq!(mode & 0o777, 0o600);
-            // Check for servers of either kind.
+            // Check for servers of either socket type.
             for other in KINDS {
                 let error = listen(&path, other).unwrap_err();
                 assert!(matches!(error, BindError::InUse(_)), "{error}");
@@ -137,12 +139,12 @@ mod tests {
     #[test]
     fn a_stale_socket_is_replaced_and_any_other_file_is_not() {
         let path = path("stale");
-        // std does not remove the file.
+        // A listener of the standard library leaves its file when it is dropped.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(path.exists());
         let ours = listen(&path, SocketType::STREAM).unwrap();
 
-        // A file that has replaced this one meanwhile must not be removed.
+        // A file that has replaced the socket's file meanwhile must not be removed.
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, b"precious").unwrap();
         drop(ours);

@@ -1,8 +1,8 @@
 //! Loop devices: the kernel makes a block device of a file (include/uapi/linux/loop.h,
 //! drivers/block/loop.c).
 //!
-//! `LOOP_CONFIGURE` (Linux 5.8) sets them up with direct I/O, so that nothing of the file is cached
-//! twice, and with blocks of 4 KiB.
+//! `LOOP_CONFIGURE` (Linux 5.8) sets a loop device up. It gives the device blocks of 4 KiB, and
+//! direct I/O, so that nothing of the file is cached twice.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -20,7 +20,7 @@ const CLR_FD: Opcode = 0x4C01;
 const GET_STATUS64: Opcode = 0x4C05;
 const FLAG_DIRECT_IO: u32 = 16;
 
-/// Number of tries: other programs may take the free device at the same time.
+/// Number of tries to get a free loop device, which other programs may take first.
 const TRIES: usize = 64;
 /// Longest time that the kernel takes to release a device.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -70,8 +70,8 @@ impl Info {
         init: [0; 2],
     };
 
-    /// Makes the information with the file's name, cut, and with a zero at its end. The kernel
-    /// stores it, and shows it if it cannot see the file.
+    /// Makes the information with the file's name, cut to 63 bytes and with a zero at its end. The
+    /// kernel stores the name, and shows it if it cannot see the file.
     fn named(file: &Path) -> Info {
         let mut info = Info::EMPTY;
         let name = file.as_os_str().as_encoded_bytes();
@@ -98,29 +98,30 @@ pub enum LoopError {
     Control {
         /// The path of the driver's or the device's file.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the system call on that file.
         source: io::Error,
     },
     /// The file cannot be opened.
     #[error("cannot open {path}: {source}")]
     File {
-        /// The file's path.
+        /// The path of the file that cannot be opened.
         path: PathBuf,
-        /// The system's error.
+        /// The error of the system call that was to open the file.
         source: io::Error,
     },
-    /// The kernel does not make a device of the file.
+    /// The kernel refused to make a loop device of the file.
     #[error("the kernel made no loop device of {path}: {source}")]
     Refused {
-        /// The file's path.
+        /// The path of the file that the device was to be made of.
         path: PathBuf,
-        /// The kernel's error.
+        /// The error of the ioctl of the loop driver.
         source: io::Error,
     },
-    /// The device uses the page cache all the same, which swap must not do.
+    /// The file offers no direct I/O. A device over it would use the page cache, which swap must
+    /// not do.
     #[error("{path} does not offer direct I/O, so a loop device over it would cache every page twice")]
     NoDirectIo {
-        /// The file's path.
+        /// The path of the file without direct I/O.
         path: PathBuf,
     },
     /// The device is still there after it was detached.
@@ -137,7 +138,7 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Makes a device of `file`, of the same size, with direct I/O and 4 KiB blocks.
+    /// Makes a loop device of `file`, as large as the file, with direct I/O and 4 KiB blocks.
     ///
     /// # Errors
     /// Fails with a [`LoopError`]; no device is left behind then.
@@ -163,10 +164,10 @@ impl LoopDevice {
         Err(refused(Errno::BUSY.into()))
     }
 
-    /// Finds a device that is set up already.
+    /// Finds the loop device at `path`, which is set up already.
     ///
     /// # Errors
-    /// Fails when it is no loop device, or not set up.
+    /// Fails when `path` is no loop device, or the device is not set up.
     pub fn find(path: &Path) -> Result<LoopDevice, LoopError> {
         let number = path.file_name().and_then(|name| name.to_str()?.strip_prefix("loop")?.parse().ok());
         let refused = |source| LoopError::Control { path: path.to_owned(), source };
@@ -180,8 +181,8 @@ impl LoopDevice {
         }
     }
 
-    /// All devices over `file`, even if its file system was unmounted under them and is out of
-    /// sight.
+    /// All loop devices over `file`. Finds them also if the kernel no longer shows the file's path,
+    /// because its file system was unmounted under them.
     pub fn over(file: &Path) -> Vec<LoopDevice> {
         let names = fs::read_dir("/sys/block")
             .into_iter()
@@ -194,8 +195,8 @@ impl LoopDevice {
             .collect()
     }
 
-    /// Whether the device was set up for a file of this name. Opening the device reads nothing from
-    /// it, since it has no partitions to look for.
+    /// Whether the device was set up for a file of this name. To ask, the device is opened, which
+    /// reads nothing from it, since it has no partitions to look for.
     fn was_made_of(&self, file: &Path) -> bool {
         if file.as_os_str().len() >= Info::EMPTY.file_name.len() {
             return false; // The kernel has no more than its beginning.
@@ -207,7 +208,7 @@ impl LoopDevice {
         told.is_ok() && info.file_name == Info::named(file).file_name
     }
 
-    /// The device, such as `/dev/loop7`.
+    /// The path of the device's node, such as `/dev/loop7`.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -222,8 +223,8 @@ impl LoopDevice {
     /// something uses it.
     ///
     /// # Errors
-    /// Fails with [`LoopError::InUse`] when a file system or swap is on it: the kernel then
-    /// detaches it by itself as soon as that ends.
+    /// Fails with [`LoopError::InUse`] when swap or a file system is on the device. When that file
+    /// system is unmounted, the kernel detaches the device by itself.
     pub fn detach(self) -> Result<(), LoopError> {
         if self.backing_file().is_none() {
             return Ok(());
@@ -236,7 +237,7 @@ impl LoopDevice {
             Ok(_) | Err(Errno::NXIO) => {}
             Err(errno) => return Err(LoopError::Control { path: self.path, source: errno.into() }),
         }
-        // The device goes with its last descriptor.
+        // The kernel detaches the device when its last descriptor is closed.
         drop(opened);
         let begun = Instant::now();
         while self.backing_file().is_some() {
@@ -261,8 +262,8 @@ impl LoopDevice {
     fn checked(self, file: &Path) -> Result<LoopDevice, LoopError> {
         let direct = fs::read_to_string(self.attribute("dio"));
         if direct.is_ok_and(|text| text.trim() == "0") {
-            // No program uses the device yet, so it is detached at once. If that fails, the first
-            // error matters more.
+            // No program uses the device yet, so it is detached at once. If that fails, the missing
+            // direct I/O is still the error to report.
             let _ = self.detach();
             return Err(LoopError::NoDirectIo { path: file.to_owned() });
         }
@@ -337,7 +338,7 @@ mod tests {
         }
         let missing = LoopDevice::attach(Path::new("/nowhere/disk")).unwrap_err().to_string();
         assert!(missing.starts_with("cannot open /nowhere/disk: "), "{missing}");
-        // The kernel's own files carry no device.
+        // The kernel makes no loop device of a file in /proc.
         let own = LoopDevice::attach(Path::new("/proc/self/comm")).unwrap_err().to_string();
         assert!(own.starts_with("the kernel made no loop device of /proc/self/comm: "), "{own}");
     }

@@ -43,14 +43,14 @@ impl Machine {
         Some(ByteSize(kib << 10))
     }
 
-    /// Memory that this process can take without pushing others out: limited by the machine, and by
-    /// the cgroups that it is in. `None` if that is unknown.
+    /// The memory that this process can take without making the kernel swap: what the machine has
+    /// available, and what its cgroups still allow. `None` if that is unknown.
     pub fn available(&self) -> Option<ByteSize> {
         weir_core::available_below(&self.root).map(ByteSize)
     }
 
-    /// Memory that all processes together can take: pages that are swapped in are charged to their
-    /// owners' cgroups, not to this process's.
+    /// The memory that all processes together can take, whatever this process's cgroups allow. It
+    /// bounds pages that are swapped in, which the kernel charges to their owners' cgroups.
     pub fn available_to_all(&self) -> Option<ByteSize> {
         weir_core::available_to_all_below(&self.root).map(ByteSize)
     }
@@ -80,7 +80,7 @@ impl Machine {
         rustix::fs::access(self.at(path), Access::READ_OK | Access::WRITE_OK).is_ok()
     }
 
-    /// The room that root still has in this path's file system.
+    /// The bytes that a process without root's rights can still write in this path's file system.
     pub fn room(&self, path: &str) -> Option<ByteSize> {
         let file_system = rustix::fs::statvfs(self.at(path)).ok()?;
         Some(ByteSize(file_system.f_bavail.saturating_mul(file_system.f_frsize)))

@@ -43,17 +43,17 @@ impl Attributes {
         self
     }
 
-    /// Adds a 32-bit number.
+    /// Adds an attribute with a 32-bit number.
     pub fn u32(self, kind: u16, value: u32) -> Self {
         self.bytes(kind, &value.to_ne_bytes())
     }
 
-    /// Adds a 64-bit number.
+    /// Adds an attribute with a 64-bit number.
     pub fn u64(self, kind: u16, value: u64) -> Self {
         self.bytes(kind, &value.to_ne_bytes())
     }
 
-    /// Adds a list of attributes.
+    /// Adds an attribute with a list of attributes.
     pub fn nested(self, kind: u16, content: &Attributes) -> Self {
         self.bytes(kind | NLA_F_NESTED, &content.0)
     }
@@ -84,7 +84,8 @@ fn group_in(family: &[u8], name: &[u8]) -> Option<u32> {
         .and_then(|(_, group)| u32_in(group, CTRL_ATTR_MCAST_GRP_ID))
 }
 
-/// The attribute `wanted` of an answer's list as a 32-bit number; the list has no headers.
+/// The attribute `wanted` in the attributes that [`Family::call`] or an event has brought, as a
+/// 32-bit number.
 pub fn u32_in(list: &[u8], wanted: u16) -> Option<u32> {
     find(list, wanted)?.try_into().ok().map(u32::from_ne_bytes)
 }
@@ -102,7 +103,7 @@ fn request(family: u16, sequence: u32, command: u8, version: u8, attributes: &At
     message
 }
 
-/// One message of an answer.
+/// One message of the kernel's answer.
 #[derive(Debug)]
 enum Message<'a> {
     /// The end of an answer: 0 or a negative error number.
@@ -111,7 +112,8 @@ enum Message<'a> {
     Answer(&'a [u8]),
 }
 
-/// Splits the bytes that the kernel sent into messages for request `sequence`.
+/// Splits the bytes that the kernel sent into messages. Leaves out those that do not answer request
+/// `sequence`.
 fn messages(mut bytes: &[u8], sequence: u32) -> io::Result<Vec<Message<'_>>> {
     let broken = || io::Error::new(io::ErrorKind::InvalidData, "the kernel's netlink answer is cut short");
     let mut messages = Vec::new();
@@ -147,7 +149,7 @@ impl Family {
     /// Finds the family `name`; the kernel loads its module if it can.
     ///
     /// # Errors
-    /// Fails with `ENOENT` if the kernel has no such family.
+    /// Fails with `ENOENT` if the kernel has no family of this name.
     pub fn open(name: &str, version: u8) -> io::Result<Self> {
         let (control, answer) = Self::about(name)?;
         let id = find(&answer, CTRL_ATTR_FAMILY_ID).and_then(|id| id.try_into().ok());
@@ -166,7 +168,8 @@ impl Family {
         Ok((control, answer))
     }
 
-    /// Sends a command and returns the attributes of its answer; none if it was only acknowledged.
+    /// Sends a command and returns the attributes of the kernel's answer. They are empty if the
+    /// kernel only acknowledged the command.
     ///
     /// # Errors
     /// Fails with the kernel's error.
@@ -189,12 +192,12 @@ impl Family {
     }
 }
 
-/// The events that a family sends to a multicast group.
+/// Receives the events that a family sends to a multicast group.
 #[derive(Debug)]
 pub struct Events(OwnedFd);
 
 impl Events {
-    /// Joins a group.
+    /// Joins a multicast group of a family.
     ///
     /// # Errors
     /// Fails with `ENOENT` if the kernel has no such family or group.

@@ -7,7 +7,8 @@ use std::process::{Command, Stdio};
 /// Runs a program that a terminal's signals do not reach: a half-done change is worse than none.
 ///
 /// # Errors
-/// Fails with its message on standard error, or when it cannot be started.
+/// Fails when the program cannot be started, or does not succeed. The error then has the text that
+/// the program wrote to standard error.
 pub fn run(command: &mut Command) -> io::Result<()> {
     // util-linux lies in directories that an ordinary user's PATH does not have.
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -20,7 +20,7 @@ const STRAY: [c_int; 14] = [
     libc::SIGIO,
     libc::SIGSTKFLT,
     libc::SIGPWR,
-    // The kernel sends these at limits of processor time and of a file's length.
+    // The kernel sends SIGXCPU and SIGXFSZ at the limits of processor time and of a file's length.
     libc::SIGXCPU,
     libc::SIGXFSZ,
     libc::SIGTSTP,
@@ -35,7 +35,8 @@ pub fn ignore_strays() {
     STRAY.into_iter().chain(libc::SIGRTMIN()..=libc::SIGRTMAX()).for_each(ignore);
 }
 
-/// Ignores one signal in the same way.
+/// Ignores one signal, as programs that this one starts then do too. Call it before there are
+/// threads.
 pub fn ignore(signal: c_int) {
     // SAFETY: no code of this program runs in a handler; there are no other threads yet, and the
     // signal's number is valid.

@@ -11,15 +11,16 @@ const LABEL: &[u8] = b"weir";
 const MAGIC: &[u8; 10] = b"SWAPSPACE2";
 const VERSION: u32 = 1;
 
-// Offsets into the first page. The first 1024 bytes belong to a boot sector.
+// Offsets of the header's fields in the first page. The page's first 1024 bytes belong to a boot
+// sector.
 const AT_VERSION: usize = 1024;
 const AT_LAST_PAGE: usize = 1028;
 const AT_UUID: usize = 1036;
 const AT_LABEL: usize = 1052;
 const AT_MAGIC: usize = PAGE_SIZE - MAGIC.len();
 
-/// The first page of a swap area of `pages` pages. `None` if there is no room for one more page, or
-/// there are more pages than the header can count.
+/// The first page of a swap area of `pages` pages. `None` if the area has no page besides the first
+/// one, or more pages than the header can count.
 fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
     let last = u32::try_from(pages.checked_sub(1)?).ok().filter(|last| *last > 0)?;
     let mut page = [0; PAGE_SIZE];
@@ -35,14 +36,16 @@ fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
 /// Makes all of a device a swap area.
 ///
 /// # Errors
-/// Fails when the device or the kernel does not allow a swap area.
+/// Fails when the device cannot be written or is too small or too large, or when the kernel's pages
+/// do not have 4096 bytes.
 pub fn make(device: &Path, size: ByteSize) -> io::Result<()> {
     check(rustix::param::page_size())?;
     let file = OpenOptions::new().read(true).write(true).open(device)?;
     write(&file, size.0)
 }
 
-/// Refuses a kernel with pages of another size: it would look for the magic bytes elsewhere.
+/// Refuses a kernel whose pages do not have 4096 bytes. It would look for the magic bytes at the
+/// end of a page of its own size.
 fn check(page: usize) -> io::Result<()> {
     if page != PAGE_SIZE {
         return Err(io::Error::other(format!("this kernel's pages have {page} bytes, not {PAGE_SIZE}")));

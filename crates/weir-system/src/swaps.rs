@@ -40,7 +40,7 @@ pub fn parse(table: &str) -> Vec<Swap> {
     table.lines().skip(1).filter_map(line).collect()
 }
 
-/// Reads the table now.
+/// Reads `/proc/swaps` now.
 ///
 /// # Errors
 /// Fails when there is no `/proc`, or no swap in this kernel.
@@ -48,7 +48,8 @@ pub fn all() -> io::Result<Vec<Swap>> {
     Ok(parse(&std::fs::read_to_string("/proc/swaps")?))
 }
 
-/// Finds one device, if it is swap now.
+/// Finds the device or file at `path` in `/proc/swaps`. `None` if the kernel does not swap on it
+/// now.
 ///
 /// # Errors
 /// Fails as [`all`] does.
@@ -61,13 +62,13 @@ pub fn is_on(path: &Path) -> bool {
     matches!(find(path), Ok(Some(_)))
 }
 
-// The flag's value is from include/linux/swap.h.
+// The values of the flags are from include/linux/swap.h.
 const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
 const SWAP_FLAG_DISCARD: libc::c_int = 0x1_0000;
 const SWAP_FLAG_DISCARD_PAGES: libc::c_int = 0x4_0000;
 
-/// Starts to swap on a device. Freed clusters are discarded, so that the store gets their room
-/// back.
+/// Starts to swap on a device. The kernel discards clusters of slots that are free again, so that
+/// the store gets their room back.
 ///
 /// # Errors
 /// Fails with the error of swapon(2).
@@ -92,8 +93,9 @@ fn swapon(path: &Path, flags: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Brings every page back and stops swapping on a device, which may take long. A signal to this
-/// thread ends it with `EINTR`, and the device stays on (mm/swapfile.c, `try_to_unuse`).
+/// Brings every page back into memory and stops swapping on a device, which may take long. A signal
+/// to this thread ends the call with `EINTR`, and the kernel swaps on (mm/swapfile.c,
+/// `try_to_unuse`).
 ///
 /// # Errors
 /// Fails with the error of swapoff(2).

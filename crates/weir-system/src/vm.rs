@@ -3,21 +3,23 @@
 use std::path::Path;
 use std::{fs, io};
 
-/// `vm.page-cluster`, which is restored when this is dropped: a page fault reads at most 2 to the
-/// power of this many pages.
+/// The kernel's setting `vm.page-cluster`: a page fault reads at most 2 to the power of it pages
+/// from swap. Dropping this restores the value that the setting had.
 #[derive(Debug)]
 pub struct PageCluster(String);
 
 impl PageCluster {
     const FILE: &str = "/proc/sys/vm/page-cluster";
-    /// The note with the earlier value, and the boot in which it was valid.
+    /// The name of the file with the setting's earlier value, and with the boot in which it was
+    /// read.
     const NOTE: &str = "page-cluster";
     const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-    /// Notes the present value, also for a command that cleans up after this process.
+    /// Reads the present value, and writes it to a file in `scratch`, where a command that cleans
+    /// up after a killed process finds it.
     ///
     /// # Errors
-    /// Fails when the setting cannot be read, or the note cannot be written.
+    /// Fails when the setting cannot be read, or the file in `scratch` cannot be written.
     pub fn kept(scratch: &Path) -> io::Result<PageCluster> {
         let was = fs::read_to_string(Self::FILE)?;
         let boot = fs::read_to_string(Self::BOOT)?;
@@ -25,7 +27,8 @@ impl PageCluster {
         Ok(PageCluster(was))
     }
 
-    /// Restores the value in the note of a killed run.
+    /// Restores the value in the file that a killed run has left, unless the machine was booted
+    /// since.
     ///
     /// # Errors
     /// Fails when this process may not change the setting.
@@ -37,7 +40,7 @@ impl PageCluster {
         }
     }
 
-    /// Changes the value.
+    /// Sets `vm.page-cluster` to `value`.
     ///
     /// # Errors
     /// Fails when this process may not change the setting.

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-/// The file that names the devices of a run, for a command that cleans up after it.
+/// The name of a file in a run's directory: the numbers of the run's zram devices. A command that
+/// cleans up after a killed run reads it.
 pub const NOTE: &str = "zram";
 
 /// A zram device that this process made, removed when dropped.
@@ -12,7 +13,7 @@ pub const NOTE: &str = "zram";
 pub struct Zram(pub u32);
 
 impl Zram {
-    /// Makes a device, and notes it in `scratch`.
+    /// Makes a zram device of `bytes` bytes, and adds its number to the file [`NOTE`] in `scratch`.
     ///
     /// # Errors
     /// Fails when the kernel has no zram, or this process may not use it.
@@ -36,7 +37,7 @@ impl Drop for Zram {
     fn drop(&mut self) {
         let begun = Instant::now();
         while let Err(error) = fs::write("/sys/class/zram-control/hot_remove", self.0.to_string()) {
-            // The device belonged to another run, which has removed it already.
+            // The device is gone: another process has removed it already.
             if !Path::new(&format!("/sys/block/zram{}", self.0)).exists() {
                 return;
             }
