@@ -2,10 +2,10 @@
 //! same moment.
 //!
 //! A plain `memcpy` of bytes that another thread writes is undefined behaviour in Rust, even if the
-//! result is thrown away. The copies here are defined. On x86-64 a copy is one `rep movsb`, which
-//! the compiler does not look into (and which is as fast as memcpy there: "fast short rep mov"). On
-//! other processors a copy goes word by word through relaxed atomics. A copy that raced with a
-//! write is torn, and fails its checksum.
+//! result is thrown away. The copies of this module are defined. On x86-64 a copy is one `rep
+//! movsb`, which the compiler does not look into (and which is as fast as memcpy there: "fast short
+//! rep mov"). On other processors a copy goes word by word through relaxed atomics. A copy that
+//! raced with a write may be torn, and then fails its checksum.
 
 use crate::{PAGE_SIZE, PageBytes};
 
@@ -53,8 +53,8 @@ pub unsafe fn page_to_shared(shared: *mut u8, page: &PageBytes) {
 /// Copies `page` to shared memory past the caches, for many pages at once that are not read soon.
 /// Memory that is not in the cache is written without being read first (230 ns a page on the test
 /// host, 400 by [`page_to_shared`]). But other threads may see these stores in any order. They may
-/// read only after [`settle`], which waits for all of the stores; any atomic read-modify-write does
-/// too.
+/// read only after [`settle`], which waits for all of the stores; any atomic read-modify-write also
+/// waits for them.
 ///
 /// # Safety
 /// The same as for [`page_to_shared`]; and `shared` must be 16-byte aligned.

@@ -183,8 +183,9 @@ impl Memory {
     pub fn populate_again(&self, offset: usize, bytes: usize) -> io::Result<()> {
         self.each_part(offset, bytes, |at, bytes| {
             self.lock(at, bytes);
-            // A page fault for reading also maps the pages around its own. One for writing maps
-            // only its own, which takes twice as long, and the kernel may wait for this memory.
+            // A page fault for reading also maps the pages around its own; one for writing does
+            // not. So to populate by reading takes half the time, while the kernel may be waiting
+            // for this memory.
             self.advise(at, bytes, Advice::LinuxPopulateRead)
         })
     }
@@ -193,8 +194,8 @@ impl Memory {
     /// bytes.
     ///
     /// # Errors
-    /// Fails with the error of `lseek` or of `of`, and with `EBADF` for memory without a
-    /// descriptor.
+    /// Fails with the error of `lseek` or of the function `of`, and with `EBADF` for memory without
+    /// a descriptor.
     pub fn each_part(
         &self,
         offset: usize,
@@ -218,9 +219,9 @@ impl Memory {
         Ok(())
     }
 
-    /// Locks a part: its pages stay in RAM once they are populated. If that is not allowed, counts
-    /// the part as unlocked. Callers lock only parts that have pages, since the whole part counts
-    /// against `RLIMIT_MEMLOCK`.
+    /// Locks a part of the mapping: its pages stay in RAM once they are populated. If that is not
+    /// allowed, counts the part as unlocked. Callers lock only parts that have pages, since the
+    /// whole part counts against `RLIMIT_MEMLOCK`.
     fn lock(&self, offset: usize, bytes: usize) {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
         // SAFETY: the range is inside the mapping, and locking changes no content.
@@ -330,13 +331,14 @@ pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes that one thread takes at a time: some hundredths of a second, after which it can be
-/// stopped.
+/// Bytes that one thread takes at a time. This lasts some hundredths of a second, and then the work
+/// can be stopped.
 const PIECE: usize = 64 << 20;
-/// Largest number of threads that take memory at a time. The speed of the memory limits zeroing,
-/// and a few processors reach that speed.
+/// Largest number of threads that take memory at a time. The kernel zeroes memory that is taken,
+/// and a few processors zero it as fast as the memory allows.
 const WORKERS_MOST: usize = 16;
-/// Enough stack for a system call; it may be locked and populated as a whole.
+/// Bytes of stack of a thread that takes memory: enough for a system call, and few, because all of
+/// it may be locked in RAM.
 const WORKERS_STACK: usize = 64 << 10;
 
 /// Does `bytes` bytes of work in pieces, on all processors. The calling thread does its share, and
@@ -354,7 +356,7 @@ fn in_pieces(
         let length = PIECE.min(bytes - from);
         let worked = work(from, length);
         done.fetch_add(length, Ordering::Relaxed);
-        // Set the counter past the end, so that no thread begins another piece.
+        // Set the counter of begun pieces past the end, so that no thread begins another piece.
         worked.inspect_err(|_| next.store(pieces, Ordering::Relaxed)).into()
     };
     // The number of processors is read from files. A single piece needs no second thread, so it
@@ -381,7 +383,7 @@ fn in_pieces(
     })
 }
 
-/// Makes a memfd of this size without a page, whose size cannot change.
+/// Makes a memfd of `bytes` bytes that has no page yet. Its size cannot change.
 ///
 /// # Errors
 /// Fails with the error of `memfd_create`, `ftruncate` or `fcntl`, and with `EFBIG` if the hard

@@ -11,7 +11,8 @@ use weir_store::{Fault, Lane, Progress, Ticket};
 /// Appends pages to segments. Each lane has an appender, and so has the cleaner.
 pub(crate) struct Appender {
     open: [Option<Open>; OPEN_MAX],
-    /// The open segment of each generation. The segment takes that generation's next page.
+    /// For each generation, the index in `open` of the segment that takes the generation's next
+    /// page.
     current: [Option<usize>; GENERATIONS],
     turn: u32,
     /// Number of free segments that this appender must leave to the cleaner.

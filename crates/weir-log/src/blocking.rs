@@ -11,7 +11,7 @@ const DEPTH: usize = 256;
 /// Maximum number of attempts of one read.
 const TRIES: usize = 4;
 
-/// The caller's clock.
+/// The caller's clock, which returns the present time.
 pub type Clock<'a> = &'a mut dyn FnMut() -> Instant;
 
 /// A lane of the store below, for a caller that waits for its operations.

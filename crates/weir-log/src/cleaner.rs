@@ -87,7 +87,7 @@ struct Victim {
     records: Vec<Record>,
     pages: Box<[Page]>,
     states: Box<[PageState]>,
-    /// For each page, the new place to which it is being written.
+    /// For each page of the victim, the new place to which it is being written.
     targets: Box<[u32]>,
     /// Number of the segment's operations that the store below has not answered.
     waits: u32,
@@ -424,7 +424,7 @@ impl Victim {
         }
     }
 
-    /// Handles the read of a summary, or its failure.
+    /// Handles the end of the read of a victim's summary. `None`: the read has failed.
     fn learn(&mut self, log: &Shared, found: Option<&weir_core::PageBytes>) {
         let segment = self.segment.expect("a victim has a segment");
         let summary = found.and_then(|bytes| Summary::parse(bytes, segment));

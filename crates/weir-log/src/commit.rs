@@ -35,8 +35,8 @@ use weir_store::{Done, Fault, Lane, Progress, Ticket};
 
 /// Largest number of journal pages that are written at a time.
 const DEPTH: usize = 256;
-/// The tickets of a flush, and of the page that confirms a commit. All other tickets are indices of
-/// pages.
+/// The tickets of the committer's flush, and of the page that confirms a commit. All other tickets
+/// are indices of the commit's pages.
 const FLUSH: Ticket = Ticket::MAX;
 const CONFIRM: Ticket = Ticket::MAX - 1;
 /// Number of attempts to write the journal, after which flushes fail.
@@ -80,7 +80,7 @@ struct Write {
     /// Number of writes that may still fail before the attempt to write the commit ends.
     patience: u32,
     failed: bool,
-    /// Writes that ended with a timeout and may still land.
+    /// Number of writes that ended with a timeout and may still land.
     late: usize,
 }
 
@@ -399,8 +399,8 @@ impl Committer {
         self.answer(durable, Ok(()));
     }
 
-    /// Writes the confirmation of the last commit. If that write fails, the commit before stays the
-    /// confirmed one.
+    /// Writes the confirmation of the last commit. If that write fails, the commit before that one
+    /// stays confirmed.
     fn confirm(&mut self, log: &Shared, durable: &Durable) {
         let commit = self.journal.commit;
         let page = &mut self.confirmation;

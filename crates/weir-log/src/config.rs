@@ -5,7 +5,7 @@ use weir_store::OpenError;
 
 /// Largest number of segments that one appender has open at once.
 pub(crate) const OPEN_MAX: usize = 16;
-/// Number of free segments that only the cleaner takes.
+/// Number of free segments that only the cleaner may take.
 pub(crate) const RESERVE: u32 = 4;
 /// Number of free segments that the cleaner provides for the writers of a scratch log, besides one
 /// for each lane.
@@ -54,15 +54,15 @@ pub enum LogError {
     TooSmall {
         /// The name of the store below.
         store: String,
-        /// Largest number of pages that the store has room for.
+        /// Largest number of pages of a log that the store below has room for.
         most: u32,
-        /// Number of pages that were asked for.
+        /// Number of pages of the log that was asked for.
         asked: u32,
     },
     /// The store below gives no lane.
     #[error(transparent)]
     Lane(#[from] OpenError),
-    /// There is no memory for the map.
+    /// There is no memory for the log's map or summaries.
     #[error("cannot take memory for the log's map")]
     Memory(#[source] io::Error),
     /// The store below carries no durable log.

@@ -55,7 +55,7 @@ impl Durable {
         }
     }
 
-    /// Gives a write that begins its version.
+    /// Returns the version of a write that begins.
     pub fn next_version(&self) -> u64 {
         self.clock.fetch_add(1, SeqCst) + 1
     }
@@ -76,7 +76,7 @@ impl Durable {
         (asked > self.done.load(SeqCst) / 2).then_some(asked)
     }
 
-    /// Answers all flushes up to this one.
+    /// Answers all flushes up to the one with this number.
     pub fn answer(&self, number: u64, result: Result<(), Fault>) {
         self.counters.failed.fetch_add(u64::from(result.is_err()), Relaxed);
         self.done.store(number * 2 + u64::from(result.is_ok()), SeqCst);

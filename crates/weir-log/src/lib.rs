@@ -9,8 +9,8 @@
 //!
 //! Each lane appends to a segment of its own, so lanes share no lock. Segments lie on the members
 //! of a stripe in turns. Pages that are written again leave holes in old segments. The [`Cleaner`]
-//! moves the remaining pages of such a segment and makes the segment free. The cleaner is a step
-//! function, which its owner drives.
+//! moves the remaining pages of such a segment and makes the segment free. The cleaner has no
+//! thread of its own: its owner calls its steps.
 //!
 //! A log is *scratch* or *durable*. A [scratch](Log::create) log ends with its process. A
 //! [durable](Log::make) log has a superblock and a journal, and can be [opened](Log::open) again.
@@ -206,7 +206,7 @@ impl Shared {
         }
     }
 
-    /// Handles a segment whose last page has died.
+    /// Drops the row of a segment without a live page, and makes the segment dead or free.
     fn free(&self, segment: u32) {
         self.rows.forget(&self.segments, segment);
         self.segments.end(segment);

@@ -3,7 +3,7 @@
 //! The last complete commit (see [`crate::commit`]) names the segments in use. Their summaries name
 //! the page of each place. Of several places with one page, the place with the highest version
 //! counts. If the log has many pages, the summaries are read several times. Each pass finds the
-//! places of a part of the pages, so the memory for versions stays within the bound.
+//! places of a part of the pages, so that the versions fit within the bound on the log's memory.
 
 use crate::blocking::{Blocking, Clock, Ended};
 use crate::commit::{Committer, Stepped};

@@ -226,7 +226,7 @@ impl Segments {
         }
     }
 
-    /// Handles a segment whose last page has died.
+    /// Makes a segment without a live page dead in a durable log, and free in a scratch log.
     pub fn end(&self, segment: u32) {
         if self.are_durable() { self.bury(segment) } else { self.push(segment) }
     }

@@ -128,7 +128,8 @@ impl Sizes {
     /// Number of pages whose newest version one pass finds while a log is opened. Summaries and
     /// commits take no memory yet at that time, so a pass may use theirs.
     pub fn pass(&self) -> u64 {
-        // The memory that is taken by then: for the map, and for each segment's record and life.
+        // The memory that an opening takes besides the versions: for the map, and for each
+        // segment's record and life.
         let taken = u64::from(self.pages) * 4 + u64::from(self.segments) * (SEGMENT_BYTES + 8);
         (self.bound().saturating_sub(taken) / 8).max(PASS_LEAST.min(self.pages.into()))
     }

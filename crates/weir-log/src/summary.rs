@@ -112,7 +112,7 @@ impl Rows {
         if is_durable { 4 } else { 2 }
     }
 
-    /// Bytes of memory for a row.
+    /// Bytes of memory that one row takes.
     pub fn row_bytes(places: u32, is_durable: bool) -> u64 {
         (places as usize * Self::stride(is_durable) * 4 + size_of::<Row>()) as u64
     }
@@ -165,7 +165,8 @@ impl Rows {
         Some(row)
     }
 
-    /// Records the page of a place. Only the lane that opened the row calls it.
+    /// Writes the page number and checksum of a place into a row. Only the appender that opened the
+    /// row calls it.
     pub fn set(&self, row: u32, place: u32, record: Record) {
         let (page, checksum) = self.words(row, place);
         checksum.store(record.checksum.0, Relaxed);

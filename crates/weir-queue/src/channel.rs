@@ -220,8 +220,8 @@ impl<T: Send> Sender<T> {
         Sender { shared, lane, free: Chain::default(), fresh: 0 }
     }
 
-    /// Sends `value` without waiting. It is lock-free, allocates nothing, and makes a system call
-    /// only when the receiver sleeps.
+    /// Sends `value` without waiting. The call is lock-free, allocates nothing, and makes a system
+    /// call only when the receiver sleeps.
     ///
     /// # Errors
     /// Fails with [`SendError::Full`] when this sender's room is used up, and with
@@ -345,7 +345,7 @@ impl<T: Send> Receiver<T> {
         self.shared.counters.0.read(self.shared.sleeper.wakes())
     }
 
-    /// Waits until `left` is not 0.
+    /// Waits until a value can be received: until `left` is not 0.
     #[inline]
     fn wait(&mut self) -> Result<(), Closed> {
         while self.left == 0 {

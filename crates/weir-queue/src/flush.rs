@@ -40,8 +40,8 @@ unsafe fn arrive(link: NonNull<Link>, _: &Unplaced) {
 }
 
 impl Core {
-    /// Waits until all items that were pushed before have run. Returns false if the queue was
-    /// closed by then; the caller must then wait for the worker's end instead.
+    /// Waits until all items that were pushed before the call have run. Returns false if the queue
+    /// was closed by then; the caller must then wait for the worker's end instead.
     pub(crate) fn pass_marker(&self) -> bool {
         let waiter = Waiter { left: AtomicUsize::new(0), thread: thread::current() };
         let markers: [Marker<'_>; MAX_SHARDS] =

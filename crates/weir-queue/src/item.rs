@@ -57,7 +57,7 @@ pub(crate) struct Claim(usize);
 /// # Safety
 /// An `Item<Self, ID>` must lie `OFFSET` bytes into every `Self`.
 pub unsafe trait HasItem<const ID: u64 = 0>: Sized {
-    /// The offset of the item, in bytes.
+    /// The offset of the item in its owner, in bytes.
     const OFFSET: usize;
 }
 
@@ -285,8 +285,8 @@ pub(crate) fn item_of<T: HasItem<ID>, const ID: u64>(owner: NonNull<T>) -> NonNu
 /// Finds the owner of a link, and runs the owner's work.
 ///
 /// # Safety
-/// `link` must be that of item `ID` of a `T` which was turned raw for the queue, and must have been
-/// taken once.
+/// `link` must be the link of item `ID` in a `T`, and must have been taken once. A pointer to that
+/// `T` must have been turned raw for the queue.
 unsafe fn run<T: Work<ID>, const ID: u64>(link: NonNull<Link>, unplaced: &Unplaced) {
     // SAFETY: the item lies OFFSET bytes into its owner.
     let owner: NonNull<T> = unsafe { link.byte_sub(T::OFFSET).cast() };
@@ -325,7 +325,8 @@ mod models {
     /// Schedules the item as a queue does: false if it is pending.
     fn schedule(shared: &Shared) -> bool {
         let Some(claim) = shared.item.claim(&shared.unplaced) else { return false };
-        // SAFETY: the item is claimed, so it is in no stack, and the model's end is after all runs.
+        // SAFETY: the item is claimed, so it is in no stack. It lives until the model has ended,
+        // after all runs.
         assert_eq!(unsafe { shared.stack.push(NonNull::from(&shared.item.link)) }, Pushed::Queued);
         claim.placed(&shared.item, &shared.unplaced);
         true
@@ -386,7 +387,8 @@ mod models {
             while shared.unplaced.load(Acquire) > 0 {
                 loom::thread::yield_now();
             }
-            // SAFETY: the marker is pushed once, and the model's end is after all takes.
+            // SAFETY: the marker is pushed once, and lives until the model has ended, after all
+            // takes.
             assert_eq!(unsafe { shared.stack.push(NonNull::from(&shared.marker)) }, Pushed::Queued);
             let first = shared.stack.take().next();
             assert!(!refused || first == Some(NonNull::from(&shared.item.link)));

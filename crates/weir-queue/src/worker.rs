@@ -25,7 +25,7 @@ pub(crate) struct Core {
     pub(crate) unplaced: Padded<Unplaced>,
 }
 
-/// The patience of a worker, in pauses of the processor.
+/// The limits of a worker's wait for items.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
     /// Number of polls before the worker sleeps.

@@ -80,7 +80,8 @@ impl Cgroup {
         lines.filter_map(|line| line.strip_prefix("oom_kill ")).any(|count| count != "0")
     }
 
-    /// The file that a process writes 0 into to come under the limit.
+    /// The file that lists the cgroup's processes. A process that writes 0 to the file comes under
+    /// the limit.
     pub fn entrance(&self) -> PathBuf {
         self.0.join("cgroup.procs")
     }

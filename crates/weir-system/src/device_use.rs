@@ -132,7 +132,7 @@ fn is_node_of(root: &Path, line: &str, numbers: &[String]) -> bool {
 /// of a line.
 fn is_listed(table: &str, device: &str) -> bool {
     table.lines().filter_map(|line| line.split_whitespace().next()).any(|name| {
-        // The kernel marks a device whose node was removed.
+        // The kernel appends this mark to the name of a device whose node was removed.
         let name = name.strip_suffix("\\040(deleted)").unwrap_or(name);
         name.strip_prefix(device).is_some_and(|rest| {
             let partition = rest.strip_prefix('p').unwrap_or("x");

@@ -84,7 +84,7 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), Bi
     match rustix::net::bind(&socket, &address) {
         Ok(()) => {}
         Err(Errno::ADDRINUSE) => {
-            // If the file is gone meanwhile, the code below notices.
+            // If the file is gone by now, `connect` below fails.
             if let Ok(there) = std::fs::symlink_metadata(path)
                 && !there.file_type().is_socket()
             {

@@ -62,8 +62,8 @@ impl Machine {
 
     /// The SMBIOS type of the machine's case, if it is a portable one.
     pub fn portable(&self) -> Option<u8> {
-        // The values are portable, laptop, notebook, sub-notebook, tablet, convertible, detachable
-        // (SMBIOS 3.7, 7.4.1).
+        // The types of a portable, laptop, notebook, sub-notebook, tablet, convertible and
+        // detachable (SMBIOS 3.7, 7.4.1).
         const PORTABLE: [u8; 7] = [8, 9, 10, 14, 30, 31, 32];
         let case = self.text("/sys/class/dmi/id/chassis_type")?.parse().ok()?;
         PORTABLE.contains(&case).then_some(case)

@@ -53,7 +53,7 @@ fn check(page: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the header of a swap area that takes the whole device, of `bytes`.
+/// Writes the header of a swap area that takes the whole device, which has `bytes` bytes.
 ///
 /// # Errors
 /// Fails with the error of the write to the device; with `InvalidInput` if the device is too small

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::{fs, io};
 
-/// The kernel's setting `vm.page-cluster`: a page fault reads at most 2 to the power of it pages
-/// from swap. Dropping this restores the value that the setting had.
+/// The kernel's setting `vm.page-cluster`. With the value n, a page fault reads at most 2^n pages
+/// from swap. Dropping this restores the earlier value.
 #[derive(Debug)]
 pub struct PageCluster(String);
 
