@@ -29,7 +29,7 @@ pub enum OpenErrorKind {
         /// Bytes that were available, if known.
         had: u64,
     },
-    /// There is no such card, disk or file, or no driver for it.
+    /// The card, disk or file does not exist, or its driver is missing.
     NoDevice,
     /// Another process has the store, or every lane is taken.
     InUse,
@@ -72,7 +72,7 @@ impl OpenError {
         OpenError { kind, store: store.into(), what: what.into(), source: Some(source) }
     }
 
-    /// An error of `store`: it could not get `bytes`.
+    /// An error of `store`, which could not get `bytes` bytes of memory.
     pub fn no_memory(store: impl Into<String>, bytes: u64, source: impl Into<Error>) -> Self {
         let what = format!("cannot take {} of memory; ask for less, or free some", ByteSize(bytes));
         let kind = OpenErrorKind::NoMemory { wanted: bytes, had: weir_core::available().unwrap_or(0) };

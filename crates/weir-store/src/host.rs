@@ -48,7 +48,7 @@ impl Host {
     /// of slots.
     ///
     /// # Errors
-    /// Fails as [`Host::new`] does, and with the error of `watch`.
+    /// Fails as [`Host::new`] does. If `watch` returns an error, fails with that error too.
     pub fn watched(slots: u32, watch: Watch<'_>) -> Result<Self, OpenError> {
         let bytes = u64::from(slots) * PAGE_SIZE as u64;
         let name = format!("host:{}", ByteSize(bytes));
@@ -142,7 +142,7 @@ impl Survive for Host {
         if !held {
             keep.hold(HANDOFF, self.fd(), true)?;
         }
-        // A volume has only one keeper in its life, so this cannot fail.
+        // `set` cannot fail: a volume gets a keeper only once.
         let _ = self.shared.keep.set(keep);
         Ok(())
     }
@@ -174,7 +174,7 @@ impl Reclaim for Host {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(self.fd(), flags, offset, bytes)
             .map_err(|errno| Fault::Io(errno.raw_os_error()))?;
-        // Set this only now: a chunk that could not be released still takes pages.
+        // Mark the chunk as released only after a success: else it still takes pages.
         self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
         Ok(())
     }
@@ -195,8 +195,9 @@ impl Host {
         let taken = self.shared.memory.take(offset as usize, bytes as usize, &mut unwatched);
         taken.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
         if let Some(keep) = self.shared.keep.get() {
-            // Tell the keeper. Otherwise no process maps these pages when this one dies, and the
-            // kernel swaps them out first of all. A keeper that is gone holds nothing.
+            // Have the keeper map these pages too. Without it, no process would map them once this
+            // one dies, and the kernel would swap them out first of all. If the call fails, the
+            // keeper is gone, and nothing could survive.
             let _ = keep.took(HANDOFF, offset, bytes);
         }
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
@@ -282,7 +283,7 @@ mod tests {
         rustix::fs::ftruncate(&fd, 8 * PAGE_SIZE as u64).unwrap();
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
         let host = Host::adopt(Memory::adopt(fd).unwrap());
-        // The kernel punches no hole into memory that is sealed against other writers.
+        // With F_SEAL_FUTURE_WRITE on a memfd, the kernel refuses to punch a hole into it.
         rustix::fs::fcntl_add_seals(host.fd(), SealFlags::FUTURE_WRITE).unwrap();
         assert_eq!(host.release(0), Err(Fault::Io(libc::EPERM)));
         let mut lane = host.lane(1).unwrap();

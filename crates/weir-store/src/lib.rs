@@ -126,7 +126,8 @@ pub trait Share {
 /// The way in which a file's room is prepared before it takes pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Room {
-    /// The blocks are only set aside, so that the device never meets a full disk.
+    /// The file system reserves the blocks, but does not write them. So a write never fails because
+    /// the disk is full.
     Reserved,
     /// The blocks are written too. Otherwise the first write of each block is a transaction of its
     /// file system, which takes memory. A kernel that swaps cannot afford that.
@@ -162,7 +163,8 @@ pub trait Lane: Send {
     /// Optional.
     fn plan(&mut self, _reads: usize, _writes: usize) {}
 
-    /// Whether [`plan`](Lane::plan) makes a difference. If not, callers need not count batches.
+    /// Whether [`plan`](Lane::plan) has an effect. If not, callers need not count the operations of
+    /// a batch for it.
     fn heeds_plan(&self) -> bool {
         false
     }
@@ -202,13 +204,14 @@ pub trait Lane: Send {
         0
     }
 
-    /// Queues the write of `pages` into the slots from `first` on, in the same way.
+    /// Queues the write of `pages` into the slots from `first` on as one operation, with the rules
+    /// of [`read_run`](Lane::read_run).
     fn write_run(&mut self, _ticket: Ticket, _first: Slot, _pages: &[PageBytes]) -> usize {
         0
     }
 
-    /// The number of writes that makes the next [`submit`](Lane::submit) cheapest, and the number
-    /// for each one after it. `None`: all numbers are equally good.
+    /// How many writes to queue before the next [`submit`](Lane::submit), and before each one after
+    /// it, so that they cost the least. `None`: the number makes no difference.
     fn best_runs(&self) -> Option<(usize, usize)> {
         None
     }
@@ -218,12 +221,12 @@ pub trait Lane: Send {
         false
     }
 
-    /// Writes a page into a slot at once and past the caches, in no order. Other threads see it
-    /// after [`settle`](Lane::settle). It is for long runs of pages.
+    /// Writes a page into a slot at once, past the caches. Other threads see the pages in any
+    /// order, and all of them after [`settle`](Lane::settle). It is for long runs of pages.
     ///
     /// # Errors
-    /// Fails as a completed [`write`](Lane::write) does, and with `Unsupported` if the store cannot
-    /// do it.
+    /// Fails as a completed [`write`](Lane::write) does, and with `Unsupported` if the store has no
+    /// write past the caches.
     fn write_past_caches(&mut self, _slot: Slot, _page: &PageBytes) -> Result<(), Fault> {
         Err(Fault::Unsupported)
     }
@@ -248,8 +251,8 @@ pub trait Lane: Send {
     /// ended so may still change its slot until [`settled`](Lane::settled) names the slot.
     fn poll(&mut self, _now: Instant, _done: &mut dyn FnMut(Done<'_>)) {}
 
-    /// Names the slots of writes that ended with [`Fault::Timeout`] and were then completed, as the
-    /// last poll found. Before that no other page may use such a slot.
+    /// Names the slots of writes that ended with [`Fault::Timeout`] and have been completed since,
+    /// as the last poll found. Until a slot is named, no other page may use it.
     fn settled(&mut self, _free: &mut dyn FnMut(Slot)) {}
 
     /// Number of operations that were queued or started, and not yet handed over.

@@ -25,7 +25,8 @@ pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
 /// and can stop it.
 ///
 /// # Errors
-/// Fails as [`open`] does, and with the error of `watch` as its [source](OpenError::source).
+/// Fails as [`open`] does. If `watch` returns an error, fails with that error as its
+/// [source](OpenError::source).
 pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<dyn Store>, OpenError> {
     match url {
         StoreUrl::Host { size } => Ok(Arc::new(Host::watched((size.0 / PAGE_SIZE as u64) as u32, watch)?)),
@@ -93,8 +94,8 @@ mod tests {
                 .contains("keeper does not hold its pages"),
             "it was taken"
         );
-        // `host:` needs the descriptor of its memory, and `vram:` that of its record. /dev/null is
-        // neither.
+        // A keeper that holds /dev/null under each name: it is neither the memory of `host:`, nor
+        // the record of `vram:`.
         for url in ["host:64KiB", "vram:0"] {
             let null = |_: &str| Some(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
             let error = reopen(&url.parse().unwrap(), Room::Reserved, &mut { null }).unwrap_err();

@@ -20,8 +20,8 @@ pub trait Reclaim {
     /// Fails when the owner has no memory free now.
     fn take(&self, chunk: u32) -> Result<(), Fault>;
 
-    /// The memory of a member that its owner has left; `None` if the member does not report it. It
-    /// takes some ten microseconds: a governor asks a few times a second.
+    /// The memory of a member that its owner has left free. `None` if the member does not report
+    /// it. A call takes some ten microseconds; a governor calls a few times a second.
     fn headroom(&self, _member: u32) -> Option<Headroom> {
         None
     }
@@ -67,8 +67,8 @@ impl Headroom {
         chunks((self.floor + self.chunk - self.free).div_ceil(self.chunk))
     }
 
-    /// Number of chunks that may be taken again: the free memory beyond the spare, less one chunk
-    /// of distance.
+    /// Number of chunks that may be taken now. All free memory except the spare and one chunk more
+    /// goes to them; that chunk keeps the next take and give-back apart.
     pub fn spare_chunks(&self) -> u32 {
         chunks((self.free.saturating_sub(self.spare) / self.chunk).saturating_sub(1))
     }

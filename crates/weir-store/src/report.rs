@@ -42,7 +42,7 @@ pub struct Condition {
     pub since: SystemTime,
     /// The reason for the last change; `None` if the member was only opened.
     pub why: Option<String>,
-    /// Whether another process could reach everything that the member holds, and this one cannot.
+    /// Whether this process cannot reach what the member holds, but a new process could.
     pub wants_another_process: bool,
 }
 

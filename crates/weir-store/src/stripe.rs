@@ -14,14 +14,14 @@ pub struct Deal(Rule);
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Rule {
-    /// Units of `unit` slots, on the members in turns.
+    /// The members take units of `unit` slots in turns.
     Turns { members: u32, unit: u32 },
     /// For each unit its member, and its number on that member. A unit has `1 << shift` slots.
     Table { shift: u32, units: Box<[(u16, u32)]> },
 }
 
 impl Deal {
-    /// Units of `unit` slots on `members` members in turns, without end.
+    /// A rule by which `members` members take units of `unit` slots in turns. It has no last slot.
     pub fn in_turns(members: u32, unit: u32) -> Self {
         Deal(Rule::Turns { members, unit })
     }
@@ -32,8 +32,8 @@ impl Deal {
         Deal(Rule::Table { shift: unit.ilog2(), units: units.into() })
     }
 
-    /// Deals units of `unit` slots to the members, `counts` to each. After any number of units each
-    /// member has a share in proportion to its speed, as long as it has units left.
+    /// Deals units of `unit` slots to the members: `counts` of them to each. Every first part of
+    /// the table has units in proportion to `speeds`, as long as each member has units left.
     pub fn by_speed(unit: u32, counts: &[u32], speeds: &[f64]) -> Self {
         let mut given = vec![0u32; counts.len()];
         let total = counts.iter().sum::<u32>() as usize;
@@ -75,7 +75,8 @@ impl Deal {
         }
     }
 
-    /// The slot that is slot `there` of a member. A rule by table must search for it.
+    /// The store's slot that lies at slot `there` of `member`. A rule by table must search its
+    /// table for it.
     pub fn slot(&self, member: u32, there: Slot) -> Option<Slot> {
         match &self.0 {
             Rule::Turns { members, unit } => {
@@ -116,8 +117,8 @@ impl<M: Store + Reclaim> Stripe<M> {
         Self::over(name, members, Deal::by_speed(unit, &counts, speeds))
     }
 
-    /// Makes a stripe over `members` with the chunks dealt out as in an earlier stripe; `units` is
-    /// empty if that had one member.
+    /// Makes a stripe over `members`, with the chunks dealt out as in an earlier stripe. `units` is
+    /// that stripe's table, which is empty if that stripe had one member.
     ///
     /// # Panics
     /// Panics when there is no member.
@@ -341,7 +342,8 @@ mod tests {
             for (member, &count) in counts.iter().enumerate() {
                 prop_assert_eq!(deal.units().iter().filter(|it| of(it) == member).count() as u32, count);
             }
-            // While all members have units left, each has its share to within one unit.
+            // Over the first units, while no member has used up its own, each member got units in
+            // proportion to its speed. The difference is at most one unit for each member.
             let least = counts.iter().map(|&count| f64::from(count)).fold(f64::INFINITY, f64::min) as usize;
             let sum: f64 = speeds.iter().sum();
             for (member, &speed) in speeds.iter().enumerate() {

@@ -15,7 +15,7 @@ pub trait Survive {
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()>;
 
     /// Whether no operation of an earlier process can change a slot any more. A dead process
-    /// submits nothing more, but if there is a device, its earlier operations may still land.
+    /// submits nothing more, but a store with a device may still do its earlier operations.
     fn is_quiet(&self) -> bool;
 
     /// Notes that the process ends because it was told to. So the memory that the keeper holds is

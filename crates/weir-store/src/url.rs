@@ -58,7 +58,7 @@ pub enum StoreUrl {
 pub struct UrlError {
     /// The text that was given.
     pub url: String,
-    /// The mistake in the text.
+    /// The mistake that the text has.
     pub problem: UrlProblem,
 }
 

@@ -7,7 +7,8 @@ use std::sync::Barrier;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, Slot};
 
-/// `depth` operations are queued before the lane says that it is full, and none is lost.
+/// A lane opened for `depth` operations queues as many before it says that it is full. None of them
+/// is lost.
 pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
     for depth in [1, 2, 7, 64] {
         let mut lane = Watched::open(store, depth);
@@ -33,8 +34,8 @@ pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
     }
 }
 
-/// Pages that a lane has written past the caches and settled are read by every lane, on any thread.
-/// A store that cannot write so refuses, and writes nothing.
+/// Every lane, on any thread, reads the pages that one lane has written past the caches and
+/// settled. A store that has no such write refuses it, and changes nothing.
 pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
     let mut writer = store.lane(4).expect("a lane");
     let slots: Vec<Slot> = (0..64.min(store.slots())).rev().map(Slot).collect();
@@ -63,8 +64,8 @@ pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
     assert!(writer.write_past_caches(Slot(store.slots()), &content(Slot(0), 1)).is_err());
 }
 
-/// Slots side by side are written, and read, as one operation, whose pages are answered in the
-/// order of the slots. A store that cannot do that now takes none.
+/// Neighbouring slots are written, and read, as one operation, which answers with the pages in the
+/// order of the slots. A store that cannot do that at present queues no page of the run.
 pub fn a_run_is_one_operation_and_comes_back_in_order(store: &dyn Store) {
     const DEPTH: usize = 16;
     for (serial, start) in (1..).zip((0..store.slots()).step_by(7).take(30)) {
@@ -153,8 +154,8 @@ pub fn a_lane_may_move_to_another_thread(store: &dyn Store) {
     drop(lane.into_lane());
 }
 
-/// A released chunk faults as lost. Taken again, it works and shows nothing of its old content. A
-/// store that cannot release chunks refuses.
+/// Operations on a released chunk end with [`Fault::Lost`]. A chunk that was taken again works, and
+/// shows nothing of its old content. A store that cannot release chunks refuses to.
 pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
     let Some(memory) = store.reclaim() else { return };
     let chunks = store.slots().div_ceil(memory.chunk_slots());
@@ -163,7 +164,7 @@ pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
     let last = Slot(store.slots() - 1);
     let mut lane = Watched::open(store, 4);
     let mut elsewhere = Watched::open(store, 4);
-    // The disk cannot discard.
+    // A disk that cannot discard gives no chunk back, so there is nothing to check.
     if memory.release(chunk) == Err(Fault::Unsupported) {
         return;
     }
@@ -249,7 +250,8 @@ pub fn waiting_on_the_wake_fd_finds_every_completion(store: &dyn Store) {
         }
         finished.append(&mut lane.drain());
         assert_eq!(finished.len(), slots as usize);
-        // A poll without a completion clears a wake-up that is left over from a poll with several.
+        // After a poll that found several completions, the wake-up descriptor may still be
+        // readable. The next poll finds none, and must clear it.
         assert!(lane.poll().is_empty());
         assert_ne!(lane.wakes(), Some(true), "an idle lane keeps its thread awake");
     }

@@ -8,8 +8,8 @@ pub fn content(slot: Slot, serial: u32) -> PageBytes {
     let mut page = [0; PAGE_SIZE];
     let mut state = u64::from(slot.0) << 32 | u64::from(serial);
     for word in page.chunks_exact_mut(8) {
-        // An odd constant keeps the sequence from repeating within 2^64 steps; the multiplication
-        // spreads it.
+        // The constant is odd, so that the states do not repeat within 2^64 steps. The
+        // multiplication spreads each state over all bits of its word.
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         word.copy_from_slice(&(state ^ (state >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb).to_le_bytes());
     }

@@ -9,7 +9,7 @@ use weir_core::{PAGE_SIZE, PageBytes, Slot};
 /// Time limit of a test: longer than any operation of a store that works.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The operation of a completion.
+/// The kind of a completed operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// A write, with its serial number.

@@ -73,12 +73,13 @@ pub fn any_interleaving_agrees_with_the_model(store: &dyn Store, source: &'stati
     }
 }
 
-/// The content of a slot, if it is known.
+/// The content of a slot, as far as the model knows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Known {
     /// The slot holds the write of this serial number.
     Serial(u32),
-    /// The slot was never written in this case, or since its chunk was taken anew.
+    /// The slot has no content: this case has not written it, or not since its chunk was last
+    /// taken.
     Nothing,
 }
 
@@ -96,7 +97,7 @@ struct Model<'a> {
 
 impl<'a> Model<'a> {
     fn new(store: &'a dyn Store) -> Self {
-        // An earlier case that failed may have left chunks released.
+        // Take every chunk: an earlier case that failed may have left some of them released.
         if let Some(memory) = store.reclaim() {
             for chunk in 0..store.slots().div_ceil(memory.chunk_slots()) {
                 let _ = memory.take(chunk);
@@ -113,7 +114,8 @@ impl<'a> Model<'a> {
             writing: HashSet::new(),
             reading: HashMap::new(),
             released: HashSet::new(),
-            // Taking a large chunk again touches all of its memory: tens of milliseconds.
+            // Release large chunks only once: to take one again touches all of its memory, for tens
+            // of milliseconds.
             releases_left: if chunk_slots(store) > 4096 { 1 } else { usize::MAX },
             serial: 0,
         }

@@ -79,14 +79,15 @@ impl Backing {
             Ok(backing)
         });
         if ready.is_err() && is_new {
-            // This call made the file, or it was empty: on failure leave nothing behind, least of
-            // all a full disk.
+            // The file is new, or was empty. Remove it after the failure: it may have filled the
+            // disk.
             let _ = std::fs::remove_file(path);
         }
         ready
     }
 
-    /// Opens `path` unchanged, for this process alone. Also returns its length in bytes.
+    /// Opens `path` without changing its content, and locks out other processes. Also returns its
+    /// length in bytes.
     pub(super) fn open_raw(name: &str, path: &Path) -> Result<(Self, u64), OpenError> {
         let is_device = match rustix::fs::stat(path).map(|stat| FileType::from_raw_mode(stat.st_mode)) {
             Ok(FileType::BlockDevice) => true,
@@ -175,7 +176,8 @@ impl Backing {
             }
             Err(errno) => return Err(OpenError::io(name, format!("cannot lock {shown}"), errno)),
         }
-        // The file's last owner may have removed it.
+        // The process that held the file before may have removed it. So `path` must still name the
+        // file that was opened.
         let identity = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
         let here = rustix::fs::fstat(&self.file).map(identity);
         if rustix::fs::stat(path).map(identity) != here {
@@ -254,8 +256,8 @@ impl Backing {
         if !self.is_device {
             return Ok(Content::Other("data that is not Weir's"));
         }
-        // Read the last bytes from a page's boundary on, as O_DIRECT requires. The offsets of marks
-        // at the end count from the device's last byte.
+        // O_DIRECT needs a read that begins at a multiple of the page size. A mark at the device's
+        // end is found by its distance from the last byte.
         let from = (bytes - look) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
         let end = self.read(name, from, (bytes - from) as usize)?;
         Ok(signature::find(&start, &end).map_or(Content::Nothing, Content::Other))
@@ -289,7 +291,8 @@ impl Backing {
         false
     }
 
-    /// Clears the marks of earlier content, so that no program takes the file for what it was.
+    /// Clears the marks of earlier content, so that no program takes the file or device for what it
+    /// was before.
     fn forget(&mut self, name: &str, bytes: u64) -> Result<(), OpenError> {
         if !self.is_device {
             return rustix::fs::ftruncate(&self.file, 0)
@@ -318,8 +321,9 @@ impl Backing {
     fn allocate(&mut self, name: &str, path: &Path, before: u64) -> Result<(), OpenError> {
         let total = HEADER + self.room;
         if before == 0 {
-            // On a copy-on-write file system, an allocated block is no room for its next version.
-            // So turn copying off while the file is empty (Btrfs; others do not know the flag).
+            // On a copy-on-write file system, a write goes to a new block, whatever was allocated
+            // before. So turn copying off while the file is empty (Btrfs; others do not know the
+            // flag).
             if let Ok(flags) = rustix::fs::ioctl_getflags(&self.file) {
                 let _ = rustix::fs::ioctl_setflags(&self.file, flags | rustix::fs::IFlags::NOCOW);
             }
@@ -328,7 +332,7 @@ impl Backing {
                 .map_err(|errno| OpenError::io(name, "cannot shorten it", errno))?;
         }
         let done = loop {
-            // Ask first: fallocate takes all free room before it fails.
+            // Look at the free room first: fallocate takes all of it before it fails.
             if self.lacks_room(total) {
                 break Err(Errno::NOSPC.into());
             }
@@ -339,8 +343,8 @@ impl Backing {
             }
         };
         let done = done.and_then(|()| {
-            // A file system that compresses, or counts blocks only when they are written, has
-            // allocated none.
+            // A file system that compresses has allocated no blocks for zeros. Some others allocate
+            // blocks only when they are written.
             let stat = rustix::fs::fstat(&self.file)?;
             match (stat.st_blocks as u64).saturating_mul(512) {
                 has if has >= total => Ok(()),
@@ -351,7 +355,7 @@ impl Backing {
             }
         });
         done.map_err(|error| {
-            // Free the room before the error is returned.
+            // Free what was allocated, before the error is returned.
             let _ = rustix::fs::ftruncate(&self.file, before.min(total));
             let free = rustix::fs::fstatvfs(&self.file).map_or(0, |stat| stat.f_bavail * stat.f_frsize);
             let what = format!(
@@ -400,10 +404,10 @@ impl Backing {
         Ok(length as u64)
     }
 
-    /// Writes blocks that the file system has only set aside, and that read as a hole. They hold no
-    /// data.
+    /// Writes zeros to blocks that the file system has reserved, and that were never written. They
+    /// hold no data.
     ///
-    /// Without this, the first write into such a block is a transaction of the file system. That
+    /// A first write into a block that is only reserved is a transaction of the file system. That
     /// takes memory and room in the journal, just when memory is short.
     fn write_out(&self, offset: u64, bytes: u64, watch: Watch<'_>) -> std::io::Result<()> {
         if self.is_device {
@@ -424,12 +428,12 @@ impl Backing {
             if at < end {
                 let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(at))?.min(end);
                 let written = hole / PAGE_SIZE as u64 * PAGE_SIZE as u64;
-                // If a page is written in part, write the whole page.
+                // If less than a page is missing, write the whole page, as O_DIRECT requires.
                 at = if written > at { written } else { at + self.write_zeros(&zeros[..1], at, end)? };
                 watch(at - offset, bytes)?;
             }
         }
-        // With the page cache, blocks are written only now.
+        // If the file is not open with O_DIRECT, this writes the blocks from the page cache.
         self.file.sync_data()
     }
 
@@ -446,7 +450,7 @@ impl Backing {
         rustix::fs::fallocate(self.file.as_fd(), flags, offset, bytes)
     }
 
-    /// Allocates the blocks again.
+    /// Allocates blocks again that [`punch`](Self::punch) gave back.
     pub(super) fn refill(&self, offset: u64, bytes: u64, room: Room) -> std::io::Result<()> {
         if self.is_device {
             return Ok(()); // Its blocks were only discarded; they are still its own.
@@ -464,7 +468,7 @@ impl Backing {
     }
 }
 
-/// A row of zero pages: a larger row needs fewer writes.
+/// Makes several zero pages that one write can take: 4 MiB.
 fn zeros() -> Vec<Page> {
     vec![Page::zeroed(); (4 << 20) / PAGE_SIZE]
 }
@@ -496,10 +500,10 @@ pub fn is_left_over(path: &Path) -> bool {
     is_ours().unwrap_or(false)
 }
 
-/// Tries again while `path` is in use: for half a second, and for ten seconds where no process that
-/// runs holds it. A process that used io_uring has its files for a while after its end, until a
-/// worker of the kernel has closed them: 90 ms beside six busy processes on two cores, and as long
-/// as a slow disk takes to end what was under way.
+/// Repeats `attempt` while `path` is in use: for half a second if a running process holds it, else
+/// for ten seconds. When a process that used io_uring has ended, a worker of the kernel closes its
+/// files a little later. That took 90 ms beside six busy processes on two cores, and may take as
+/// long as a slow disk.
 fn soon<T>(path: &Path, attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
     const EACH: Duration = Duration::from_millis(20);
     const HELD: u32 = 25;
@@ -512,7 +516,8 @@ fn soon<T>(path: &Path, attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Err
     loop {
         match attempt() {
             Err(errno @ (Errno::WOULDBLOCK | Errno::BUSY)) if tries < LET_GO => {
-                // The kernel lists no owner of a device that is mounted.
+                // The kernel lists no owner of a device that is mounted. There EBUSY alone says
+                // that the device is held.
                 let is_held =
                     |owner| owner == Owner::Living || (owner, errno) == (Owner::Unlisted, Errno::BUSY);
                 if tries >= HELD && is_held(owner()) {

@@ -32,8 +32,8 @@ const FLUSH: u64 = u64::MAX;
 /// Largest number of restarts of an I/O that the kernel interrupts. After that it counts as failed.
 const RETRIES: u8 = 16;
 
-/// Time that the disk has for an operation, with retries. The next poll may be [`POLL_EVERY`]
-/// later.
+/// Time that the disk has for an operation, retries included. A poll may notice up to
+/// [`POLL_EVERY`] late that the time is over.
 pub(super) const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
 pub(super) struct FileLane {
@@ -64,7 +64,8 @@ pub(super) struct FileLane {
     is_registered: bool,
     /// The flush under way.
     flush: Option<Flush>,
-    /// Whether the kernel has just refused entries, so that no completion will wake the owner.
+    /// Whether the kernel refused the last entries that were submitted. Then the lane must be
+    /// polled, since no completion will wake its owner.
     is_refused: bool,
 }
 
@@ -74,7 +75,7 @@ struct Operation {
     slot: Slot,
     place: Position,
     direction: Direction,
-    /// The time of the first poll after the submission.
+    /// The time of the first poll after the operation was submitted.
     started: Option<Instant>,
     /// The operation's owner was given a timeout.
     is_late: bool,
@@ -84,7 +85,7 @@ struct Operation {
 #[derive(Clone, Copy)]
 struct Flush {
     ticket: Ticket,
-    /// Number of members that have not answered.
+    /// Number of members whose part of the flush has not ended.
     left: usize,
     result: Result<(), Fault>,
 }
@@ -120,8 +121,8 @@ impl FileLane {
                         container's seccomp profile)";
             OpenError::io(name, what, error)
         })?;
-        // The last file is not for I/O. It tells the keeper when the ring is gone, if this process
-        // dies.
+        // The last file is the writing end of a pipe and has no I/O. If this process dies, the
+        // pipe's end shows that the ring is gone.
         let files = shared.members.iter().map(|member| member.file.as_raw_fd());
         let files: Vec<RawFd> = files.chain([shared.quiet.token().as_raw_fd()]).collect();
         ring.submitter()
@@ -171,7 +172,8 @@ impl FileLane {
         })
     }
 
-    /// Takes a staging page for an operation and queues it; if that fails, returns the answer.
+    /// Takes a staging page for an operation, queues the operation, and returns the page's number.
+    /// Without a free page, returns what to answer.
     fn queue(
         &mut self,
         ticket: Ticket,
@@ -180,8 +182,8 @@ impl FileLane {
         direction: Direction,
     ) -> Result<usize, Progress> {
         let Some(page) = self.staging.take() else {
-            // If all operations wait for a disk that hangs, no poll brings a staging page back
-            // soon.
+            // If all operations of the lane have timed out, the disk hangs, and no poll frees a
+            // staging page soon.
             let hangs = self.in_flight() == 0;
             return Err(if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full });
         };
@@ -251,8 +253,8 @@ impl FileLane {
         Some((entry.user_data() as usize, entry.result()))
     }
 
-    /// Handles the kernel's `result` for a run. `Ok`: this many of its first pages are done; a rest
-    /// goes on. `Err`: its pages failed.
+    /// Handles the kernel's `result` for a run. Returns the run's pages once all are done, else 0:
+    /// the rest of the run is started again. Returns the fault if the run failed.
     fn advance(&mut self, first: usize, result: i32) -> Result<usize, Fault> {
         let run = &mut self.runs[first];
         let total = run.pages * PAGE_SIZE;
@@ -453,7 +455,8 @@ impl Lane for FileLane {
                 Err(fault) => self.fail(first, fault, done),
             }
         }
-        // This also submits remainders, retries, and entries that the kernel has refused before.
+        // Hand the queued entries to the kernel: the rests of runs, retries, and entries that the
+        // kernel refused before.
         self.enter();
         self.expire(now, done);
     }
@@ -466,8 +469,8 @@ impl Lane for FileLane {
         self.staging.in_use() - self.late + usize::from(self.flush.is_some())
     }
 
-    /// The ring itself, which is readable while completions wait. So there is no second descriptor
-    /// to clear after each poll.
+    /// The descriptor of the io_uring itself, which is readable while completions wait. An eventfd
+    /// would have to be cleared after each poll.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         // SAFETY: the ring keeps its descriptor open as long as `self` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
@@ -587,7 +590,8 @@ mod tests {
             is_device: false,
             is_direct: false,
         };
-        // Slot 0 lies on the reading end, slot 1 on the writing end.
+        // Slot 0 lies on member 0, the pipe's reading end. Slot 1 lies on member 1, its writing
+        // end.
         let shared = Shared {
             members: Box::new([member(&reading), member(&writing)]),
             start: super::super::HEADER,
@@ -626,7 +630,7 @@ mod tests {
     #[test]
     fn a_write_that_the_disk_does_not_answer_ends_in_time_and_its_slot_is_settled_only_by_the_disk() {
         let (mut lane, mut reading, _writing) = hanging();
-        // The pipe takes 16 pages; the other operations hang until the test reads.
+        // The pipe has room for 16 pages. The writes after them hang until the test reads from it.
         for ticket in 0..20 {
             assert_eq!(lane.write(ticket, Slot(1), &[ticket as u8; PAGE_SIZE]), Progress::Queued);
             lane.submit();

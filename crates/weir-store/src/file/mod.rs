@@ -1,9 +1,9 @@
 //! `file:` and `stripe:`: stores in files and on block devices, by io_uring.
 //!
-//! `--backing` names such a store. It takes all its room before the first page, so the device never
-//! meets a full disk. Pages are encrypted with a key that exists only while the store is open. They
-//! contain swapped memory, and overwriting an SSD does not reliably erase them. A store over
-//! several members puts units on them in turns (RAID-0).
+//! Such a store is also the `--backing` of a volume. It takes all its room before the first page,
+//! so the device never meets a full disk. Pages hold swapped memory, and overwriting an SSD does
+//! not reliably erase them. So they are encrypted with a key that exists only while the store is
+//! open. A store over several members puts units on them in turns (RAID-0).
 
 mod backing;
 mod cipher;
@@ -72,7 +72,7 @@ struct Shared {
     traffic: Box<[Traffic]>,
 }
 
-/// The place of a slot.
+/// The place of a slot in the store's files.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Position {
     member: u32,
@@ -104,7 +104,7 @@ impl<'a> Layout<'a> {
     }
 
     fn of_stripe(url: &'a StripeUrl) -> Result<Self, OpenError> {
-        // Each member holds its share in whole units.
+        // All members have the same number of whole units.
         let round = url.unit.0.saturating_mul(url.paths.len() as u64);
         let size_each = match url.size {
             Some(size) if !size.0.is_multiple_of(round) => {
@@ -139,7 +139,7 @@ impl FileStore {
     /// Does the same as [`FileStore::open`]. `watch` gets the progress while room is written.
     ///
     /// # Errors
-    /// Fails as [`FileStore::open`] does, and with the error of `watch`.
+    /// Fails as [`FileStore::open`] does. If `watch` returns an error, fails with that error too.
     pub fn open_watched(url: &FileUrl, room: Room, watch: Watch<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_file(url));
         Ok(Self::named(url, Shared::open(&name, &layout, room, watch)?))
@@ -163,12 +163,12 @@ impl FileStore {
     /// Opens all the files or devices that `url` names, and takes their room.
     ///
     /// # Errors
-    /// Fails as [`FileStore::open`] does for any of them.
+    /// Fails when [`FileStore::open`] would fail for one of the files or devices.
     pub fn open_stripe(url: &StripeUrl) -> Result<Self, OpenError> {
         Self::open_stripe_watched(url, Room::Reserved, &mut unwatched)
     }
 
-    /// Does the same as [`FileStore::open_watched`] for all of them.
+    /// Does the same as [`FileStore::open_watched`], for all files or devices that `url` names.
     ///
     /// # Errors
     /// Fails as [`FileStore::open_watched`] does.
@@ -177,7 +177,7 @@ impl FileStore {
         Ok(Self::named_stripe(url, Shared::open(&name, &layout, room, watch)?))
     }
 
-    /// Does the same as [`FileStore::reopen`] for all of them.
+    /// Does the same as [`FileStore::reopen`], for all files or devices that `url` names.
     ///
     /// # Errors
     /// Fails as [`FileStore::reopen`] does.
@@ -249,8 +249,8 @@ impl Shared {
         let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, DENIED, error))?;
         let shared = Self::over(name, layout, cipher, members, quiet, room)?;
         for (chunk, released) in shared.released.iter().enumerate() {
-            // Take chunks that the last daemon had released, if there is room. For a held chunk
-            // this changes nothing.
+            // Try to take the chunks that the last daemon had released. For a chunk that still has
+            // its room this changes nothing.
             let (offset, bytes) = shared.chunk(chunk as u32).expect("a chunk of this store");
             let has_room = |member: &Backing| member.refill(offset, bytes, Room::Reserved).is_ok();
             released.store(!shared.members.iter().all(has_room), Ordering::Relaxed);
@@ -296,7 +296,8 @@ impl Shared {
         ByteSize(u64::from(self.slots) * PAGE_SIZE as u64)
     }
 
-    /// The place of a slot, unless the slot is outside of the store or its chunk has been released.
+    /// The place of a slot in the store's files. Fails if the slot is outside of the store, or its
+    /// chunk has been released.
     #[inline]
     fn place(&self, slot: Slot) -> Result<Position, Fault> {
         if slot.0 >= self.slots || self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::Relaxed)
@@ -352,12 +353,12 @@ impl Store for FileStore {
         })
     }
 
-    /// Always online: a disk that fails reports it for each operation.
+    /// Always online: a disk that fails shows it only by the faults of operations.
     fn state(&self, _member: u32) -> State {
         State::Online
     }
 
-    /// A store that keeps foreign content unchanged gives nothing back.
+    /// A raw disk keeps its content, so it gives no chunk back.
     fn reclaim(&self) -> Option<&dyn Reclaim> {
         (self.shared.start > 0).then_some(self as _)
     }
@@ -378,7 +379,8 @@ impl Survive for FileStore {
             }
             cipher.iter().try_for_each(|cipher| keep.hold(KEY, cipher.secret(), true))?;
         }
-        // A takeover changes only the pipes; the keeper holds the rest already.
+        // Hand over the pipes also after a takeover: they have changed. The keeper holds the rest
+        // already.
         quiet.pipes().try_for_each(|(name, fd)| keep.hold(&name, fd, false))
     }
 
@@ -386,7 +388,7 @@ impl Survive for FileStore {
         self.shared.quiet.is_quiet()
     }
 
-    /// Does nothing: the key ends with the last process that has it open.
+    /// Does nothing: the kernel clears the key's memory when the last process closes it.
     fn forget(&self) {}
 }
 
@@ -403,8 +405,9 @@ impl Reclaim for FileStore {
         let members = &self.shared.members;
         for (at, member) in members.iter().enumerate() {
             let Err(errno) = member.punch(offset, bytes) else { continue };
-            // The chunk must stay, so its room must be whole again. The members before this one
-            // have a hole in it, and this one may have part of one.
+            // This member did not release its part, so the chunk must stay and needs all its room
+            // again. The members before this one have released theirs, and this one may have
+            // released some of it.
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {
@@ -421,7 +424,8 @@ impl Reclaim for FileStore {
         Ok(())
     }
 
-    /// Allocates the blocks again; fails with ENOSPC if another program has taken the room.
+    /// Allocates the chunk's blocks again. Fails with ENOSPC if another program has taken the room
+    /// meanwhile.
     fn take(&self, chunk: u32) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         for member in &self.shared.members {
@@ -468,7 +472,7 @@ mod tests {
         let places: std::collections::HashSet<_> =
             (0..192).map(|slot| (shared.locate(slot).member, shared.locate(slot).offset)).collect();
         assert_eq!(places.len(), 192);
-        // Only a chunk's own slots lie in the chunk's range of each member.
+        // A chunk's range on each member contains the chunk's own slots, and no other slot.
         for slot in 0..192 {
             let offset = shared.locate(slot).offset;
             for chunk in 0..8 {

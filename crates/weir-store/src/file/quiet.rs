@@ -20,7 +20,7 @@ pub(super) struct Quiet {
     before: Vec<OwnedFd>,
 }
 
-/// The name under which the keeper holds a pipe; the first is the newest.
+/// The name under which the keeper holds pipe number `at`. Number 0 is the newest.
 fn name(at: usize) -> String {
     format!("quiet.{at}")
 }
@@ -39,7 +39,7 @@ impl Quiet {
         Ok(Quiet { before, ..Quiet::new()? })
     }
 
-    /// The token that each ring registers.
+    /// The descriptor that each io_uring registers: the pipe's writing end.
     pub fn token(&self) -> BorrowedFd<'_> {
         self.writing.as_fd()
     }

@@ -22,8 +22,8 @@ impl FileStore {
     /// afterwards.
     ///
     /// # Errors
-    /// Fails when there is no such file, it is in use, or it is no file or block device of whole
-    /// pages below 16 TiB.
+    /// Fails when `path` does not exist or is in use. Also fails when it is neither a file nor a
+    /// block device, or its size is not whole pages below 16 TiB.
     pub fn open_raw(path: &Path) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         let (member, bytes) = Backing::open_raw(&name, path)?;
@@ -38,8 +38,8 @@ impl FileStore {
         Self::of_members(name, vec![member], pages as u32, 1, std::slice::from_ref(&path.to_owned()))
     }
 
-    /// Opens the files or devices at `paths` for this process alone, without headers, with units of
-    /// `unit` on them in turns. Leaves out the end of a member that fills no unit.
+    /// Opens the files or devices at `paths` for this process alone. They have no headers, and take
+    /// pages in turns, `unit` bytes at a time. The end of a member that fills no unit is left out.
     ///
     /// # Errors
     /// Fails when one does not exist, is in use, is neither a file nor a block device, or is

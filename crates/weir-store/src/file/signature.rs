@@ -12,7 +12,7 @@ struct Mark {
 }
 
 const MARKS: &[Mark] = &[
-    // The mark is that of docs/log-format.md.
+    // docs/log-format.md specifies this mark.
     Mark { of: "a durable log of weir cache", at: 0, bytes: b"WEIR DURABLE LOG\n" },
     Mark { of: "ext2, ext3 or ext4", at: 0x438, bytes: b"\x53\xef" },
     Mark { of: "XFS", at: 0, bytes: b"XFSB" },
@@ -55,8 +55,8 @@ const MARKS: &[Mark] = &[
 /// Bytes of a device's start, and of its end, that must be searched.
 pub(super) const LOOK: usize = 192 << 10;
 
-/// The owner of a mark in the first or last [`LOOK`] bytes; a smaller device is searched as a
-/// whole.
+/// Finds a mark in the first or last [`LOOK`] bytes, and returns the name of the system that writes
+/// it. Of a device that is smaller, all bytes are searched.
 pub(super) fn find(start: &[u8], end: &[u8]) -> Option<&'static str> {
     let found = |mark: &Mark| {
         let (place, at) = match usize::try_from(mark.at) {

@@ -40,8 +40,8 @@ impl Staging {
         }
         let words = self.used.len();
         let (word, bit) = (self.next / 64, self.next % 64);
-        // The word of `next` is searched twice: first its bits from there on, at the end those
-        // before.
+        // The search begins at `next` and goes round. So the word that contains `next` is searched
+        // twice: first its bits from `next` on, and at the end those before.
         let found = (0..=words).find_map(|step| {
             let at = (word + step) % words;
             let passed = if step == 0 { (1u64 << bit) - 1 } else { 0 };

@@ -12,7 +12,8 @@ const KEYS: &[&str] = &["size", "unit", "encrypt", "overwrite"];
 pub struct StripeUrl {
     /// The paths of the members. A path with a comma cannot be written.
     pub paths: Vec<PathBuf>,
-    /// Room for pages on all members together. `None`: on each member as for a single file.
+    /// Room for pages on all members together. `None`: each member gives all of its device, or what
+    /// its Weir file has.
     pub size: Option<ByteSize>,
     /// Whether to encrypt, as for a single file.
     pub encrypt: bool,

@@ -25,8 +25,8 @@ pub struct FileUrl {
 }
 
 impl FileUrl {
-    /// The default size of a chunk: large enough that file systems free whole extents, and small
-    /// enough to follow a card's chunks.
+    /// The default size of a chunk. It is large enough that file systems free whole extents. It is
+    /// smaller than a card's chunk, so that both can be given back and taken alike.
     pub const CHUNK: ByteSize = ByteSize(64 << 20);
 
     /// The file at `path`, with every option at its default.
@@ -57,7 +57,8 @@ impl fmt::Display for FileUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let path = self.path.display().to_string();
         write!(f, "file:{path}")?;
-        // If the path has a `?`, a query must follow it, else it is not read back correctly.
+        // If the path has a `?`, write an empty query after it. Without that, a parser takes the
+        // end of the path for the query.
         let bare = self.size.is_none() && self.encrypt && !self.overwrite && self.chunk == FileUrl::CHUNK;
         if bare && path.contains('?') {
             return f.write_str("?");

@@ -1,9 +1,9 @@
-//! The bell that wakes the thread that makes copies anew.
+//! The alarm that wakes the thread which makes copies anew.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The bell, with its last call.
+/// The last call to the thread, and the condition variable by which it wakes.
 #[derive(Debug, Default)]
 pub(super) struct Alarm {
     state: Mutex<Call>,
@@ -37,7 +37,7 @@ impl Alarm {
         self.ring(Call::Close);
     }
 
-    /// Waits for a call, but no longer than `limit`.
+    /// Waits until somebody calls the thread, but no longer than `limit`. Returns the call.
     pub(super) fn wait(&self, limit: Duration) -> Call {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.rung.wait_timeout_while(state, limit, |state| *state == Call::Nothing);

@@ -11,7 +11,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use weir_core::{PageBytes, Slot};
 
-/// Time limit of an operation. The poll that notices its end may be [`POLL_EVERY`] late.
+/// Time limit of an operation. A poll may notice up to [`POLL_EVERY`] late that the limit has
+/// passed.
 const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
 /// Time that a read waits for one copy before the lane asks for the other.
@@ -23,7 +24,7 @@ const ALONE_AFTER: Duration = Duration::from_secs(1);
 /// Pause of a read that no node has answered, before the lane asks all nodes anew.
 const RETRY_AFTER: Duration = Duration::from_millis(50);
 
-/// Number of operations after which a lane sends them without a call of [`Lane::submit`].
+/// When this many operations are queued, the lane sends them without a call of [`Lane::submit`].
 const BATCH: usize = 64;
 
 pub(super) struct RemoteLane {
@@ -34,7 +35,8 @@ pub(super) struct RemoteLane {
     free: Vec<usize>,
     /// Operations that wait for [`Lane::submit`].
     queued: Vec<usize>,
-    /// Operations that were sent. Late ones are among them.
+    /// Operations that were sent to nodes. Those that have timed out stay among them until all
+    /// nodes have answered.
     sent: Vec<usize>,
     /// Slots whose late writes have ended since the last call of [`Lane::settled`].
     settled: Vec<Slot>,
@@ -53,12 +55,12 @@ struct Operation {
     asked_for: u8,
     /// Whether a node that the read has asked did not answer.
     unanswered: bool,
-    /// Whether the read pauses before it asks anew.
+    /// Whether the read waits for the end of a pause, after which the lane asks all nodes anew.
     rests: bool,
     /// Whether the write goes to every node of its slot, and waits for nodes that are away.
     patient: bool,
-    /// The time of the first poll after the operation's submission, and of the first poll after its
-    /// last attempt.
+    /// `started` is the time of the first poll after the operation was submitted. `asked` is the
+    /// time of the first poll after its latest attempt began.
     started: Option<Instant>,
     asked: Option<Instant>,
     /// Whether the operation's owner has been told of a timeout.
@@ -98,7 +100,7 @@ impl RemoteLane {
             return Progress::Done(Err(Fault::Io(libc::EINVAL)));
         }
         let Some(operation) = self.free.pop() else {
-            // If all operations in flight are late, no poll frees one soon.
+            // Whether all operations of the lane have timed out: then no poll frees one soon.
             let hangs = self.in_flight() == 0;
             return if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full };
         };
@@ -132,8 +134,8 @@ impl RemoteLane {
         let Operation { slot, .. } = self.table[operation];
         let placement = &self.core.placement;
         let nodes: [Option<usize>; COPIES_MAX] = std::array::from_fn(|copy| placement.node(slot, copy));
-        // The nodes' states are read once. A node may go away at any moment, and the number of
-        // answers must not change.
+        // Read each node's state only once. A node may go away at any moment, but the number of
+        // answers to wait for must match the jobs that are sent.
         let online = nodes.map(|node| node.filter(|node| self.senders.nodes[*node].state() == State::Online));
         let patient = patient || placement.copies() == 1 || online.iter().flatten().count() == 0;
         let chosen = if patient { nodes } else { online };
@@ -152,8 +154,9 @@ impl RemoteLane {
         }
     }
 
-    /// The copies that a read may ask for next: copies that lack nothing. If none is left and
-    /// `lacking_too`, copies whose marks may be out of date.
+    /// Returns the copies that a read has not asked for yet and may ask for next. These are the
+    /// copies without a mark. If there are none, and with `lacking_too`, they are the marked
+    /// copies: a mark may be out of date.
     fn copies_left(&self, operation: usize, lacking_too: bool) -> [Option<usize>; COPIES_MAX] {
         let Operation { slot, asked_for, .. } = self.table[operation];
         let entry = self.core.ledger.get(slot);
@@ -205,7 +208,8 @@ impl RemoteLane {
             Kind::Read(_) | Kind::Probe => &mut self.senders.reads[node],
             Kind::Write(_) | Kind::Copy(_) => &mut self.senders.writes[node],
         };
-        // The node's queue is full of jobs that are void by now.
+        // The node's queue is only full if the node has not answered for long. Its jobs are void by
+        // now.
         if sender.try_send(job).is_err() {
             self.operations.answer(operation, attempt, Err(Fault::Timeout), None);
         }
@@ -277,8 +281,8 @@ impl RemoteLane {
             let Operation { ticket, slot, stamp, rests, .. } = *entry;
             let is_read = entry.stamp.is_none();
             if !is_read && now >= asked + ALONE_AFTER && self.operations.is_kept_alone(operation) {
-                // The other node may still do the write. Its thread does later writes of the slot
-                // after this one.
+                // One node has kept the write, so it has succeeded. If the other node still does
+                // the write, it does so before later writes of the slot.
                 self.core.counts.degraded.fetch_add(1, Ordering::Relaxed);
                 self.operations.void(operation);
                 at -= 1;
@@ -286,7 +290,8 @@ impl RemoteLane {
                 self.free.push(operation);
                 done(Done { ticket, result: Ok(()), page: None });
             } else if now >= started + LIMIT {
-                // No node has a job of a write that pauses.
+                // A read changes nothing, and no node has a job of a write that pauses. So either
+                // ends here.
                 if is_read || rests {
                     self.settled.extend((!is_read).then_some(slot));
                     self.operations.void(operation);
@@ -352,8 +357,8 @@ impl Lane for RemoteLane {
 }
 
 impl Drop for RemoteLane {
-    /// Jobs in the queues become void. A node does the jobs under way before the jobs of later
-    /// lanes.
+    /// Makes all operations void. Nodes skip their jobs that still wait in a queue, and end those
+    /// under way before the jobs of later lanes.
     fn drop(&mut self) {
         (0..self.table.len()).for_each(|operation| self.operations.void(operation));
     }

@@ -1,14 +1,15 @@
 //! The ledger: for each slot the stamp of its newest write that a node has kept, and a mark for
 //! each copy that lacks it.
 //!
-//! A copy lacks a write if its node was away, has not answered yet, or has another process since. A
-//! marked copy may still be there, but an unmarked copy was certainly written.
+//! A copy lacks a write if its node was away or has not answered yet, or if the node's process has
+//! been replaced since. A copy with a mark may still be there, but a copy without one was certainly
+//! written.
 
 use super::url::COPIES_MAX;
 use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::Slot;
 
-/// The mark of the first copy. The bit below it is the mark of the second.
+/// The bit of a word that marks the first copy. The bit below it marks the second.
 const FIRST: u64 = 1 << 63;
 /// The bits of a stamp.
 const STAMP: u64 = (1 << (64 - COPIES_MAX)) - 1;
@@ -47,7 +48,8 @@ fn mark(copy: usize) -> u64 {
 }
 
 impl Ledger {
-    /// A ledger for `slots` slots with `copies` copies each; `None`: there is not enough memory.
+    /// Makes a ledger for `slots` slots with `copies` copies each. `None` if there is not enough
+    /// memory.
     pub(super) fn new(slots: u32, copies: usize) -> Option<Self> {
         let mut words = Vec::new();
         words.try_reserve_exact(slots as usize).ok()?;

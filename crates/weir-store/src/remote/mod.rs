@@ -48,7 +48,8 @@ const DEPTH_MAX: usize = 1024;
 pub struct RemoteStore {
     name: String,
     core: Arc<Core>,
-    /// The queues of the threads. Each lane takes a clone. Empty once the store closes.
+    /// The queues by which lanes send jobs to the nodes' threads. Each lane takes a clone. They are
+    /// dropped when the store closes.
     senders: Mutex<Senders>,
     nodes: Box<[Arc<Node>]>,
     threads: Vec<JoinHandle<()>>,
@@ -200,7 +201,8 @@ impl RemoteStore {
 }
 
 impl Drop for RemoteStore {
-    /// Ends the threads. By then all lanes are gone, or their operations are void.
+    /// Ends the store's threads. By then every lane has been dropped, and the operations that it
+    /// left are void.
     fn drop(&mut self) {
         self.stop_rebuild();
         *self.senders.get_mut().unwrap_or_else(PoisonError::into_inner) = Senders::default();
@@ -240,8 +242,8 @@ impl Store for RemoteStore {
         if self.core.cluster.is_some() { 0 } else { self.core.placement.node(slot, 0).unwrap_or(0) as u32 }
     }
 
-    /// With two copies, the other nodes serve the pages of a node that is away, if only one is. A
-    /// node that is away takes no new pages, so that new pages get both copies.
+    /// With two copies, a node that alone is away counts as draining: the other nodes serve its
+    /// pages. It takes no new pages, so that each new page gets both copies.
     fn state(&self, member: u32) -> State {
         if self.core.cluster.is_some() {
             let nodes = self.nodes.iter().enumerate();

@@ -8,9 +8,9 @@
 //! stood still finds them in its socket. So the next connection first has the node close the
 //! earlier one (`CLIENT KILL ID`). Only then the thread sends the writes again.
 //!
-//! If another process has taken a node's place, its pages are lost or old. So all copies on the
-//! node count as lacking before any thread writes there. Answers of the earlier process no longer
-//! count.
+//! If another process has taken a node's place, the node's pages are lost or old. So before a
+//! thread writes there, the ledger marks all copies on the node as lacking. Answers of the earlier
+//! process no longer count.
 
 use super::alarm::Alarm;
 use super::check::check;
@@ -36,8 +36,8 @@ use weir_queue::{Closed, Receiver, Sender};
 /// Number of commands that a thread sends at once: 256 KiB of pages.
 const BATCH: usize = 64;
 
-/// Time limit for a node to accept a connection, and for each step of its greeting. TCP sends a
-/// lost packet of either again after a second.
+/// Time limit for a node to accept a connection, and for each step of the greeting after that. It
+/// is longer than the second after which TCP sends a lost packet again.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
 /// Time that a node may be silent while an answer is due. After that its connection counts as
@@ -63,7 +63,7 @@ pub(super) struct Core {
     pub(super) number: u64,
     pub(super) placement: Placement,
     pub(super) ledger: Ledger,
-    /// The stamp of the latest write.
+    /// The stamp of the store's latest write.
     pub(super) last_stamp: AtomicU64,
     pub(super) counts: Counts,
     /// Wakes the thread that makes copies anew.
@@ -109,8 +109,8 @@ pub(super) struct Node {
     /// The node's index in the list of nodes.
     number: usize,
     away: AtomicBool,
-    /// The run ID of the node's process; empty: no connection has been made yet. The run does not
-    /// change while a thread has the lock.
+    /// The run ID of the node's process; empty until a connection has been made. While a thread has
+    /// the lock, no other thread changes it.
     run: Mutex<String>,
     condition: Mutex<(SystemTime, Option<String>)>,
     tell: Mutex<Option<TellChange>>,
@@ -206,12 +206,13 @@ impl Node {
         Ok(note)
     }
 
-    /// Notes a write that the process `run` has kept. Returns false if another process has taken
-    /// its place since.
+    /// Notes that the engine's process with the id `run` has kept a write. Returns false if the
+    /// node has another process since.
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
-        // A cluster may have moved the slot to another node, together with the page.
+        // In a cluster, the slot may have moved to another node since, together with the page. The
+        // write then still counts for the first copy.
         let copy = core.placement.copy_on(slot, self.number).or(core.cluster.is_some().then_some(0));
         if let Some(copy) = copy.filter(|_| is_same) {
             core.ledger.kept(slot, copy, stamp);
@@ -219,8 +220,8 @@ impl Node {
         is_same
     }
 
-    /// Deletes the store's values on this node. A value that stays is useless, since its key is
-    /// gone.
+    /// Deletes the store's values on this node. Nobody can read a value that stays, since the key
+    /// that encrypts it is gone.
     pub(super) fn clean_up(&self, core: &Core) {
         let mut slots = (0..core.ledger.slots())
             .map(Slot)
@@ -327,7 +328,8 @@ impl Cluster {
         &self.nodes
     }
 
-    /// The number of the node at `address`. Adds a new node. `None`: no place is left.
+    /// Returns the number of the node at `address`. Gives an unknown node the next free number.
+    /// `None`: no number is free.
     pub(super) fn find(&self, address: &str) -> Option<usize> {
         let _naming = self.naming.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.nodes.iter().position(|node| node.name() == Some(address));
@@ -359,8 +361,8 @@ struct Session {
     name: Name,
 }
 
-/// The name of a connection: the run ID of the node's process, and the connection's number there.
-/// Another process counts from the same numbers.
+/// Names a connection by the run ID of the node's process and by the number that this process gave
+/// the connection. Another process gives the same numbers again.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Name {
     run: String,
@@ -418,8 +420,8 @@ impl Worker {
         }
     }
 
-    /// Notes that the node does not answer. Has the store ask a cluster for its map, since another
-    /// node may serve in its place.
+    /// Notes that the node does not answer. Wakes the thread that asks a cluster for its map:
+    /// another node may serve the same pages now.
     fn goes_away(&self, error: &RedisError) {
         // The system's text for a read that took too long is "temporarily unavailable".
         let why =
@@ -439,7 +441,7 @@ impl Worker {
         let name = Name { run: run.to_owned(), id };
         let note = self.node.meet(run, &mut connection, &self.core)?;
         if let Some(broken) = broken.filter(|broken| broken.run == name.run) {
-            // An answer of 0 means that the node has no such connection any more.
+            // The answer is 0 if the node has closed that connection already, which is as good.
             let mut kill = redis::cmd("CLIENT");
             let _: i64 = kill.arg("KILL").arg("ID").arg(broken.id).query(&mut connection)?;
         }
@@ -447,7 +449,7 @@ impl Worker {
         Ok((Session { connection, name }, note))
     }
 
-    /// Answers the jobs that must not wait for the node.
+    /// Answers those of the waiting jobs with a timeout that must not wait while the node is away.
     fn give_up(&self, waiting: &mut Vec<Job>) {
         waiting.retain(|job| {
             if !job.waits {
@@ -457,8 +459,8 @@ impl Worker {
         });
     }
 
-    /// Sends the first jobs and takes their answers. After an error, the jobs without an answer
-    /// still wait.
+    /// Sends up to a batch of the jobs that wait, and takes the answers. After an error, the jobs
+    /// that have no answer still wait.
     fn turn(&self, session: &mut Session, waiting: &mut Vec<Job>) -> RedisResult<()> {
         let mut commands = Pipeline::with_capacity(waiting.len().min(BATCH));
         let mut sealed = [0; SEALED];
@@ -466,8 +468,8 @@ impl Worker {
         let mut sent = 0;
         let is_copy = |job: &Job| matches!(job.kind, Kind::Copy(_));
         while let Some(job) = waiting.get(sent).filter(|_| sent < BATCH) {
-            // A copy has the newest write only if no earlier write still waits for an answer. So
-            // copies and writes do not share a batch.
+            // Copies and writes do not share a batch. Whether a copied page is the newest is known
+            // only once no earlier write of its slot waits for an answer.
             if is_copy(job) != is_copy(&waiting[0]) {
                 break;
             }
@@ -480,7 +482,7 @@ impl Worker {
                     self.core.seal.close(job.slot, stamp, &page, &mut sealed);
                     begin(&mut commands, job).cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..]);
                 }
-                // The job's lane is gone, or a newer write has been kept.
+                // The job is void, or a newer write has been kept. So there is nothing to send.
                 _ => {
                     job.lane.answer(job.operation, job.attempt, Ok(()), None);
                     waiting.remove(sent);
@@ -505,7 +507,8 @@ impl Worker {
                 break Err(error);
             }
             let answer = match connection.recv_response() {
-                // A node that is starting, or that is not the master, may do the command later.
+                // A node that is starting, or that is not the master, may do the command later. So
+                // the job waits.
                 Ok(Value::ServerError(error)) if is_passing(error.code()) => break Err(error.into()),
                 Ok(value) => self.answer(&session.name.run, &waiting[answered], value, &mut page),
                 Err(error) => Err(error),
@@ -533,8 +536,8 @@ impl Worker {
         }
     }
 
-    /// Answers a job with the answer of the process `run`. Fails if another process has taken its
-    /// place since.
+    /// Ends a job with `value`, which the engine's process with the id `run` has answered. Fails if
+    /// the node has another process since.
     fn answer(&self, run: &str, job: &Job, value: Value, page: &mut PageBytes) -> RedisResult<()> {
         let core = &self.core;
         if let (Some(cluster), Value::ServerError(error)) = (&core.cluster, &value)
@@ -567,7 +570,8 @@ impl Worker {
                 opened => {
                     let entry = core.ledger.get(job.slot);
                     let copy = core.placement.copy_on(job.slot, self.node.number);
-                    // An older page is no forgery if the node is known to lack the newer one.
+                    // If the ledger says that the node lacks the newest page, the node may rightly
+                    // have an older one: that page is lost, not forged.
                     if opened.is_ok() && copy.is_some_and(|copy| entry.lacks(copy)) {
                         Err(Fault::Lost)
                     } else {
@@ -599,7 +603,7 @@ fn begin<'a>(commands: &'a mut Pipeline, job: &Job) -> &'a mut Pipeline {
     if job.asking { commands.cmd("ASKING") } else { commands }
 }
 
-/// Whether the cause of a node's error may end by itself.
+/// Whether a node's error says that the node cannot answer at present, and may later.
 fn is_passing(code: &str) -> bool {
     ["LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN", "READONLY", "CLUSTERDOWN"].contains(&code)
 }

@@ -32,7 +32,7 @@ struct Content {
     stamp: u64,
     /// Another node to ask, which a node of a cluster has named.
     ask: Option<usize>,
-    /// Number of outstanding answers.
+    /// Number of nodes that have yet to answer this attempt.
     left: u32,
     /// The best answer so far. One copy that was kept makes a write succeed.
     result: Option<Result<(), Fault>>,
@@ -95,9 +95,10 @@ impl Operations {
         self.bell.as_fd()
     }
 
-    // The lane's side.
+    // Functions that the lane calls.
 
-    /// Begins an attempt that `answers` nodes will answer. A write brings its page.
+    /// Begins an attempt that `answers` nodes will answer, and returns its number. `page` is the
+    /// page that a write stores.
     pub(super) fn begin(&self, operation: usize, answers: u32, page: Option<&PageBytes>) -> u32 {
         let cell = &self.cells[operation];
         let mut content = hold(&cell.content);
@@ -106,7 +107,8 @@ impl Operations {
         }
         (content.left, content.result, content.ask) = (answers, None, None);
         self.clear(operation);
-        // The lock is held, so a thread that answers the earlier attempt finds its job void.
+        // A thread that answers needs the lock, which is held here. So it finds a job of the
+        // earlier attempt void.
         cell.attempt.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
     }
 
@@ -127,8 +129,8 @@ impl Operations {
     /// Hands over the numbers of operations that were answered since the last call.
     pub(super) fn take_answered(&self, mut take: impl FnMut(usize)) {
         let mut count = [0; 8];
-        // Read the bell before the bits. An answer that comes after the bits were read rings it
-        // again.
+        // Clear the bell first, and then take the bits. So an answer whose bit is missed here rings
+        // the bell again.
         let _ = rustix::io::read(&self.bell, &mut count);
         for (at, word) in self.answered.iter().enumerate() {
             let mut bits = word.swap(0, Ordering::AcqRel);
@@ -139,7 +141,7 @@ impl Operations {
         }
     }
 
-    /// Hands over the answer of an operation.
+    /// Calls `take` with the operation's answer.
     pub(super) fn with_answer<R>(&self, operation: usize, take: impl FnOnce(Answer<'_>) -> R) -> R {
         let content = hold(&self.cells[operation].content);
         let result = content.result.unwrap_or(Err(Fault::Timeout));
@@ -152,7 +154,7 @@ impl Operations {
         content.left > 0 && content.result == Some(Ok(()))
     }
 
-    // The node's side.
+    // Functions that the nodes' threads call.
 
     /// Whether the job's lane still waits for the job.
     pub(super) fn is_wanted(&self, operation: usize, attempt: u32) -> bool {
@@ -169,8 +171,8 @@ impl Operations {
         wanted
     }
 
-    /// Answers a job with the number of another node to ask: `ask`, or the one that the placement
-    /// names.
+    /// Answers a job: another node must be asked. That is node `ask`, or else the node that the
+    /// placement names now.
     pub(super) fn redirect(&self, operation: usize, attempt: u32, ask: Option<usize>) {
         {
             let mut content = hold(&self.cells[operation].content);

@@ -9,8 +9,8 @@ use weir_core::Slot;
 /// Number of hash slots of a cluster.
 pub(super) const HASH_SLOTS: usize = 1 << 14;
 
-/// Number of slots in an extent. A volume fills extents of the same size, so a node that is away
-/// stops new pages only on its own extents.
+/// Number of slots in an extent. A volume fills one extent of this size after another. So while a
+/// node is away, only the extents on it take no new pages.
 const EXTENT: u32 = 1024;
 
 /// The nodes of each extent.
@@ -18,8 +18,8 @@ const EXTENT: u32 = 1024;
 pub(super) struct Placement {
     extents: Box<[[u16; COPIES_MAX]]>,
     copies: usize,
-    /// For a cluster: the node of each hash slot. An extent then has its hash slot in place of
-    /// nodes.
+    /// For a cluster, the node of each hash slot. There, `extents` has an extent's hash slot in
+    /// place of its nodes.
     owners: Option<Owners>,
 }
 
@@ -73,7 +73,7 @@ impl Placement {
         self.owners.as_ref().is_some_and(|owners| owners.counts[node].load(Ordering::Relaxed) > 0)
     }
 
-    /// The key of a slot in the store of this number.
+    /// The Redis key of a slot, in the store with the number `store`.
     pub(super) fn key(&self, store: u64, slot: Slot) -> String {
         match self.owners {
             None => format!("weir:{store:016x}:{}", slot.0),

@@ -8,7 +8,7 @@ use weir_core::Slot;
 pub(super) const BATCH: usize = 16;
 /// Largest number of pages copied each second: 32 MiB.
 const RATE: u32 = 8192;
-/// Number of slots that one step looks at.
+/// Number of slots that one step of a pass looks at.
 const LOOKS: u32 = 1 << 14;
 
 /// Decides which slots are copied, and when.
@@ -21,7 +21,7 @@ pub(super) struct Rebuild {
     due: Option<Instant>,
     /// Number of pages copied since the pass over the slots began.
     copied: u32,
-    /// Whether another pass follows this one.
+    /// Whether another pass over the slots follows the present one.
     again: bool,
 }
 
@@ -78,7 +78,8 @@ impl Rebuild {
             return Step::Copy;
         }
         if next == self.slots {
-            // After a pass that copied nothing, the next pass would find the same.
+            // Begin another pass only if this one copied a page, or if copies went missing
+            // meanwhile. Else the next pass would find nothing new.
             self.next = (self.copied > 0 || self.again).then_some(0);
             (self.copied, self.again) = (0, false);
             if self.next.is_none() {

@@ -21,8 +21,8 @@ use weir_core::Slot;
 /// Time limit of a batch. After it the next batch begins.
 const BATCH_LIMIT: Duration = Duration::from_secs(5);
 /// Time between two probes of all nodes, and between two searches for writes that one node alone
-/// has kept. Without a probe, an unused node could go, or get another process, and nobody would
-/// notice.
+/// has kept. Without probes, nobody would notice that an unused node is gone, or runs another
+/// process.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// Time between two requests for a cluster's map while one of its nodes is away.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
@@ -118,8 +118,8 @@ impl Rebuilder {
         node.is_some_and(|node| self.senders.nodes[node].state() == State::Online)
     }
 
-    /// The copy to read: one that is online and lacks nothing, or else one that is online and whose
-    /// mark may be out of date.
+    /// Returns a copy on a node that is online. It is one without a mark if there is one, else a
+    /// marked one: its mark may be out of date.
     fn source(&self, slot: Slot, entry: Entry) -> Option<usize> {
         let online = (0..self.core.placement.copies()).filter(|copy| self.is_online(slot, *copy));
         online.min_by_key(|copy| entry.lacks(*copy))
@@ -150,7 +150,8 @@ impl Rebuilder {
         for (operation, stamp) in read {
             let slot = batch[operation];
             let entry = self.core.ledger.get(slot);
-            // One copy at a time: the next pass finds the other one if it is lacking too.
+            // Send the page to one node only. If both nodes lack it, the next pass sends it to the
+            // other.
             let mut targets = (0..self.core.placement.copies()).filter(|copy| entry.lacks(*copy));
             if let Some(target) = targets.find(|copy| self.is_online(slot, *copy)) {
                 self.send(operation, slot, target, Kind::Copy(stamp));
@@ -169,7 +170,7 @@ impl Rebuilder {
         let job = Job { lane, operation, attempt, slot, kind, waits: false, asking: false };
         let paths =
             if matches!(kind, Kind::Read(_)) { &mut self.senders.reads } else { &mut self.senders.writes };
-        // The queue is never full, because it has room for a whole batch.
+        // Sending never fails: the queue has room for a whole batch.
         let _ = paths[node].try_send(job);
     }
 
@@ -183,7 +184,7 @@ impl Rebuilder {
             let bell = self.operations.bell();
             let _ = poll(&mut [PollFd::from_borrowed_fd(bell, PollFlags::IN)], Some(&limit));
             self.operations.take_answered(|operation| {
-                // The answer may be that of a probe, for which no operation waits.
+                // An operation that is not in `waiting` is a probe: nothing waits for its answer.
                 let Some(at) = waiting.iter().position(|other| *other == operation) else { return };
                 waiting.swap_remove(at);
                 let stamp = |answer: Answer<'_>| answer.result.map(|()| answer.stamp);

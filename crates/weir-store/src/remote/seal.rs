@@ -35,7 +35,7 @@ pub(super) struct Seal {
 
 // SAFETY: the key is only read after construction, and `LessSafeKey` is Send.
 unsafe impl Send for Seal {}
-// SAFETY: as above; `LessSafeKey` is Sync.
+// SAFETY: the key is only read after construction, and `LessSafeKey` is Sync.
 unsafe impl Sync for Seal {}
 
 impl Seal {

@@ -33,7 +33,7 @@ pub struct RemoteUrl {
 }
 
 impl RemoteUrl {
-    /// These nodes, with the default of every other setting.
+    /// A store of `size` bytes on `nodes`, with the default of every other setting.
     pub fn new(nodes: impl IntoIterator<Item = String>, size: ByteSize) -> Self {
         let nodes = nodes.into_iter().collect();
         RemoteUrl { nodes, size, copies: 1, user: None, password_file: None, check: true }

@@ -41,7 +41,7 @@ struct Operation {
     page: Option<usize>,
     /// Number of polls that the operation waits for, from its submission on.
     delay: u64,
-    /// The due time, which the submission sets.
+    /// The time when the operation is due; `None` before its submission.
     due: Option<Due>,
 }
 
@@ -53,7 +53,7 @@ struct Due {
     time: Option<Instant>,
 }
 
-/// The fate of an operation whose slot exists.
+/// The way in which the simulated store ends an operation on a slot that it still has.
 #[derive(Clone, Copy)]
 enum Fate {
     Succeed,
@@ -100,8 +100,8 @@ impl SimLane {
         Some(if hung { Progress::Done(Err(Fault::Io(ETIMEDOUT))) } else { Progress::Full })
     }
 
-    /// Draws the same random numbers in every case. So a changed probability changes no other
-    /// fault.
+    /// Draws all random numbers whatever the probabilities are. So a change of one probability
+    /// changes no other kind of fault.
     fn draw_write(&mut self, slot: Slot) -> Fate {
         let url = &self.shared.url;
         let fails = self.chance.happens(url.write_error);
@@ -126,7 +126,8 @@ impl SimLane {
         Progress::Queued
     }
 
-    /// Queues the operations of a run; all wait for the first.
+    /// Queues the operations of a run of neighbouring slots. The later ones finish only after the
+    /// first.
     fn queue_run(
         &mut self,
         (ticket, first): (Ticket, Slot),
@@ -179,7 +180,8 @@ impl Shared {
             }
             Fate::Lose => {
                 self.counts.lost_writes.fetch_add(1, Relaxed);
-                // The same content again is no damage, since a reader gets what it expects.
+                // If the lost write had the content that the slot has, nothing is damaged: a reader
+                // gets what it expects.
                 cell.damage = (cell.page != *page).then_some(Damage::Stale);
             }
             Fate::Corrupt(bit) => {

@@ -51,7 +51,7 @@ pub struct Injected {
 pub enum Damage {
     /// A bit of the content differs from the written page.
     Corrupt,
-    /// The last acknowledged write was not done.
+    /// The content is that of an earlier write: the last acknowledged write was not done.
     Stale,
 }
 
@@ -97,7 +97,7 @@ impl Sim {
     /// Opens a store as `url` says, full of zeros.
     ///
     /// # Errors
-    /// Fails when there is no memory for it, or its chunks have an invalid size.
+    /// Fails when there is no memory for the slots, or when the size of a chunk is invalid.
     pub fn open(url: SimUrl) -> Result<Self, OpenError> {
         let name = url.to_string();
         let slots = (url.size.0 / PAGE_SIZE as u64) as usize;
@@ -172,7 +172,8 @@ impl Sim {
         hold(&self.shared.orphans).len()
     }
 
-    /// Completes the write at index `at` among the writes under way of dropped lanes.
+    /// Completes a write of a lane that was dropped before the write finished. `at` is its index
+    /// among all such writes.
     pub fn land(&self, at: usize) {
         let (slot, page) = hold(&self.shared.orphans).swap_remove(at);
         if !self.shared.is_lost() {
@@ -198,8 +199,8 @@ impl Sim {
 
     /// Cuts the power, and tears pages. Each slot written since the last flush then holds one of
     /// its contents since that flush, or a mixture of them by sectors of 512 bytes. Writes of
-    /// dropped lanes that have not landed may have been done too. `choose` picks, given the number
-    /// of possibilities.
+    /// dropped lanes that have not landed may have been done too. `choose` gets a number of
+    /// possibilities, and returns the index of one.
     pub fn tear_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, page) in std::mem::take(&mut *hold(&self.shared.orphans)) {
@@ -333,7 +334,7 @@ impl Shared {
         self.lost.load(Ordering::SeqCst)
     }
 
-    /// The slot's cell, if the store still has it.
+    /// The content of a slot. Fails if the store or the slot's chunk is gone.
     fn cell(&self, slot: Slot) -> Result<&Mutex<Cell>, Fault> {
         let gone = |count: &AtomicU64| {
             count.fetch_add(1, Ordering::Relaxed);
@@ -354,7 +355,7 @@ impl Shared {
         if self.is_lost() || first >= end { Err(Fault::Lost) } else { Ok(&self.cells[first..end]) }
     }
 
-    /// Counts an operation. If the limit is passed, loses the store, or panics.
+    /// Counts an operation. After as many as the URL says, loses the store, or panics.
     fn count_operation(&self) {
         let earlier = self.operations.fetch_add(1, Ordering::Relaxed);
         if self.url.die_after.is_some_and(|limit| earlier >= limit) {

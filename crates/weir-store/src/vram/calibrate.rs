@@ -12,7 +12,7 @@ use weir_core::{Page, Slot};
 /// Distance between two slots. At this distance no two copies can become one. It is odd, so every
 /// slot comes up.
 const STRIDE: u32 = 7;
-/// Number of pages in the batch that measures `each`.
+/// Number of pages in the batch that measures a further page's time ([`Cost::each`]).
 const BATCH: usize = 32;
 /// Number of neighbouring pages in the batch that measures the link.
 const RUN: usize = 256;
@@ -23,7 +23,7 @@ const FIGURE: Duration = Duration::from_millis(5);
 const SHARERS: usize = 8;
 /// Number of pages that each of the [`SHARERS`] has in flight.
 const DEPTH: usize = 64;
-/// Number of pages that each of the [`SHARERS`] starts at once.
+/// Number of pages that each of the [`SHARERS`] threads starts at once.
 const START: usize = 16;
 
 /// Measures every path that `gpu` has.
@@ -48,7 +48,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
             timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?;
             let first = timed(&mut lane, direction, 1, STRIDE, slots, FIGURE)?;
             let (each, neighbour) = match path {
-                // The processor's cost of a page does not depend on the batch.
+                // Through the window, the processor copies each page by itself, so a page costs the
+                // same in every batch.
                 Path::Mapped => (first, first),
                 Path::Engine | Path::Ring => {
                     let batch = timed(&mut lane, direction, BATCH, STRIDE, slots, FIGURE)?;
@@ -66,8 +67,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
         }
         gpu.leave_ring();
     }
-    // On both DMA paths only the bus limits runs of neighbours. One thread cannot fill the bus. So
-    // the table takes the figure that all rings together reached.
+    // In runs of neighbours, engine and ring are limited by the bus alone, which one thread cannot
+    // fill. So the engine gets the shortest time of a page that was measured with several threads.
     if let Some(link) = table.link() {
         for direction in [Direction::Read, Direction::Write] {
             if let Some(cost) = table.get(Path::Engine, direction) {
@@ -131,7 +132,8 @@ fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Resul
             Path::Engine | Path::Ring => gpu.lane(DEPTH).map_err(|_| Fault::Io(libc::ENOMEM)),
         })
         .collect::<Result<Vec<_>, Fault>>()?;
-    // The kernel serves the new lanes from its next entry on.
+    // The kernel serves only lanes that were open when it entered the card. So take it off, and put
+    // it on again for the ring.
     gpu.leave_ring();
     if path == Path::Ring && !gpu.enter_ring() {
         return Err(Fault::Timeout);
@@ -157,7 +159,7 @@ fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Resul
     Ok(1.0 / rate.max(1e-9))
 }
 
-/// Pages a nanosecond of one thread that always has pages in flight.
+/// Returns the pages that one thread moves in a nanosecond if it always has pages in flight.
 fn flood(lane: &mut GpuLane, direction: Direction, first: u32, slots: u32) -> Result<f64, Fault> {
     let mut page = Page::zeroed();
     let (mut slot, mut waiting, mut moved, mut result) = (first, 0usize, 0u64, Ok(()));
@@ -165,7 +167,8 @@ fn flood(lane: &mut GpuLane, direction: Direction, first: u32, slots: u32) -> Re
     let mut is_warm = false;
     loop {
         if !is_warm && since.elapsed() > FIGURE {
-            // Earlier operations met cold staging pages, and lanes that had not begun.
+            // Begin to count only now. Until here, operations met cold staging pages, and some
+            // threads had not begun.
             (is_warm, since, moved) = (true, Instant::now(), 0);
         }
         let on = !is_warm || since.elapsed() < 2 * FIGURE;

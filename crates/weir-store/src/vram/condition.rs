@@ -49,7 +49,7 @@ pub fn xid() -> Option<String> {
     let mut record = [0; 8192];
     loop {
         match rustix::io::read(&log, &mut record) {
-            // Records were overwritten while they were read; the next read gets newer ones.
+            // The kernel overwrote records before they were read. The next read gets newer ones.
             Err(rustix::io::Errno::PIPE) => {}
             Err(_) | Ok(0) => return last,
             Ok(length) => last = recent(&String::from_utf8_lossy(&record[..length]), now).or(last),

@@ -14,14 +14,14 @@ use std::time::Duration;
 const SETTLE: Duration = Duration::from_millis(2);
 /// Time for which a path is measured.
 const MEASURE: Duration = Duration::from_millis(4);
-/// Time that the winner stays in use. Each time that it wins again, the time doubles, up to a
-/// limit.
+/// Time for which the path that won stays in use. Each time that the same path wins again, the time
+/// doubles, up to a limit.
 const HOLD: Duration = Duration::from_secs(1);
 const HOLD_MAX: Duration = Duration::from_secs(16);
-/// Factor by which a path must be faster than the last winner to replace it.
+/// A path must be faster than the last winner by this factor to replace it.
 const MARGIN: f64 = 1.05;
 
-/// The contest for one kind of load.
+/// The contest of the paths under one kind of load.
 #[derive(Clone, Debug, Default)]
 pub struct Contest {
     best: Option<Path>,
@@ -81,7 +81,7 @@ impl Contest {
         self.trial = None;
     }
 
-    /// The last winner.
+    /// The path that won last.
     #[cfg(test)]
     fn best(&self) -> Option<Path> {
         self.best
@@ -159,8 +159,8 @@ mod tests {
 
     #[test]
     fn a_full_window_loses_to_the_ring_whatever_the_costs_foretold() {
-        // The rates are 4.3 M/s by the window and 12 M/s by the ring, as on an H200, where the
-        // measured costs once said otherwise.
+        // On an H200 the window took 4.3 million pages a second and the ring 12 million, while the
+        // measured costs favoured the window.
         let mut contest = Contest::default();
         let (best, moved) = run(&mut contest, &[Mapped, Ring], [4.3e6, 0.0, 12e6], 2000);
         assert_eq!(best, Some(Ring));

@@ -44,7 +44,8 @@ pub struct Gpu {
     pub(super) chunks: Chunks,
     pub(super) ring: OnceLock<Arc<Ring>>,
     pub(super) source: Source,
-    /// The lock for taking a chunk's memory, and for the announcement that CUDA is open.
+    /// The lock that a thread holds while it takes memory for a chunk. The opening of late parts
+    /// holds it when it announces that CUDA is open.
     pub(super) taking: Mutex<()>,
     /// The parts of the card that open after the first operations, if there are any.
     pub(super) late: Option<Arc<Late>>,
@@ -70,11 +71,12 @@ pub struct Gpu {
     pub(super) watching: OnceLock<Thread>,
     /// The keeper that holds the chunks beyond this process, and this card's number there.
     pub(super) keep: OnceLock<(Arc<dyn Keep>, usize)>,
-    /// Whether the content must survive: then nothing is cleared at the end.
+    /// Whether the pages must outlive this process. Then the store does not clear them when it
+    /// closes.
     pub(super) kept: AtomicBool,
 }
 
-/// The card's other users, as far as the management library reports them.
+/// The card's other users, as far as NVML reports them.
 pub(super) struct Owner {
     pub nvml: Option<Nvml>,
     /// Whether a display is connected to the card.
@@ -131,8 +133,8 @@ impl Gpu {
         }
     }
 
-    /// The memory that the card's owner has left. It takes one call of the management library, some
-    /// ten microseconds. `None` without that library: then other processes are unknown.
+    /// The memory that the card's other users have left. One call of NVML takes some ten
+    /// microseconds. `None` without NVML: then nobody knows what the others use.
     pub fn headroom(&self) -> Option<Headroom> {
         let owner = self.owner.get()?;
         let memory = owner.nvml.as_ref()?.memory()?;
@@ -146,12 +148,13 @@ impl Gpu {
         })
     }
 
-    /// The management library; `None` before it is loaded, or without it.
+    /// NVML; `None` before it is loaded, or where it is missing.
     pub(super) fn nvml(&self) -> Option<&Nvml> {
         self.owner.get()?.nvml.as_ref()
     }
 
-    /// The resident kernel's rings; `None` before they are made, or without them.
+    /// The resident kernel's rings. `None` until they are made, and for good on a card without a
+    /// resident kernel.
     fn ring(&self) -> Option<&Arc<Ring>> {
         self.ring.get()
     }
@@ -259,8 +262,8 @@ impl Gpu {
             return CutOff::ByTheWindow;
         }
         if self.is_kept() && self.state() != State::Lost && cuda.dead_for() < answer_limit() {
-            // Sleep, because the thread that kills this process may have a lower priority than this
-            // one.
+            // Sleep instead of spinning: the thread that kills this process may have a lower
+            // priority, and needs the processor.
             std::thread::sleep(Duration::from_millis(1));
             return CutOff::Waits;
         }
@@ -284,7 +287,7 @@ impl Gpu {
         self.alarm();
     }
 
-    /// Makes the watching thread look at once.
+    /// Wakes the watching thread, so that it looks at the card at once.
     pub(super) fn alarm(&self) {
         if let Some(thread) = self.watching.get() {
             thread.unpark();
@@ -391,8 +394,8 @@ impl Gpu {
             return Ok(GpuLane::new(self, pin, None, None, Some(cell)));
         }
         let opened = (|| {
-            // The lane gets a ring of its own if one is free. The ring's pause must end before the
-            // engine's lane waits for another pause.
+            // The lane gets a ring of its own if one is free. [`Ring::lane`] pauses the ring and
+            // ends that pause. Only then may the pause for the engine's lane begin.
             let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
                 Some(ring) => {
                     ring.lane(depth).map_err(|fault| fail(OpenErrorKind::Io, format!("no ring: {fault}")))?
@@ -422,8 +425,8 @@ impl Gpu {
             self.chunks.install(chunk, memory);
             return Err(error);
         }
-        // Chunks that the keeper holds would stay on the card. If the keeper is gone, so are its
-        // descriptors.
+        // The keeper may hold a descriptor of the chunk, which would keep the memory on the card.
+        // So have the keeper close it. If the call fails, the keeper is gone with its descriptors.
         if let Some((keep, gpu)) = self.keep.get() {
             let _ = keep.let_go(&kept::chunk_name(*gpu, chunk));
         }
@@ -448,10 +451,12 @@ impl Gpu {
         self.nvml().map_or(0, Nvml::others)
     }
 
-    /// Sets the state by the memory that the card's owner has left.
+    /// Has the store drain when the card's other users have too little free memory, and serve again
+    /// when they have enough.
     pub(super) fn mind_headroom(&self) {
         if let Some(headroom) = self.headroom() {
-            // One chunk lies between the two thresholds, so that the state does not flutter.
+            // The card drains below one limit and is online again above another. They are one chunk
+            // apart, so that the state does not change back and forth.
             let state = self.state.load(Ordering::Relaxed);
             let (next, what) = match state {
                 ONLINE if headroom.is_short() => (DRAINING, "is below the floor of"),
@@ -470,8 +475,8 @@ impl Gpu {
         let Some(cuda) = self.source.dead() else { return };
         let why = cuda.death().map_or_else(String::new, |death| death.to_string());
         let why = [Some(format!("CUDA is lost: {why}")), xid()].into_iter().flatten().collect::<Vec<_>>();
-        // A card that has left the bus is out of reach for every process, and the other stores'
-        // pages must not wait for it.
+        // If NVML does not answer either, the card has left the bus, and no other process can reach
+        // it. So it is lost at once, and pages in other stores need not wait for it.
         let is_gone = self.nvml().is_some_and(|nvml| nvml.memory().is_none());
         if is_gone && !self.has(Path::Mapped) {
             self.lose("the card does not answer its management library either");

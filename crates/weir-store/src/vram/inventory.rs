@@ -1,8 +1,9 @@
 //! The machine's GPUs, as the sizing needs them: memory, free memory, and whether a display is
 //! connected.
 //!
-//! `vram:1` must mean the same card here and in the store, so the store says which cards it would
-//! open. The drivers add the figures that the store does not know, or knows less well.
+//! `vram:1` must mean the same card in this list and when a store is opened. So the store's own
+//! search names the cards. Other sources add the figures that this search does not give, or gives
+//! less exactly.
 
 use super::mapped::{self, Listed};
 use super::{Drivers, nvml};
@@ -38,9 +39,9 @@ pub fn inventory(machine: &Machine, drivers: &Drivers) -> Vec<GpuMemory> {
     of_store(machine, &mapped::list(), &nvidia)
 }
 
-/// The cards that Vulkan lists, with their drivers' figures. Without Vulkan the store takes CUDA's
-/// cards by PCI address, as `nvidia` has them. AMD's cards are listed even then, so that a refusal
-/// can name them.
+/// Lists the cards that Vulkan lists, with the figures of their drivers. Without Vulkan, lists
+/// `nvidia`: CUDA's cards by PCI address. AMD's cards are listed even then, so that a refusal can
+/// name them.
 fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[GpuMemory]) -> Vec<GpuMemory> {
     let told = |card: &Listed| {
         let device = format!("/sys/bus/pci/devices/{}", card.address);

@@ -30,7 +30,8 @@ pub struct KeptGpu {
 }
 
 impl KeptGpu {
-    /// Checks whether these pages lie on the card of this UUID, and by a driver that is there.
+    /// Checks whether these pages lie on the card with this UUID, and whether the driver that
+    /// allocated them is there.
     ///
     /// # Errors
     /// Fails with a sentence: the card is another one, or its driver is missing.
@@ -125,7 +126,7 @@ impl KeptStore {
     /// Writes the record into a memfd for the keeper.
     ///
     /// # Errors
-    /// Fails when there is no memory for it.
+    /// Fails when there is no memory for the record.
     pub fn to_memory(&self) -> std::io::Result<Memory> {
         let text = self.to_text();
         let memory = Memory::shared("weir-vram-plan", text.len())?;

@@ -17,7 +17,8 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{Page, PageBytes, Slot};
 
-/// After this many neighbouring slots in a row, the next batch is expected to have neighbours too.
+/// After operations on this many neighbouring slots in a row, the lane expects neighbours in the
+/// next batch too.
 const NEIGHBOURS: u32 = 15;
 /// Number of pages, those in flight included, from which on a batch takes the path that is best for
 /// many lanes.
@@ -48,7 +49,7 @@ struct Near {
     /// The slot after that of the last operation, and the number of neighbours in a row so far.
     next: u32,
     neighbours: u32,
-    /// Number of operations queued and not yet handed over.
+    /// Number of operations that were queued, and whose completions the caller does not have yet.
     flying: u32,
     /// The load for which the path was chosen: announced reads and writes, and whether the kernel
     /// was there.
@@ -57,7 +58,7 @@ struct Near {
     reads: Path,
     writes: Path,
     has_ring: bool,
-    /// Whether the path is fixed, for measuring.
+    /// Whether a measurement has set the path, so that the lane does not choose one.
     forced: bool,
     /// Whether the lane has only the window until the other parts are open.
     waits: bool,
@@ -76,7 +77,7 @@ pub struct Salvaged<'a> {
 /// The way in which a lane continues once CUDA has died.
 #[derive(Clone, Copy, Debug)]
 pub enum CutOff {
-    /// The processor reaches the card's memory by itself.
+    /// The lane goes on through the window, which needs no CUDA.
     ByTheWindow,
     /// Another process is about to take over the card with everything that the keeper holds.
     /// Operations under way wait for it.
@@ -144,8 +145,8 @@ impl Engine {
         }
     }
 
-    /// Whether the card is lost: a transfer queue that does not answer has lost it. CUDA reports
-    /// this by itself.
+    /// Whether the card is lost because the transfer queue does not answer. A loss of CUDA's
+    /// context is found elsewhere.
     fn has_lost_the_card(&self) -> bool {
         matches!(self, Engine::Queue(lane) if lane.is_dead())
     }
@@ -201,7 +202,7 @@ impl GpuLane {
         self.decide(reads, writes);
     }
 
-    /// Whether there are parts to [take](Self::join).
+    /// Whether the lane waits for its late parts, and they are ready to [take](Self::join).
     #[inline]
     fn is_joined(&self) -> bool {
         self.near.waits && self.near.site.gate().joined.load(std::sync::atomic::Ordering::Acquire)
@@ -239,8 +240,8 @@ impl GpuLane {
             busy: self.gpu.busy_lanes(),
             ring: resident,
         };
-        // The best path for writes of many threads was found by trying, which is better than the
-        // measured costs.
+        // For writes of many threads, the watching thread has tried each path and knows the
+        // fastest. That is better than the costs measured at the opening.
         let is_crowd = direction == Direction::Write && batch.busy >= CROWD && batch.pages >= DEEP;
         let tried = || self.gpu.crowd_path(batch.neighbours).filter(|_| is_crowd);
         let tried = || tried().filter(|&path| path != Path::Ring || resident);
@@ -373,8 +374,9 @@ impl GpuLane {
         }
     }
 
-    /// Queues an operation on up to `pages` slots side by side at CUDA's engine: `begin` gets their
-    /// place and number. Returns the number; 0: use single operations.
+    /// Queues one operation of CUDA's engine on up to `pages` neighbouring slots from `first` on.
+    /// `begin` gets their place on the card and their number. Returns their number. 0: queue each
+    /// slot by itself.
     fn run(
         &mut self,
         first: Slot,
@@ -406,7 +408,7 @@ impl GpuLane {
         let how = self.gpu.without_cuda();
         if matches!(how, CutOff::ByTheWindow) {
             let near = &mut self.near;
-            // A lane that measures another path must not use the window.
+            // A lane that measures one path must not go on through another, the window.
             if near.forced {
                 return CutOff::Lost(Fault::Lost);
             }
@@ -416,8 +418,8 @@ impl GpuLane {
         how
     }
 
-    /// Ends the operations that CUDA had under way when it died: through the window, or with a
-    /// fault.
+    /// Ends the operations that CUDA had under way when it died. They are done again through the
+    /// window, or end with a fault.
     #[cold]
     #[inline(never)]
     fn salvage(&mut self, done: &mut dyn FnMut(Done<'_>)) {
@@ -470,8 +472,8 @@ impl GpuLane {
     fn load(&self, slot: Slot, page: &mut PageBytes) -> Progress {
         let near = &self.near;
         let to = page.as_mut_ptr();
-        // SAFETY: as in `store`, the address is a page of a chunk that stays; `to` is a page of the
-        // caller's.
+        // SAFETY: the address is a page of a chunk whose memory stays during the call; `to` is a
+        // page of the caller's.
         let copy = |host: *mut u8| unsafe { near.copies.from_device(host, to) };
         Progress::Done(near.site.with_host(slot, copy).ok_or(Fault::Lost))
     }
@@ -481,8 +483,8 @@ impl Lane for GpuLane {
     #[inline]
     fn plan(&mut self, reads: usize, writes: usize) {
         let near = &self.near;
-        // After a pause, a page takes one cache miss after another; prefetched together, the misses
-        // overlap.
+        // After a pause, an operation meets one cache miss after another. Prefetch all these lines
+        // at once, so that the misses overlap.
         near.site.prefetch();
         near.copies.prefetch(writes > 0);
         let code =
@@ -492,8 +494,9 @@ impl Lane for GpuLane {
             self.join();
         }
         let near = &self.near;
-        // A single page now and then keeps the last choice. After a pause every cache line of the
-        // choice is cold, and those misses take longer than the page.
+        // A batch of a single page takes the path that the last such batch took. Choosing anew
+        // would read many lines of memory. After a pause these miss the cache, which takes longer
+        // than the page.
         let alone = near.flying == 0 && near.neighbours < NEIGHBOURS && reads + writes <= 1;
         let gate = near.site.gate();
         let resident = near.has_ring && gate.resident.load(std::sync::atomic::Ordering::Relaxed);
@@ -584,7 +587,8 @@ impl Lane for GpuLane {
             if before > 0 {
                 pin.pass();
                 engine.poll(now, &mut |it| {
-                    // The caller's work on the page does not count as time in the driver.
+                    // Note before and after the callback that this thread makes progress. The time
+                    // that the callback spends on the page is no time in the driver.
                     pin.pass();
                     done(it);
                     pin.pass();
@@ -614,7 +618,8 @@ impl Drop for GpuLane {
         if let Some(Parts { ring, engine }) = self.cell.as_ref().and_then(|cell| cell.close()) {
             (self.ring, self.engine) = (ring, engine);
         }
-        // Pinned memory is unmapped with the lanes, and a resident kernel would delay that.
+        // Pause the ring while the engine's lane is dropped: its pinned memory is unmapped, and a
+        // resident kernel would delay that.
         self.ring = None;
         let paused = self.gpu.pause_ring();
         self.engine = None;

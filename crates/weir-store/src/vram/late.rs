@@ -2,7 +2,7 @@
 //!
 //! When a daemon takes over, programs that sleep in page faults wait for it. A page only needs its
 //! chunk's mapping. Other parts take longer to open than all the rest: CUDA's context, its import
-//! of every chunk, the resident kernel, and the management library. So a thread opens them while
+//! of every chunk, the resident kernel, and NVML. So a thread opens them while
 //! lanes already serve through the window. Each lane gets its parts through a [`PartsCell`], and
 //! takes them between two operations, without allocating.
 //!
@@ -35,13 +35,13 @@ const END_LIMIT: Duration = Duration::from_secs(10);
 #[derive(Default)]
 pub struct Late {
     progress: Mutex<Progress>,
-    /// Rung when the card's owner is known, and when the opening is over.
+    /// Notified when the card's other users are known, and when the opening is over.
     bell: Condvar,
 }
 
 #[derive(Default)]
 struct Progress {
-    /// Whether the card's other users have been asked for.
+    /// Whether the opening has asked NVML about the card's other users.
     has_owner: bool,
     /// Whether no lane waits any more, because each has its parts or there are none.
     settled: bool,
@@ -74,7 +74,7 @@ impl Late {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts the opening. `gpu` already serves.
+    /// Starts a thread that opens the late parts of `gpu`, while `gpu` serves pages already.
     ///
     /// # Errors
     /// Fails when no thread can be started.
@@ -83,15 +83,15 @@ impl Late {
         let (weak, its) = (Arc::downgrade(gpu), Arc::clone(late));
         let url = gpu.url().to_owned();
         let open = move || {
-            // The new thread locks its memory as its starter did: programs wait for memory that
-            // others could take.
+            // The new thread locks its memory if its starter did. Programs wait for memory while it
+            // works, so its own memory must not be swapped out.
             if swap_safety::locks_all_memory() {
                 let _ = swap_safety::reach_reserves(Children::Ordinary);
             }
             let mut stages = Vec::new();
             let missing = its.open(&weak, &opening, &mut stages).err();
             if weak.upgrade().is_none_or(|gpu| gpu.is_stopping()) {
-                // The card is being closed, so there is nothing to report.
+                // The card is being closed, so nobody is told whether its late parts are open.
                 its.lock().tell.clear();
             }
             its.finish(&Joined { store: url, stages, missing, after: opening.since.elapsed() });
@@ -118,7 +118,8 @@ impl Late {
         drop(self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits));
     }
 
-    /// Calls `tell` when the parts are open, or have failed.
+    /// Calls `tell` when the late parts are open, or have failed to open. If that is so already,
+    /// calls it at once.
     pub fn when_over(&self, tell: Tell) {
         let mut progress = self.lock();
         match &progress.over {
@@ -131,8 +132,8 @@ impl Late {
         }
     }
 
-    /// Waits until the opening is over, which the card's `stopping` makes soon. A driver that does
-    /// not answer is left behind.
+    /// Waits until the opening is over. Once the card is `stopping`, it ends soon. A driver that
+    /// does not answer in time is not waited for.
     pub fn end(&self) {
         let waits = |progress: &mut Progress| progress.over.is_none();
         let waited = self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits);
@@ -155,8 +156,9 @@ impl Late {
         tell.iter().for_each(|tell| tell(joined));
     }
 
-    /// Opens the parts. The error says what is missing, and what follows from that. While a driver
-    /// is being opened, this thread holds no reference to the card.
+    /// Opens the late parts. The error says which part is missing, and what follows from that.
+    /// While a driver is being opened, this thread holds no reference to the card, so that the card
+    /// can close.
     fn open(
         &self,
         gpu: &Weak<Gpu>,
@@ -192,7 +194,7 @@ impl Late {
         joined.or_else(|why| if gpu.is_stopping() { Ok(()) } else { Err(why) })
     }
 
-    /// Gives the card and its lanes all of CUDA's parts, or no part.
+    /// Opens CUDA's parts for the card and all its lanes. If one of them fails, opens none.
     fn join(
         &self,
         gpu: &Arc<Gpu>,
@@ -202,14 +204,14 @@ impl Late {
     ) -> Result<(), String> {
         let import = || {
             (0..gpu.chunks().count()).try_for_each(|chunk| match gpu.is_stopping() {
-                // Nobody sees this error: the opening of a card that closes ends without one.
+                // The card is closing. Nobody sees this error, since nobody is told then.
                 true => Err(String::new()),
                 false => gpu.chunks().import(chunk, cuda).map_err(|why| format!("chunk {chunk}: {why}")),
             })
         };
         import()?;
         stage("import");
-        // Without its rings the card is slower, but complete.
+        // If the rings cannot be made, go on without them: the card is slower, but works.
         let display = gpu.owner.get().is_some_and(|owner| owner.display);
         let ring =
             setup::ring(&opening.options, gpu.source(), cuda, display, gpu.chunks().hot()).unwrap_or(None);
@@ -281,8 +283,8 @@ impl Parts {
         Ok(Parts { ring: ring_lane, engine: Some(Engine::Cuda(engine)) })
     }
 
-    /// Closes the parts with the ring paused: pinned memory is unmapped with them, and a resident
-    /// kernel would delay that.
+    /// Closes the parts while the ring is paused. The driver unmaps their pinned memory, and would
+    /// wait with that for a resident kernel.
     pub fn close(self, ring: Option<&Arc<Ring>>) {
         let Parts { ring: lane, engine } = self;
         drop(lane);
@@ -296,8 +298,8 @@ const EMPTY: u8 = 0;
 const FULL: u8 = 1;
 const CLOSED: u8 = 2;
 
-/// A cell in which a lane's parts are left for it. The lane moves them out. The cell itself is
-/// freed with the lane, so that an I/O thread, which may not free memory, need not do it.
+/// A cell by which a lane gets its late parts from the thread that opens them. The lane moves the
+/// parts out, and keeps the empty cell until it closes: an I/O thread may not free memory.
 pub struct PartsCell {
     state: AtomicU8,
     parts: UnsafeCell<Option<Parts>>,

@@ -21,7 +21,8 @@ pub struct Seen {
 /// Checks the cards that `url` names.
 ///
 /// # Errors
-/// Fails when there is no such card. The error names the cards that were found instead.
+/// Fails when the machine has no card that `url` names. The error names the cards that were found
+/// instead.
 pub fn look(url: &VramUrl) -> Result<Vec<Seen>, String> {
     let drivers = Drivers::default();
     if url.target != Target::All {

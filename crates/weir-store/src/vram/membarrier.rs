@@ -1,11 +1,11 @@
 //! A fence by `membarrier(2)`, which one thread pays for all.
 //!
-//! A lane first stores what it is about to use, and then loads the state that decides whether it
-//! may. A thread that removes memory, or stops the kernel, first stores that state, and then loads
-//! what lanes use. That is right only if each side's store is visible before its load. A fence in
-//! every operation would do. Instead, `membarrier(2)` lets the rare side run a fence on every
-//! processor that executes this process, so the frequent side needs none (`membarrier(2)`,
-//! "pairing").
+//! A lane first stores what it is about to use, and then loads the state that says whether it may.
+//! A thread that removes memory, or stops the kernel, first stores that state, and then loads what
+//! lanes use. One of the two must see what the other stored, so each store must be visible before
+//! the load after it. A fence in each operation of a lane would ensure that. Instead the other
+//! thread, which comes rarely, calls `membarrier(2)`. This makes every processor that runs this
+//! process execute a fence (`membarrier(2)`, "pairing").
 
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, fence};

@@ -58,8 +58,8 @@ pub(crate) fn answer_limit() -> Duration {
     Duration::from_millis(ANSWER_MS.load(Ordering::Relaxed))
 }
 
-/// Sets the time that a card has to answer, for the whole process. In some tests a program acts as
-/// the card, and is as slow as the machine makes it.
+/// Sets the time that a card has to answer, for the whole process. Tests need it: a program that
+/// plays the card may be slow on a busy machine.
 #[doc(hidden)]
 pub fn set_answer_limit(limit: Duration) {
     ANSWER_MS.store(limit.as_millis() as u64, Ordering::Relaxed);
@@ -71,7 +71,7 @@ pub fn set_answer_limit(limit: Duration) {
 pub struct Drivers {
     /// CUDA's driver interface.
     pub cuda: PathBuf,
-    /// The management library.
+    /// NVIDIA's management library (NVML).
     pub nvml: PathBuf,
     /// The file in which the loaded module gives its version.
     pub loaded: PathBuf,

@@ -1,6 +1,6 @@
-//! Facts that only NVIDIA's management library knows: the card's memory that is free over all
-//! processes, its other users, whether it drives a display, and its power. The library is loaded at
-//! run time. Without it the answers are `None`.
+//! Facts that only NVIDIA's management library (NVML) knows: the card's memory that is free over
+//! all processes, its other users, whether it drives a display, and its power. The library is
+//! loaded at run time. Without it the answers are `None`.
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -8,7 +8,7 @@ use std::path::Path;
 
 type Handle = *mut c_void;
 
-/// The management library, with one card.
+/// NVML, with one card.
 pub struct Nvml {
     memory: unsafe extern "C" fn(Handle, *mut MemoryInfo) -> c_int,
     power: unsafe extern "C" fn(Handle, *mut c_uint) -> c_int,
@@ -18,7 +18,8 @@ pub struct Nvml {
     shutdown: unsafe extern "C" fn() -> c_int,
     handle: Handle,
     driver: String,
-    /// Keeps the functions' code. The field is last, so that it outlives them.
+    /// Keeps the library loaded that has the functions. The field is last, so that it is dropped
+    /// last.
     _library: Library,
 }
 
@@ -137,8 +138,8 @@ impl Nvml {
             let mut count = infos.len() as c_uint;
             // SAFETY: the array holds `count` entries, as the call is told.
             let result = unsafe { list(self.handle, &mut count, infos.as_mut_ptr()) };
-            // The value 7 is NVML_ERROR_INSUFFICIENT_SIZE: there are more processes than fit, so
-            // certainly others.
+            // The value 7 is NVML_ERROR_INSUFFICIENT_SIZE: the array is full, and there are more
+            // processes.
             let filled = if result == 0 || result == 7 { (count as usize).min(infos.len()) } else { 0 };
             pids.extend(infos[..filled].iter().map(|info| info.pid));
         }
@@ -149,7 +150,7 @@ impl Nvml {
     }
 }
 
-/// A card as the management library describes it.
+/// A card as NVML describes it.
 pub struct Told {
     /// The card's PCI address as the kernel writes it.
     pub address: String,
@@ -192,7 +193,7 @@ fn unordered(library: &Path) -> Option<Vec<Told>> {
         let card = |index| {
             let (mut handle, mut at) = (std::ptr::null_mut(), PciInfo::default());
             let (mut bytes, mut active) = (MemoryInfo::default(), 0);
-            // A card that has fallen off the bus has a number, and answers nothing.
+            // A card that has fallen off the bus still has an index, but answers no call.
             let answers = by_index(index, &mut handle) == 0
                 && pci(handle, &mut at) == 0
                 && memory(handle, &mut bytes) == 0;

@@ -61,7 +61,7 @@ pub struct VramUrl {
     pub ring: RingMode,
     /// The path of pages; `None`: the URL does not say, which means auto.
     pub path: Option<PathMode>,
-    /// Number of the resident kernel's blocks; 0 for the default.
+    /// Number of the resident kernel's thread blocks; 0 for the default.
     pub blocks: u32,
     /// Whether to use the processor's window onto the card. With false, a card counts as one
     /// without a window.
@@ -85,7 +85,7 @@ const PATHS: [(&str, PathMode); 4] = [
 impl VramUrl {
     /// The default size of a chunk.
     pub const CHUNK: ByteSize = ByteSize(128 << 20);
-    /// The default of the memory left to others.
+    /// The default of the memory that is left to the card's other users.
     pub const FLOOR: ByteSize = ByteSize(512 << 20);
 
     /// The default number of copies from the card that one call names. It is a quarter of the most
@@ -93,8 +93,8 @@ impl VramUrl {
     /// each: NVIDIA's driver 580.159.04 killed its channel over batches of them, down to 64 a call
     /// (docs/gpu.md).
     pub const ENGINE_BATCH: u32 = 64;
-    /// The most copies that the URL can ask for. The sweep that looks for the number at which a
-    /// driver fails uses it.
+    /// The largest number of copies in a call that the URL may ask for. The benchmark that looks
+    /// for the number at which a driver fails goes up to this.
     pub const ENGINE_BATCH_MAX: u32 = 4096;
 
     /// The default options, for one card or all.

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// The largest chunk.
+/// The largest size of a chunk, in bytes.
 const CHUNK_MAX: u64 = 4 << 30;
 /// Bytes of the memory with which an import is tried.
 const PROBE: u64 = 2 << 20;
@@ -44,7 +44,7 @@ struct Room {
     bytes: u64,
     ring: Option<Arc<Ring>>,
     stages: Vec<(&'static str, Duration)>,
-    /// Whether CUDA and the management library may come later.
+    /// Whether CUDA and NVML may come later.
     late: bool,
 }
 
@@ -52,7 +52,7 @@ impl Gpu {
     /// Opens one card: finds it, reserves its memory, measures its paths.
     ///
     /// # Errors
-    /// Fails when there is no such card, or too little memory on it.
+    /// Fails when the card that `options` names is not there, or has too little memory.
     pub(super) fn open(options: &VramUrl, drivers: &Drivers) -> Result<Arc<Self>, OpenError> {
         let url = options.to_string();
         let fail = |kind, what: String| OpenError::new(kind, &url, what);
@@ -71,8 +71,9 @@ impl Gpu {
     /// opened [after](super::late) the first operations.
     ///
     /// # Errors
-    /// Fails when it is another card, the loaded driver differs from the libraries, or a chunk
-    /// cannot be imported. The keeper still holds the pages then.
+    /// Fails when the card found here is not the one that has the pages, or when a chunk cannot be
+    /// imported. Also fails when the loaded driver and its libraries differ in version. In each
+    /// case the keeper still holds the pages.
     pub(super) fn reopen(
         options: &VramUrl,
         drivers: &Drivers,
@@ -101,7 +102,8 @@ impl Gpu {
             })?;
             chunks.install(chunk, memory);
         }
-        // Without its rings the card is slower, but has its pages.
+        // If the rings cannot be made, go on without them: the card is slower, but its pages are
+        // there.
         let ring = found.ring(options, chunks.hot()).unwrap_or(None);
         let bytes = u64::from(kept.slots) * PAGE_SIZE as u64;
         let stages = vec![("driver", driver), ("chunks", since.elapsed() - driver)];
@@ -152,7 +154,7 @@ impl Found {
     }
 
     /// Finds the card of a daemon that has ended. Also returns whether its window is enough to
-    /// serve, so that CUDA and the management library may come later.
+    /// serve, so that CUDA and NVML may come later.
     fn again(options: &VramUrl, drivers: &Drivers, kept: &KeptGpu) -> Result<(Self, bool), String> {
         match vulkan(options) {
             Ok(gpu) if gpu.card.window && kept.mapped => {
@@ -297,7 +299,7 @@ fn find(
         Ok(gpu) => Which::Uuid(gpu.card.uuid),
         Err(_) => Which::Index(index(options)),
     };
-    // A store with only the window needs none of CUDA's memory.
+    // With a window and `path=mapped`, leave CUDA out: its context takes memory of the card.
     let cuda = match (&gpu, options.path) {
         (Ok(gpu), Some(PathMode::Mapped)) if gpu.card.window => Err("not wanted with path=mapped".to_owned()),
         _ => Context::open(libcuda, which, options.batch_copies()),
@@ -310,7 +312,7 @@ fn find(
     match (gpu, cuda) {
         (Err(vulkan), Err(cuda)) => Err(format!("no VRAM store here. Vulkan: {vulkan}. CUDA: {cuda}")),
         (Err(refusal), Ok(_)) if options.target == Target::Software => Err(refusal.to_string()),
-        // CUDA reaches memory without a window better than a transfer queue.
+        // Leave Vulkan out: to memory without a window, CUDA copies faster than a transfer queue.
         (Ok(gpu), Ok(cuda)) if !gpu.card.window => {
             let why =
                 if options.window { "the processor sees too little of its memory" } else { "window=off" };
@@ -323,7 +325,8 @@ fn find(
             let source = Source::new(gpu.ok().map(Arc::new), cuda.ok())
                 .refuses(Path::Mapped.name(), no_window)
                 .refuses(Path::Engine.name(), no_cuda);
-            // If the driver imports nothing, the window is left, which needs no import.
+            // If CUDA cannot import memory of Vulkan's, go on without CUDA: the window needs no
+            // import.
             let refuses = source.gpu.is_some() && matches!(source.take(PROBE), Err(Trouble::Cuda(_)));
             let why = "CUDA does not import what Vulkan allocates".to_owned();
             let source =
@@ -353,7 +356,7 @@ fn chunk_bytes(options: &VramUrl, bytes: u64) -> u64 {
     chunk
 }
 
-/// Bytes to reserve.
+/// Number of bytes of device memory to take for the store.
 fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> Result<u64, String> {
     if let Some(size) = options.size {
         return Ok(size.0);

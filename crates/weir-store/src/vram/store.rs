@@ -48,8 +48,8 @@ impl VramStore {
     /// descriptors that the keeper held.
     ///
     /// # Errors
-    /// Fails when something is missing or cannot be imported; then the keeper still holds the
-    /// pages.
+    /// Fails when the keeper lacks a descriptor, or one cannot be imported. Then the keeper still
+    /// holds the pages.
     pub fn reopen_with(
         url: &VramUrl,
         drivers: &Drivers,
@@ -208,7 +208,7 @@ impl Reclaim for Arc<Gpu> {
     }
 
     fn headroom(&self, _member: u32) -> Option<Headroom> {
-        // The first caller waits until the card's owner is known.
+        // The first call waits until the opening of late parts has found the card's other users.
         self.late.iter().for_each(|late| late.wait_for_owner());
         Gpu::headroom(self)
     }

@@ -45,13 +45,14 @@ pub struct Cost {
     pub first: f64,
     /// The time that each further page of a batch adds, with one thread.
     pub each: f64,
-    /// The time that a neighbour of the page before adds: a copy engine moves both in one copy.
+    /// The time that a page adds if its slot follows that of the page before: a copy engine moves
+    /// both in one copy.
     pub neighbour: f64,
     /// The time between two pages when many threads use the path: the inverse of its total rate. It
     /// is at least the link's share. For the copy engines it is the driver's time for a copy, since
     /// the driver makes them one at a time.
     pub shared: f64,
-    /// The same time between two neighbouring pages.
+    /// As [`shared`](Self::shared), but the time between two neighbouring pages.
     pub neighbour_shared: f64,
 }
 
@@ -69,7 +70,8 @@ pub struct BatchShape {
 }
 
 impl Cost {
-    /// The time of a batch for a thread, while the others do the same.
+    /// The time that a thread needs for the batch, while `busy` threads have batches of the same
+    /// shape.
     pub fn of(self, batch: BatchShape) -> f64 {
         let (pages, busy) = (batch.pages.max(1), batch.busy.max(1) as f64);
         let (each, shared) = match batch.neighbours {
@@ -88,7 +90,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// Notes a measured cost.
+    /// Stores the measured cost of a path in one direction.
     pub fn set(&mut self, path: Path, direction: Direction, cost: Cost) {
         self.costs[path as usize][direction as usize] = Some(cost);
     }

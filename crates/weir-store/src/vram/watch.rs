@@ -21,18 +21,19 @@ const TICK_IDLE: Duration = Duration::from_millis(20);
 const TICK_ASLEEP: Duration = Duration::from_secs(1);
 /// The thread sleeps for long after this time without a page.
 const QUIET: Duration = Duration::from_secs(1);
-/// Number of pages between two looks from which on the load counts as heavy.
+/// The load counts as heavy if at least this many pages moved between two looks of the watching
+/// thread.
 const MANY: u64 = 32;
-/// Time between two questions to the driver about the free memory, and about other users while the
-/// resident kernel is on the card. The first is for times when many pages move, the second for all
-/// others. The driver takes milliseconds to answer, more than a hundred pages do.
+/// Time between two questions to the driver: how much memory is free, and, while the resident
+/// kernel is on the card, who else uses it. The first is for times when many pages move, since an
+/// answer takes as long as a hundred pages. The second is for all others.
 const ASK_BUSY: Duration = Duration::from_millis(250);
 const ASK_IDLE: Duration = Duration::from_secs(1);
 
-/// Pages a second from which on the fastest path for the writes of many threads is worth finding
-/// out.
+/// From this many pages a second on, the watching thread measures which path is fastest for the
+/// writes of many threads.
 const THRONG: f64 = 1e6;
-/// Pages of a batch that a thread has under such a load.
+/// Number of pages that each thread has in a batch while many threads write.
 const BATCH_OF_CROWD: usize = 64;
 
 /// Longest time that a thread may be inside the driver. A longer call does not come back: on a
@@ -41,8 +42,8 @@ fn call_limit() -> Duration {
     2 * answer_limit()
 }
 
-/// Looks for calls into the driver that do not come back. `since` holds, for each lane, the count
-/// of its call and the time when it was first seen.
+/// Declares CUDA lost if a lane has been in one call into the driver for too long. `since` has, for
+/// each lane, the count of its calls, and the time when the watching thread first saw that count.
 fn mind_calls(gpu: &Gpu, since: &mut [(u32, Instant)]) {
     for (lane, count) in gpu.chunks.inside() {
         if since[lane].0 != count {
@@ -60,7 +61,8 @@ fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64
     let ring = gpu.ring_is_resident();
     let batch = BatchShape { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
     let mut contenders = gpu.table().contenders(Direction::Write, batch);
-    // Runs of neighbours fill the link by either DMA path; the window never does.
+    // For runs of neighbouring slots, the copy engine and the ring each fill the PCIe link. The
+    // window cannot, so it does not compete.
     if runs && contenders.iter().any(|&path| path != Path::Mapped) {
         contenders.retain(|&path| path != Path::Mapped);
     }
@@ -111,8 +113,8 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let before = std::mem::replace(&mut written, gpu.chunks.written());
         let through = written[0].wrapping_sub(before[0]);
         let sent = written[1].wrapping_sub(before[1]);
-        // The window takes writes faster than the ring until it is full. So writes alone call for
-        // the kernel only if many lanes write.
+        // Until the window is full, it takes writes faster than the ring, and only many lanes can
+        // fill it. So while few lanes write, writes through the window do not call for the kernel.
         let crowded = gpu.busy.load(Ordering::Relaxed) >= CROWD;
         let asking = if crowded { moved } else { moved.saturating_sub(through) };
         let (busy, runs) = gpu.chunks.busy(&mut seen_by_lane);
@@ -138,7 +140,7 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let seen =
             Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
-        // The policy has seen the other users. The watcher asks NVML again before the kernel enters
+        // The policy has used this number of other users. Ask NVML again before the kernel enters
         // again.
         others = 0;
         match step {

@@ -11,9 +11,9 @@ use weir_core::{PAGE_SIZE, Slot};
 /// Largest number of lanes that a store can have open at once.
 pub const LANES_MAX: usize = 256;
 
-/// Everything that operations read, in one piece of memory. After a pause, each memory page that is
-/// touched takes a walk of the page tables, which takes longer than reading the line in it. So this
-/// is one huge page if the kernel grants one.
+/// Everything that operations read, in one piece of memory. After a pause, the first access to each
+/// memory page needs a walk of the page tables, which takes longer than the access itself. So the
+/// piece is one huge page if the kernel grants one.
 #[derive(Debug)]
 pub struct Hot {
     memory: weir_core::Memory,
@@ -33,8 +33,8 @@ pub struct Gate {
     pub resident: AtomicBool,
     /// Whether the watching thread sleeps for long: then a lane that moves a page wakes it.
     pub asleep: AtomicBool,
-    /// Whether the parts that open after the first operations are ready, so that lanes that wait
-    /// for their parts can take them.
+    /// Whether the parts that open after the first operations (CUDA's engine and ring) are open.
+    /// Then each lane that waits for its own parts takes them.
     pub joined: AtomicBool,
     /// Number of pins that were ever open: pins from this index on were not.
     pub(super) pins_used: AtomicU32,
@@ -60,7 +60,7 @@ impl Addresses {
 pub struct Pin {
     /// Whether a lane has the pin.
     pub(super) open: AtomicBool,
-    /// The chunk that the lane accesses right now, plus 1.
+    /// The number of the chunk that the lane accesses right now, plus 1; 0 for none.
     pub(super) touching: AtomicU32,
     /// Number of operations queued, by engine and by ring; and number of those handed over, in the
     /// same order.
@@ -68,9 +68,9 @@ pub struct Pin {
     pub(super) finished: [AtomicU64; 2],
     /// Counts of all pages that the lane moved, by path.
     pub(super) pages: [AtomicU64; 3],
-    /// Pages that the lane wrote by the mapped path.
+    /// Number of pages that the lane wrote through the window.
     pub(super) stored: AtomicU64,
-    /// Pages that the lane wrote by the other paths.
+    /// Number of pages that the lane wrote by engine or ring.
     pub(super) sent: AtomicU64,
     /// Whether the lane writes neighbouring slots.
     pub(super) runs: AtomicBool,
@@ -79,7 +79,8 @@ pub struct Pin {
 }
 
 impl Hot {
-    /// Bytes of a huge page, which has room for sixty thousand chunks besides the pins.
+    /// Bytes of a huge page. Besides the lanes' pins, it has room for the addresses of sixty
+    /// thousand chunks.
     const BYTES: usize = 2 << 20;
 
     pub(super) fn new(chunks: usize, slots: u32) -> io::Result<Arc<Self>> {
@@ -141,7 +142,7 @@ pub struct Site {
     places: NonNull<Addresses>,
     chunks: u32,
     shift: u32,
-    /// Keeps the memory at the addresses.
+    /// Keeps the memory alive that the pointers point to.
     _hot: Arc<Hot>,
 }
 
@@ -180,8 +181,8 @@ impl Site {
         })
     }
 
-    /// Calls `use_it` with the slot's address in the mapping, which stays valid until it returns.
-    /// `None`: the chunk has no mapped memory.
+    /// Calls `use_it` with the slot's address in the mapping. The address is valid until `use_it`
+    /// returns. `None`: the chunk has no mapped memory.
     #[inline]
     pub fn with_host<T>(&self, slot: Slot, use_it: impl FnOnce(*mut u8) -> T) -> Option<T> {
         let (pin, (chunk, place, offset)) = (self.pin(), self.place(slot)?);
@@ -195,7 +196,8 @@ impl Site {
         result
     }
 
-    /// Number of slots from this one on that lie side by side in its chunk.
+    /// Number of slots from `slot` to the end of its chunk, with `slot` itself. They lie side by
+    /// side in memory.
     #[inline]
     pub fn left_in_chunk(&self, slot: Slot) -> usize {
         let chunk = 1 << self.shift;
@@ -219,7 +221,7 @@ impl Site {
         Some((device, offset as u64))
     }
 
-    /// Takes back the count of [`begin`](Self::begin), since the operation takes another path.
+    /// Undoes the count by [`begin`](Self::begin) of an operation that then took another path.
     #[inline]
     pub fn cancel(&self, way: Way) {
         let queued = &self.pin().queued[way as usize];
@@ -232,7 +234,7 @@ impl Site {
 pub enum Way {
     /// Batches of the copy engine.
     Engine = 0,
-    /// The resident kernel.
+    /// The ring, which the resident kernel serves.
     Ring = 1,
 }
 

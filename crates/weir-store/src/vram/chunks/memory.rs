@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 pub struct Source {
     /// The Vulkan device that gives mapped memory, if there is one.
     pub gpu: Option<Arc<Device>>,
-    /// The card's engines by CUDA. They may be set later, or never.
+    /// CUDA's context on the card. It may be set later, or never.
     cuda: OnceLock<Arc<Context>>,
     /// Each path that was missing when the card was found, and why.
     pub refused: Vec<(&'static str, String)>,
@@ -33,18 +33,18 @@ impl Source {
         Source { gpu, cuda: cuda.map_or_else(OnceLock::new, OnceLock::from), refused: Vec::new() }
     }
 
-    /// The card's engines, as long as they work.
+    /// CUDA's context on this card, as long as it works.
     pub fn cuda(&self) -> Option<&Arc<Context>> {
         self.cuda.get().filter(|cuda| !cuda.is_lost())
     }
 
-    /// The card's engines, once they have failed.
+    /// CUDA's context on this card, if it has failed.
     #[inline]
     pub fn dead(&self) -> Option<&Arc<Context>> {
         self.cuda.get().filter(|cuda| cuda.is_lost())
     }
 
-    /// The card's engines, working or failed.
+    /// CUDA's context on this card, working or failed.
     pub fn context(&self) -> Option<&Arc<Context>> {
         self.cuda.get()
     }
@@ -61,12 +61,13 @@ impl Source {
         let _ = self.cuda.set(Arc::clone(cuda));
     }
 
-    /// The same source without the engines.
+    /// The same source of memory without CUDA.
     pub fn without_cuda(self) -> Self {
         Source { gpu: self.gpu, cuda: OnceLock::new(), refused: self.refused }
     }
 
-    /// Takes `bytes` of device memory, mapped and imported as far as this machine can.
+    /// Takes `bytes` of device memory. A Vulkan device gives it mapped, and CUDA imports it if it
+    /// works. Without a Vulkan device, CUDA gives it.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -82,9 +83,9 @@ impl Source {
         Ok(memory)
     }
 
-    /// Takes over memory that another process allocated in the same way; `fd` keeps it alive.
+    /// Takes over a chunk's memory that another process allocated and exported as `fd`.
     ///
-    /// `later`: CUDA is still being opened, and will import the memory then.
+    /// With `later`, CUDA is still being opened. It will import the memory when it is open.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -105,7 +106,7 @@ impl Source {
 }
 
 impl ChunkMemory {
-    /// Makes CUDA import the memory, unless it has.
+    /// Makes CUDA import the memory, if it has not done so yet.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -146,7 +147,7 @@ impl ChunkMemory {
         }
     }
 
-    /// Splits the memory into both parts, for another owner.
+    /// Splits the memory into CUDA's part and Vulkan's part, for another owner.
     pub fn into_parts(self) -> (Option<DeviceMemory>, Option<Allocation>) {
         (self.device, self.mapped)
     }

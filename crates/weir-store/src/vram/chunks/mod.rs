@@ -59,8 +59,8 @@ impl Chunks {
 
     /// Number of chunks that have memory.
     pub fn held(&self) -> usize {
-        // Count the addresses that lanes see, which needs no lock. So the caller need not wait for
-        // a chunk that is being imported or removed.
+        // Count the addresses that lanes see, since reading them needs no lock. A lock would make
+        // the caller wait while a chunk is imported or removed.
         self.hot.places().iter().filter(|place| place.is_shown()).count()
     }
 
@@ -146,7 +146,8 @@ impl Chunks {
         *held = Some(memory);
     }
 
-    /// Makes CUDA import a chunk's memory, unless it has. Lanes may use the mapping meanwhile.
+    /// Makes CUDA import a chunk's memory, if it has not done so yet. Meanwhile lanes may use the
+    /// chunk through the window.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -158,8 +159,8 @@ impl Chunks {
         Ok(())
     }
 
-    /// Drops the descriptors that were held for CUDA, because CUDA cannot be opened. No lane has
-    /// used it.
+    /// Drops the descriptors that chunks keep for an import by CUDA, because CUDA cannot be opened.
+    /// No lane has used CUDA so far.
     pub fn without_cuda(&self) {
         for chunk in 0..self.count() {
             if let Some(memory) = self.held_memory(chunk).as_mut() {

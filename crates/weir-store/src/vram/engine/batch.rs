@@ -60,13 +60,14 @@ struct Operation {
 
 struct Batch {
     event: Event,
-    /// The page number after the batch's last operation.
+    /// The sequence number after that of the batch's last operation.
     end: u64,
     begun: Option<Instant>,
     failed: Option<Fault>,
 }
 
-/// The copies of a batch, one for each run of neighbours; room for the worst case of single pages.
+/// The copies of a batch, one for each run of neighbours. There is room for as many copies as
+/// pages, for a batch without neighbours.
 struct Copies {
     to: Vec<DevicePtr>,
     from: Vec<DevicePtr>,
@@ -118,7 +119,7 @@ impl BatchLane {
         Ok(lane)
     }
 
-    /// Number of pages queued and not yet handed over.
+    /// Number of pages that were queued, and whose completions the caller does not have yet.
     pub fn in_flight(&self) -> usize {
         (self.queued - self.finished) as usize
     }
@@ -128,7 +129,8 @@ impl BatchLane {
         self.in_flight() < self.operations.len()
     }
 
-    /// Largest number of pages of the next operation: its staging pages must lie side by side.
+    /// Largest number of pages that the next operation may have. Its staging pages must be free and
+    /// lie side by side.
     pub fn run_room(&self) -> usize {
         let depth = self.operations.len();
         (depth - self.in_flight()).min(depth - (self.queued % depth as u64) as usize)
@@ -156,7 +158,7 @@ impl BatchLane {
         self.push(ticket, true, slot, (chunk, offset), pages.len());
     }
 
-    /// Queues a read of `pages` pages in the same way.
+    /// Queues a read of `pages` pages. It has the rules of [`write`](Self::write).
     pub fn read(&mut self, ticket: Ticket, slot: Slot, place: (DevicePtr, u64), pages: usize) {
         self.push(ticket, false, slot, place, pages);
     }
@@ -206,7 +208,9 @@ impl BatchLane {
             if next == (write, device, staging) && !operation.opens_chunk && !copies.sizes.is_empty() {
                 *copies.sizes.last_mut().expect("not empty") += bytes;
             } else {
-                // Each plain copy is a call of its own, so one event may follow any number of them.
+                // If a call names only one copy, a batch may have any number of calls, with one
+                // event after them. Else the batch is one call, which may name no more than `most`
+                // copies.
                 let most = self.context.batch_copies(write);
                 if most > 1 && copies.sizes.len() == most {
                     return number;
@@ -248,8 +252,8 @@ impl BatchLane {
         let copies = &self.copies[usize::from(write)];
         let (to, from, sizes) = (copies.to.as_ptr(), copies.from.as_ptr(), copies.sizes.as_ptr());
         let (count, stream) = (copies.sizes.len(), self.stream.stream);
-        // The copies are ordered with the stream (1): a source is read when its copy begins. They
-        // need no hints: no address is managed memory.
+        // The value 1 is CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a copy reads its source in the order of
+        // the stream. No address is managed memory, so hints about places do nothing.
         let nowhere = MemLocation { kind: 0, id: 0 };
         let attributes =
             MemcpyAttributes { source_order: 1, source: nowhere, destination: nowhere, flags: 0 };
@@ -296,7 +300,8 @@ impl BatchLane {
             let at = (self.ended % BATCHES as u64) as usize;
             let Some(outcome) = self.outcome(now, at) else { break };
             if outcome.is_err() && self.context.is_lost() {
-                // The lane's owner handles the other pages, since it may have another path.
+                // The owner of this lane ends the operations that are left, since it may have
+                // another path.
                 return;
             }
             let end = self.batches[at].end;
@@ -313,8 +318,8 @@ impl BatchLane {
                 for (at, page) in pages.iter().enumerate() {
                     let has_page = outcome.is_ok() && !operation.write;
                     if has_page && let Some(ahead) = pages.get(at + AHEAD) {
-                        // The card has just written the page, so it is in no cache of this
-                        // processor.
+                        // Prefetch a page some steps before it is handed over. The card has just
+                        // written it, so no cache of this processor has it.
                         weir_core::prefetch(ahead);
                     }
                     self.finished += 1;
@@ -362,7 +367,7 @@ impl BatchLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time. So this lane never uses them
+        // The card may still write to the staging pages at any time. So this lane never uses them
         // again.
         self.dead = true;
         self.context.declare_lost(Death::NoAnswer("a batch of copies"));

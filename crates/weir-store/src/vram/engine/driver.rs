@@ -31,9 +31,9 @@ pub type ExternalMemory = *mut c_void;
 pub struct CudaError(pub c_int);
 
 impl CudaError {
-    /// Not finished yet: no failure.
+    /// The answer of a query whose work has not ended yet. It is no failure.
     pub const NOT_READY: CudaError = CudaError(600);
-    /// No memory of that size is free.
+    /// No memory of the size that was asked for is free.
     pub const OUT_OF_MEMORY: CudaError = CudaError(2);
 
     /// Whether the context, or the card, has failed for good. CUDA calls such errors sticky: after
@@ -90,7 +90,7 @@ impl std::error::Error for CudaError {}
 pub struct CallError {
     /// The name of the call.
     pub call: &'static str,
-    /// The error that it returned.
+    /// The error that the call returned.
     pub error: CudaError,
 }
 
@@ -169,7 +169,8 @@ macro_rules! driver {
         pub struct Driver {
             $(pub(super) $name: unsafe extern "C" fn($($arg),*) -> c_int,)*
             $(pub(super) $oname: Option<unsafe extern "C" fn($($oarg),*) -> c_int>,)*
-            /// Keeps the functions' code. The field is last, so that it outlives them.
+            /// Keeps the library loaded that has the functions. The field is last, so that it is
+            /// dropped last.
             _library: Library,
         }
 
@@ -243,8 +244,8 @@ driver! {
         );
     }
     optional {
-        // CUDA 13 removed the failure index from the batch copy. The new symbol has the same name
-        // in the header.
+        // The batch copy of CUDA 13 no longer returns the index of a copy that failed. Its symbol
+        // is new, but cuda.h calls both functions `cuMemcpyBatchAsync`.
         copy_batch_13 = b"cuMemcpyBatchAsync_v2\0" (
             *const DevicePtr, *const DevicePtr, *const usize, usize,
             *const MemcpyAttributes, *const usize, usize, Stream

@@ -38,13 +38,13 @@ const HANDLE_POSIX_FD: c_int = 1;
 /// granularity.
 const ALIGNMENT: usize = 2 << 20;
 
-/// Largest number of copies that one call to the driver names, for each direction; 1: each copy is
-/// a call.
+/// Largest number of copies that one call to the driver names, for each direction. If it is 1, each
+/// copy is a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchCopies {
-    /// For copies from the card.
+    /// Largest number of copies from the card.
     pub reads: u32,
-    /// For copies to the card.
+    /// Largest number of copies to the card.
     pub writes: u32,
 }
 
@@ -98,7 +98,8 @@ impl Context {
     /// call names.
     ///
     /// # Errors
-    /// Fails with a sentence: no library, no card, no such card, or versions that differ.
+    /// Fails with a sentence when there is no library, when CUDA does not list the card, or when
+    /// the versions of library and driver differ.
     pub fn open(library: &Path, which: Which, batch_copies: BatchCopies) -> Result<Arc<Self>, String> {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let driver = Driver::load(library)?;
@@ -163,9 +164,9 @@ impl Context {
         self.death.get().copied()
     }
 
-    /// Has the driver destroy a dead context, with all its resources on the card: operations that
-    /// were under way can change nothing afterwards. Only the drops of its resources may still use
-    /// the context. It may take any time.
+    /// Has the driver destroy a dead context, with all its resources on the card. After that,
+    /// operations that were under way can change nothing. Only the drops of its resources may still
+    /// use the context. The driver may take any time.
     pub(super) fn retire(&self) {
         let mut retired = self.retired.write().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *retired, true) {
@@ -198,7 +199,7 @@ impl Context {
     /// Makes this context current on the calling thread, if it is not.
     fn enter(&self) -> Result<(), CallError> {
         if self.is_lost() {
-            // The context may be destroyed already.
+            // Do not touch the context: the driver may have destroyed it already.
             let error = match self.death() {
                 Some(Death::Answered(CallError { error, .. })) => error,
                 _ => CudaError(999),
@@ -304,8 +305,8 @@ impl Context {
     pub fn adopt(self: &Arc<Self>, fd: &OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let mut handle = 0u64;
-        // For this kind of handle CUDA expects the descriptor itself in place of a pointer. The
-        // import does not own the descriptor.
+        // The call takes a pointer, but for a file descriptor CUDA expects the descriptor itself
+        // there. The import does not own the descriptor.
         let raw = fd.as_raw_fd() as usize as *mut c_void;
         // SAFETY: the output outlives the call, the descriptor is open.
         unsafe {
@@ -315,7 +316,7 @@ impl Context {
         self.map(handle, bytes as usize)
     }
 
-    /// Gives memory an address; the handle is released if that fails.
+    /// Maps device memory at an address of the card. If that fails, `handle` is released.
     fn map(self: &Arc<Self>, handle: u64, size: usize) -> Result<DeviceMemory, CallError> {
         let location = MemLocation { kind: LOCATION_DEVICE, id: self.device };
         let access = AccessDesc { location, flags: 3 }; // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -539,12 +540,12 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// The memory's first address, for the processor and for the card.
+    /// The pinned memory's first address, which both the processor and the card use.
     pub fn as_ptr(&self) -> *mut u8 {
         self.address.as_ptr()
     }
 
-    /// The same address, as calls to the driver take it.
+    /// The pinned memory's first address as the number that the driver's calls take.
     pub fn device(&self) -> DevicePtr {
         self.address.as_ptr() as DevicePtr
     }
@@ -560,7 +561,7 @@ impl Drop for Pinned {
     }
 }
 
-/// A stream: its copies and kernels run in one order.
+/// A CUDA stream: its copies and kernels run in the order in which they were started.
 pub struct OwnStream {
     context: Arc<Context>,
     stream: Stream,

@@ -21,7 +21,8 @@ pub struct Card {
     pub name: String,
     /// The card's UUID, which CUDA uses too.
     pub uuid: [u8; 16],
-    /// The version of the driver's library, if its format is known: NVIDIA's is.
+    /// The version of the driver's library. `None` unless the driver is NVIDIA's: how others encode
+    /// theirs is not known.
     pub driver: Option<String>,
     /// Bytes of the heap from which chunks are taken.
     pub bytes: u64,
@@ -43,14 +44,15 @@ pub struct Card {
 pub struct Listed {
     /// The PCI address as the kernel writes it: `0000:03:00.0`.
     pub address: String,
-    /// Bytes of the heap from which the store takes memory.
+    /// Bytes of the memory heap from which the store takes memory.
     pub total: u64,
-    /// Bytes of the heap that this process could have, if the driver estimates them.
+    /// Bytes that this process could still take from the heap. `None` if the driver gives no
+    /// estimate.
     pub free: Option<u64>,
 }
 
-/// The reason why the machine has no mapped VRAM. None is a crash: the store may still work through
-/// CUDA.
+/// The reason why the machine has no mapped VRAM. With any of these reasons, the store may still
+/// work through CUDA.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
     /// There is no `libvulkan.so.1`.
@@ -65,7 +67,7 @@ pub enum Refusal {
     /// There are fewer cards than the index asks for.
     #[error("GPU {asked} of {have}: `weir doctor` lists them")]
     NoSuchIndex {
-        /// The index asked for.
+        /// The index that the URL names.
         asked: usize,
         /// The number of cards.
         have: usize,
@@ -84,7 +86,8 @@ impl Device {
     /// opens a software renderer, for tests.
     ///
     /// # Errors
-    /// Fails when there is no such card. The error names the cards that were found instead.
+    /// Fails when the machine has no card with this index. The error names the cards that were
+    /// found instead.
     ///
     /// With `blind` no card's memory counts as visible, as if Resizable BAR were off.
     pub fn find(index: usize, software: bool, blind: bool) -> Result<Self, Refusal> {
@@ -269,8 +272,9 @@ fn not_a_card(kind: vk::PhysicalDeviceType) -> &'static str {
     }
 }
 
-/// Chooses the memory type: on the device, visible and coherent, in the largest such heap. An
-/// uncached type is preferred: a cached mapping of a discrete card's memory is RAM.
+/// Chooses a memory type that is on the device, visible to the host and coherent, in the largest
+/// heap that has one. Prefers an uncached type: what a discrete card's driver maps cached lies in
+/// RAM.
 fn visible_memory(memory: &vk::PhysicalDeviceMemoryProperties, software: bool) -> Option<(u32, usize, u64)> {
     use vk::MemoryPropertyFlags as Flags;
     let wanted = Flags::DEVICE_LOCAL | Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
@@ -336,7 +340,8 @@ mod tests {
         assert_eq!(error, "GPU 1 of 1: `weir doctor` lists them");
     }
 
-    /// Memory properties of (flags, heap) types over (bytes, on the device) heaps.
+    /// Makes a card's memory properties. `types` are the memory types (flags, index of the heap),
+    /// and `heaps` the heaps (bytes, whether they are on the device).
     fn memory(types: &[(Flags, u32)], heaps: &[(u64, bool)]) -> vk::PhysicalDeviceMemoryProperties {
         let mut memory = vk::PhysicalDeviceMemoryProperties {
             memory_type_count: types.len() as u32,
@@ -409,7 +414,7 @@ mod tests {
 
     #[test]
     fn a_software_renderer_is_refused_unless_it_is_asked_for() {
-        // The check works only if a software renderer is installed, as CI's package list ensures.
+        // Without a software renderer this checks nothing. CI's list of packages has one.
         match Device::find(0, true, false) {
             Ok(gpu) => assert!(gpu.card.software && gpu.card.driver.is_none()),
             Err(Refusal::NoLoader(_)) => return,

@@ -22,7 +22,7 @@ type CopyPage = unsafe fn(src: *const u8, dst: *mut u8);
 /// The copy functions with the widest instructions of this processor.
 #[derive(Clone, Copy, Debug)]
 pub struct Copies {
-    /// The name of the instructions.
+    /// The name of the instructions that the functions use, for reports.
     pub name: &'static str,
     to_device: CopyPage,
     from_device: CopyPage,
@@ -143,8 +143,8 @@ pub fn fence_stores() {
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
-/// A full fence: streaming loads may be answered from a buffer that an earlier one filled, and the
-/// fence empties it (Intel SDM, volume 1, 12.10.3).
+/// A full fence. The processor may answer a streaming load from a buffer that an earlier streaming
+/// load filled, and the fence empties that buffer (Intel SDM, volume 1, 12.10.3).
 #[inline]
 fn fence_loads() {
     #[cfg(target_arch = "x86_64")]
@@ -164,11 +164,12 @@ unsafe fn plain(src: *const u8, dst: *mut u8) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    //! Copy functions, one pair for each width of register. Loads go out in groups, and all of a
-    //! group before its first store: so the fill buffers stay busy.
+    //! Copy functions, one pair for each width of register. They issue all loads of a group before
+    //! the group's first store, so that the processor's fill buffers stay busy.
     //!
-    //! The loops over groups are kept from being unrolled. A page now and then finds the code cold,
-    //! and a kilobyte of straight code takes more cache misses than the page.
+    //! The compiler must not unroll the loops over groups. A page that comes after a pause finds
+    //! the code out of the cache. A kilobyte of straight code would then cost more cache misses
+    //! than the page.
 
     use std::arch::x86_64::*;
     use std::hint::black_box;

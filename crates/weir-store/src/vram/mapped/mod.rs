@@ -57,7 +57,7 @@ pub struct Allocation {
 // SAFETY: the mapping is plain memory that belongs to no thread, and Vulkan's handles may move
 // between threads. `Allocation` returns only the address, and its users order their accesses.
 unsafe impl Send for Allocation {}
-// SAFETY: as for Send; `&Allocation` reads fields that never change.
+// SAFETY: `&Allocation` reads only fields that never change, such as the mapping's address.
 unsafe impl Sync for Allocation {}
 
 /// A failed call of Vulkan's, with its result.
@@ -66,7 +66,7 @@ unsafe impl Sync for Allocation {}
 pub struct VulkanError {
     /// The name of the call.
     pub call: &'static str,
-    /// The call's result.
+    /// The result code that the call returned.
     pub result: vk::Result,
 }
 
@@ -94,7 +94,7 @@ impl<T> Named<T> for Result<T, vk::Result> {
 }
 
 impl Device {
-    /// Opens `card`, which [`choice::cards`] listed, for its memory.
+    /// Opens a Vulkan device on `card`.
     ///
     /// # Errors
     /// Fails when the driver refuses.
@@ -148,7 +148,7 @@ impl Device {
         self.allocation(bytes, self.card.memory_type, self.card.window, true, None)
     }
 
-    /// Takes host memory that the card copies from and to, mapped.
+    /// Takes host memory and maps it, for copies by the card from it and to it.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -156,8 +156,8 @@ impl Device {
         self.allocation(bytes, self.card.staging_type, true, false, None)
     }
 
-    /// Maps memory that another process allocated in the same way, and exported. The descriptor
-    /// keeps it alive until then.
+    /// Maps memory that another process allocated for a chunk, and exported as `fd`. Until it is
+    /// mapped here, that descriptor keeps it alive.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -245,8 +245,8 @@ impl Clearing {
     /// # Safety
     /// `device` must have queues of `family`.
     unsafe fn new(device: &ash::Device, family: u32) -> Result<Self, VulkanError> {
-        // SAFETY: the caller guarantees the family; handles that were made are destroyed after
-        // every error.
+        // SAFETY: the caller guarantees that the device has queues of `family`. After every error,
+        // the handles that were made are destroyed.
         unsafe {
             let info = vk::CommandPoolCreateInfo::default()
                 .queue_family_index(family)

@@ -22,7 +22,7 @@ const BATCHES: usize = 4;
 pub struct BufferAddress {
     /// The buffer's number, from [`Allocation::buffer`].
     pub buffer: u64,
-    /// The offset in bytes.
+    /// The page's offset in the buffer, in bytes.
     pub offset: u64,
 }
 
@@ -53,7 +53,7 @@ struct Operation {
 struct Batch {
     commands: vk::CommandBuffer,
     fence: vk::Fence,
-    /// The number after the batch's last operation.
+    /// The sequence number after that of the batch's last operation.
     end: u64,
     begun: Option<Instant>,
     failed: Option<Fault>,
@@ -67,7 +67,7 @@ impl QueueLane {
     /// Makes a lane with `depth` staging pages.
     ///
     /// # Errors
-    /// Fails when the driver has no memory for it.
+    /// Fails when the driver has no memory for the lane.
     pub fn new(device: &Arc<Device>, depth: usize) -> Result<Self, VulkanError> {
         let staging = device.staging((depth * PAGE_SIZE) as u64)?;
         let d = &device.device;
@@ -110,7 +110,7 @@ impl QueueLane {
         }
     }
 
-    /// Number of operations queued and not yet handed over.
+    /// Number of operations that were queued, and whose completions the caller does not have yet.
     pub fn in_flight(&self) -> usize {
         (self.queued - self.finished) as usize
     }
@@ -191,8 +191,8 @@ impl QueueLane {
         }
     }
 
-    /// Records one copy of `first` and the neighbours that follow it. Returns the number after the
-    /// last of them.
+    /// Records one copy of operation `first` and of the neighbours that follow it. Returns the
+    /// number after that of the last operation in the copy.
     ///
     /// # Safety
     /// This thread must be recording `commands`.
@@ -217,7 +217,8 @@ impl QueueLane {
         let (from, to, src, dst) =
             if write { (staging, chunk, near, far) } else { (chunk, staging, far, near) };
         let region = [vk::BufferCopy::default().src_offset(src).dst_offset(dst).size(size)];
-        // SAFETY: the caller guarantees the recording, and both ranges lie in their buffers.
+        // SAFETY: the caller guarantees that `commands` is being recorded, and both ranges lie in
+        // their buffers.
         unsafe { self.device.device.cmd_copy_buffer(commands, from, to, &region) };
         end
     }
@@ -267,7 +268,7 @@ impl QueueLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time. So this lane never uses them
+        // The card may still write to the staging pages at any time. So this lane never uses them
         // again.
         self.dead = true;
         Some(Err(Fault::Timeout))

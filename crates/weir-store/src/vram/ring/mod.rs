@@ -12,13 +12,13 @@
 //!
 //! # Entering and leaving
 //!
-//! A descriptor written after the kernel left would never be served. Lanes and the controller agree
-//! by a handshake in which a lane makes only two plain stores. A lane sets `Cell::adding`, then
-//! reads `Ring::state`; the controller sets the state to leaving, then reads every lane's `adding`.
-//! The one that comes second sees the other, if each one's store is visible before its load. The
-//! controller ensures that for both with `membarrier`, since lanes are many and leaving is rare.
-//! Then it waits until every number that was added has been served, and only then tells the kernel
-//! to stop. `model.rs` checks every interleaving of this.
+//! A descriptor written after the kernel left would never be served. So a lane and the controller,
+//! which takes the kernel off the card, use a handshake. A lane sets `Cell::adding`, then reads
+//! `Ring::state`. The controller sets the state to leaving, then reads every lane's `adding`. At
+//! least one of the two sees what the other has stored, if each one's store is visible before its
+//! load. The controller ensures that for all with `membarrier`, so that a lane needs no fence. Then
+//! the controller waits until every number that was added has been served, and only then tells the
+//! kernel to stop. `model.rs` checks every interleaving of these steps.
 
 #[cfg(test)]
 mod model;
@@ -49,14 +49,15 @@ use weir_core::{PAGE_SIZE, PageBytes, Slot};
 pub const DEPTH_MAX: usize = 256;
 /// Bytes of device memory for all rings and the control block.
 pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
-/// Longest time that leaving waits for lanes and for the kernel, before it gives up.
+/// Longest time for which the thread that takes the kernel off the card waits for lanes and kernel,
+/// before it gives up.
 const LEAVE_LIMIT: Duration = Duration::from_millis(100);
-/// A lane without any service for this long has waited through another context's time slice. Its
-/// own queue is at most 1 ms long.
+/// If a lane is not served for this long, another context must have had the card's time slice. The
+/// lane's own queue takes 1 ms at most.
 const STALL: Duration = Duration::from_millis(3);
 /// Number of polls without progress between two looks at the clock.
 const CLOCK_EVERY: u32 = 1024;
-/// Number of waiting descriptors that are started without a submit.
+/// When this many descriptors wait, the lane starts them without a call of `submit`.
 const GATHER: u32 = 16;
 
 const ABSENT: u32 = 0;
@@ -71,15 +72,16 @@ static PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel
 /// The settings of the ring.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
-    /// Blocks of the kernel in total, divided among the lanes in powers of two.
+    /// Number of the kernel's thread blocks, divided among the lanes in powers of two.
     pub blocks: u32,
-    /// Largest number of blocks of one lane.
+    /// Largest number of thread blocks that serve one lane.
     pub lane_blocks: u32,
 }
 
 impl Default for Tuning {
     fn default() -> Self {
-        // A full link needs about a hundred pages in flight (12 M/s of 8 us each).
+        // A full link needs about a hundred pages in flight: it moves 12 million pages a second,
+        // and each takes 8 us.
         Tuning { blocks: 128, lane_blocks: 64 }
     }
 }
@@ -106,7 +108,8 @@ struct Cell {
     covered: AtomicBool,
     /// Number of waits that were so long that another context must have used the card.
     stalls: AtomicU32,
-    /// The numbers served, a word a slot; null while no lane has the cell.
+    /// For each slot of the ring, the number that the kernel served there last. Null while no lane
+    /// has the cell.
     done: AtomicPtr<AtomicU32>,
     /// Number of the ring's slots.
     depth: AtomicU32,
@@ -210,8 +213,8 @@ impl Ring {
             block.lanes[lanes as usize] = LaneBlock {
                 ring: controller.device.address + ring_offset(index) as u64,
                 done: done as u64,
-                // Lanes add nothing while the kernel is absent. So the kernel stopped at this
-                // number.
+                // The kernel begins where the last one ended: lanes add nothing while no kernel is
+                // on the card.
                 head: cell.added.load(Ordering::Relaxed),
                 depth,
                 unused: [0; 2],
@@ -305,7 +308,8 @@ impl Ring {
     /// Opens a lane of at most `depth` slots; `None` if all lanes are taken.
     ///
     /// # Errors
-    /// Fails when memory cannot be pinned, or the kernel did not leave for that.
+    /// Fails when memory cannot be pinned, or when the kernel did not leave the card, which it must
+    /// do before memory is pinned.
     pub fn lane(self: &Arc<Self>, depth: usize) -> Result<Option<RingLane>, Fault> {
         let paused = self.pause()?;
         let Some(index) = self.cells.iter().position(|cell| cell.done.load(Ordering::Relaxed).is_null())
@@ -319,8 +323,8 @@ impl Ring {
         // SAFETY: the part of the mapped memory for rings is as long as all rings together.
         let ring = unsafe { paused._controller.host.as_ptr().add(ring_offset(index)) };
         let cell = &self.cells[index];
-        // Numbers only grow, so descriptors that an earlier lane left in the ring are never taken
-        // for new ones.
+        // The new lane continues the numbers of the lane that had this ring before. So the kernel
+        // never takes a descriptor that the earlier lane left there for a new one.
         let first = match cell.depth.load(Ordering::Relaxed) {
             0 => FIRST,
             _ => cell.added.load(Ordering::Relaxed),
@@ -329,8 +333,8 @@ impl Ring {
         cell.depth.store(depth as u32, Ordering::Relaxed);
         let served: *mut AtomicU32 = done.as_ptr().cast();
         for number in (1..=depth as u32).map(|back| first.wrapping_sub(back)) {
-            // SAFETY: a page holds a word for each of at most 256 slots. All numbers before the
-            // first count as served.
+            // SAFETY: a page holds a word for each of at most 256 slots. The word says that the
+            // number before the lane's first one in this slot was served.
             unsafe { (*served.add((number % depth as u32) as usize)).store(number, Ordering::Relaxed) };
         }
         cell.done.store(served, Ordering::Release);
@@ -368,7 +372,7 @@ pub struct Paused<'a> {
 }
 
 impl Cell {
-    /// Whether every number that was added has been served.
+    /// Whether the kernel has served every descriptor that the cell's lane has added.
     fn all_served(&self) -> bool {
         let done = self.done.load(Ordering::Acquire);
         if done.is_null() {
@@ -383,7 +387,7 @@ impl Cell {
     }
 }
 
-/// Number of blocks for each of `lanes` lanes: a power of two.
+/// Number of thread blocks for each of `lanes` lanes: a power of two.
 fn share(tuning: Tuning, lanes: u32) -> u32 {
     let each = (tuning.blocks / lanes).clamp(1, tuning.lane_blocks);
     1 << each.ilog2()
@@ -454,8 +458,8 @@ impl RingLane {
         }
         let cell = self.cell();
         cell.adding.store(1, Ordering::Relaxed);
-        // The processor may still move the load before the store; the controller's membarrier
-        // corrects that.
+        // The fence is for the compiler alone. The processor may still do the next load before this
+        // store; the `membarrier` of the controller makes up for that.
         compiler_fence(Ordering::SeqCst);
         if self.ring.state.load(Ordering::Acquire) == RESIDENT && cell.covered.load(Ordering::Relaxed) {
             return Admission::Yes;
@@ -513,8 +517,8 @@ impl RingLane {
             let slot = self.place(self.started);
             let operation = self.operations[slot];
             let line = descriptor(self.started, operation.from, operation.to);
-            // SAFETY: the slot's line lies in this lane's ring. The kernel no longer reads its old
-            // content, since the number `depth` before this one was handed over.
+            // SAFETY: the slot's line lies in this lane's ring. The kernel no longer reads the
+            // descriptor that the line has so far: its operation has been handed over.
             unsafe { store_line(&line, self.descriptors.add(slot * DESCRIPTOR)) };
             self.started = self.started.wrapping_add(1);
         }
@@ -537,8 +541,8 @@ impl RingLane {
                 break;
             }
             let operation = self.operations[slot];
-            // SAFETY: the card has written this staging page, and then released the number, so it
-            // does not access the page any more.
+            // SAFETY: the card wrote this staging page before it stored the served number with
+            // release semantics. So it does not access the page any more.
             let page = unsafe { &*self.staging_page(number).cast::<PageBytes>() };
             self.finished = number.wrapping_add(1);
             self.waiting = None;
@@ -590,7 +594,8 @@ impl Drop for RingLane {
     fn drop(&mut self) {
         let ring = Arc::clone(&self.ring);
         self.cell().adding.store(0, Ordering::Release);
-        // If the kernel does not leave, the card may still write: then the pages are never freed.
+        // If the kernel does not leave, the card may still write to the lane's memory. Then the
+        // memory is never freed.
         if let Ok(_paused) = ring.pause() {
             self.cell().done.store(ptr::null_mut(), Ordering::Release);
             // SAFETY: dropped only once, here, and the kernel is absent.

@@ -7,9 +7,10 @@
 //! `membarrier`. Ghost variables are numbers that never wrap; they name the operation of a sequence
 //! number.
 //!
-//! The search checks two claims. When the kernel is absent, every added operation has been served
-//! (no lost wake-up). And the kernel serves every operation once, in order (the wrap is harmless).
-//! Two controls leave out what makes the claims true, and then the search must find the failure.
+//! The search through all states checks two claims. When the kernel is absent, every added
+//! operation has been served (no wake-up is lost). And the kernel serves every operation once, in
+//! order (the wrap of numbers does no harm). Two control tests each leave out a rule that a claim
+//! needs: there the search must find a failure.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -31,7 +32,7 @@ const REAL: Rules = Rules { membarrier: true, modulus: 8 };
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Store {
     Adding(bool),
-    /// A descriptor's number, which lies in its slot from now on.
+    /// The lane writes a descriptor with this number into its slot.
     Descriptor(u8),
     Added(u8),
 }
@@ -75,7 +76,8 @@ struct World {
     served: u8,
 }
 
-/// The sequence number of an operation: the first is just before the wrap.
+/// The sequence number of an operation. The first operation has the last number but one, so that
+/// the numbers wrap soon.
 fn number(operation: u8, rules: Rules) -> u8 {
     (operation + 6) % rules.modulus
 }
@@ -86,7 +88,8 @@ fn slot(operation: u8) -> usize {
 
 impl World {
     fn new(rules: Rules) -> Self {
-        // At first, slots show older numbers, and all operations before the first count as done.
+        // At first, each slot has the number of an earlier operation, which counts as done. So the
+        // kernel finds nothing new there.
         let past = |operation: u8| (operation + 6 + 2 * rules.modulus - DEPTH) % rules.modulus;
         World {
             lane: LaneAt::Start,
@@ -131,8 +134,9 @@ impl World {
         if !self.buffer.is_empty() {
             step(&|world| world.drain_one(rules));
         }
-        // The lane's steps: announce, read the state, write, close; hand over finished operations.
-        // A full buffer blocks it.
+        // The lane's steps. To queue an operation it sets `adding`, reads the state, writes a
+        // descriptor and clears `adding`. At any time it may hand over a finished operation. It
+        // takes no step while its store buffer is full.
         match self.lane {
             _ if self.buffer.len() >= BUFFER => {}
             LaneAt::Start if self.queued < OPERATIONS && self.queued - self.finished < DEPTH => {
@@ -195,7 +199,8 @@ impl World {
             }
             Controller::Stopping => {}
         }
-        // The kernel's steps: serve the next number if its slot shows it, or leave.
+        // The kernel's steps: it serves the next operation if the slot has that operation's number,
+        // or leaves if it was told to stop.
         if let Some(next) = self.kernel {
             if self.slots[slot(next)] == number(next, rules) {
                 step(&|world| {
@@ -211,7 +216,7 @@ impl World {
         worlds
     }
 
-    /// The violation in this state, if there is one.
+    /// The rule of the ring that this state breaks, if it breaks one.
     fn wrong(&self) -> Option<&'static str> {
         if self.served > self.queued {
             return Some("served an operation that was never added");

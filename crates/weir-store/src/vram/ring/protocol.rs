@@ -5,16 +5,16 @@
 //! differ by at least the depth, so a slot that still shows the previous number is never mistaken
 //! for the next.
 
-/// Largest number of lanes that a kernel can serve; the kernel's array has as many.
+/// Largest number of lanes that the kernel can serve: the length of an array in its code.
 pub const LANES: usize = 32;
-/// Number of threads in a block: each moves 16 bytes of a page.
+/// Number of threads in one thread block of the kernel: each thread moves 16 bytes of a page.
 pub const THREADS: u32 = 256;
 /// Bytes from one descriptor to the next: a cache line, so that each leaves the processor as one
 /// packet.
 pub const DESCRIPTOR: usize = 64;
 
-/// The first number of a fresh ring. It is not 0: untouched memory shows that, on the card and in
-/// the host.
+/// The number of the first descriptor in a fresh ring. It is not 0, since memory that nobody has
+/// written has zeros there.
 pub const FIRST: u32 = u32::MAX - 4095;
 
 /// One lane, in the form that the kernel reads when it starts.
@@ -25,7 +25,7 @@ pub struct LaneBlock {
     pub ring: u64,
     /// The address of the served numbers, one word a slot, in the host's memory.
     pub done: u64,
-    /// The first number to serve.
+    /// The number of the first descriptor that the kernel serves.
     pub head: u32,
     /// Number of the ring's slots.
     pub depth: u32,
@@ -43,7 +43,7 @@ pub struct ControlBlock {
     pub blocks: u32,
     /// Fills the cache line.
     pub unused: [u32; 14],
-    /// The blocks of the lanes.
+    /// For each lane, the block that describes it to the kernel.
     pub lanes: [LaneBlock; LANES],
 }
 
