@@ -12,7 +12,8 @@ pub struct OpenError {
     pub kind: OpenErrorKind,
     /// The store's URL.
     pub store: String,
-    /// The thing, the value seen and the next step, in one line.
+    /// A sentence for people, in one line: the thing that is wrong, the value seen and the next
+    /// step.
     pub what: String,
     /// The system's error, if there is one.
     #[source]

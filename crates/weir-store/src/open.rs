@@ -42,7 +42,7 @@ pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<
 /// descriptors by name ([`Survive`](crate::Survive)). `room` is that of the earlier daemon.
 ///
 /// # Errors
-/// Fails when something is missing, or this kind of store does not outlive its process.
+/// Fails when the keeper lacks a descriptor, or this kind of store does not outlive its process.
 pub fn reopen(
     url: &StoreUrl,
     room: Room,

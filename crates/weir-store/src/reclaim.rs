@@ -17,7 +17,7 @@ pub trait Reclaim {
     /// Takes memory for a released chunk again. The call is slow, so a worker must make it.
     ///
     /// # Errors
-    /// Fails when the owner has no memory free now.
+    /// Fails when the memory's owner has none free now.
     fn take(&self, chunk: u32) -> Result<(), Fault>;
 
     /// The memory of a member that its owner has left free. `None` if the member does not report

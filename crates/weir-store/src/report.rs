@@ -49,11 +49,11 @@ pub struct Condition {
 /// The outcome of opening the parts that a store opens after its first operations.
 #[derive(Clone, Debug)]
 pub struct Joined {
-    /// The store's name, or that of its part.
+    /// The name of the store, or of the card of a store with several.
     pub store: String,
     /// The time of each stage.
     pub stages: Vec<(&'static str, Duration)>,
-    /// The part that is missing, and why.
+    /// The part that is missing, and why. `None` if every part is open.
     pub missing: Option<String>,
     /// Time since the opening of the store began.
     pub after: Duration,

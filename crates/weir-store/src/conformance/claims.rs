@@ -189,7 +189,7 @@ pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
     assert!(memory.take(chunks).is_err(), "there is no chunk {chunks}");
 }
 
-/// A slot that the store does not have is a fault of that operation, and of no other.
+/// An operation on a slot that the store does not have ends with a fault. No other operation does.
 pub fn a_slot_outside_the_store_is_a_fault(store: &dyn Store) {
     let mut lane = Watched::open(store, 8);
     let inside = Slot(store.slots() - 1);

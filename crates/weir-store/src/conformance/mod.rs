@@ -7,11 +7,11 @@
 //! # fn main() {}
 //! ```
 //!
-//! The line expands to a module `host` with a test for each claim below. Each test evaluates the
-//! expression once, which must give a fresh `Arc<dyn Store>` that injects no faults. The largest
-//! test is a property: any order of operations on several lanes agrees with a model. It runs 64
-//! cases (`PROPTEST_CASES` sets another number), and stores the seeds of failures beside the test
-//! that found them.
+//! This call of the macro expands to a module `host` with a test for each claim below. Each test
+//! evaluates the expression once, which must give a fresh `Arc<dyn Store>` that injects no faults.
+//! The largest test is a property: any order of operations on several lanes agrees with a model. It
+//! runs 64 cases (`PROPTEST_CASES` sets another number), and stores the seeds of failures beside
+//! the test that found them.
 
 mod claims;
 mod content;

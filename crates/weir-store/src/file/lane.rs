@@ -699,7 +699,7 @@ mod tests {
             dropped.send(()).unwrap();
         });
         ended.recv_timeout(Duration::from_secs(60)).expect("nobody waits for a disk that hangs");
-        // Bytes that the disk brings later must find the memory where it was.
+        // The disk may write to the lane's memory later, so this memory must still be mapped.
         (&writing).write_all(&[5; PAGE_SIZE]).unwrap();
         let begun = Instant::now();
         // SAFETY: the dropped lane has left the memory to the kernel for good.

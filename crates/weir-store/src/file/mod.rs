@@ -67,7 +67,7 @@ struct Shared {
     released: Box<[AtomicBool]>,
     quiet: Quiet,
     room: Room,
-    /// Time that the disk has for an operation.
+    /// Time limit of an operation at the disk.
     limit: Duration,
     traffic: Box<[Traffic]>,
 }

@@ -69,7 +69,7 @@ impl Staging {
     /// The address of a page.
     pub(super) fn address(&self, page: usize) -> *mut u8 {
         assert!(page < self.pages, "a page of the staging area");
-        // SAFETY: inside the mapping by the assertion.
+        // SAFETY: the page is inside the mapping, as the assertion says.
         unsafe { self.memory.as_ptr().add(page * PAGE_SIZE) }
     }
 

@@ -290,8 +290,8 @@ impl RemoteLane {
                 self.free.push(operation);
                 done(Done { ticket, result: Ok(()), page: None });
             } else if now >= started + LIMIT {
-                // A read changes nothing, and no node has a job of a write that pauses. So either
-                // ends here.
+                // No node has a job of a write that pauses, and a read changes nothing. So such an
+                // operation ends here for good.
                 if is_read || rests {
                     self.settled.extend((!is_read).then_some(slot));
                     self.operations.void(operation);

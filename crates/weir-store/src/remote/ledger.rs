@@ -9,7 +9,7 @@ use super::url::COPIES_MAX;
 use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::Slot;
 
-/// The bit of a word that marks the first copy. The bit below it marks the second.
+/// The bit of a slot's word that marks the first copy. The bit below it marks the second.
 const FIRST: u64 = 1 << 63;
 /// The bits of a stamp.
 const STAMP: u64 = (1 << (64 - COPIES_MAX)) - 1;

@@ -83,14 +83,14 @@ impl Core {
     }
 }
 
-/// The counts of all lanes.
+/// The counts of all lanes of a store together.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
     /// Number of values that could not be opened, or were older than the acknowledged write.
     pub(super) forged: AtomicU64,
     /// Number of reads of a page that its node no longer had.
     pub(super) lost: AtomicU64,
-    /// Number of writes that left out a copy.
+    /// Number of writes that left out a copy, because the copy's node was away.
     pub(super) degraded: AtomicU64,
     /// Number of copies that were made anew.
     pub(super) copied: AtomicU64,
@@ -449,7 +449,7 @@ impl Worker {
         Ok((Session { connection, name }, note))
     }
 
-    /// Answers those of the waiting jobs with a timeout that must not wait while the node is away.
+    /// Ends waiting jobs with a timeout, if they must not wait for a node that is away.
     fn give_up(&self, waiting: &mut Vec<Job>) {
         waiting.retain(|job| {
             if !job.waits {

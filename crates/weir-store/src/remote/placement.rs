@@ -9,8 +9,8 @@ use weir_core::Slot;
 /// Number of hash slots of a cluster.
 pub(super) const HASH_SLOTS: usize = 1 << 14;
 
-/// Number of slots in an extent. A volume fills one extent of this size after another. So while a
-/// node is away, only the extents on it take no new pages.
+/// Number of slots in an extent. A volume looks for free slots in extents of the same size. So
+/// while a node is away, only the extents on it take no new pages.
 const EXTENT: u32 = 1024;
 
 /// The nodes of each extent.

@@ -100,7 +100,7 @@ impl Rebuilder {
             let attempt = self.operations.begin(node % BATCH, 1, None);
             let lane = Arc::clone(&self.operations);
             let (operation, slot, kind) = (node % BATCH, Slot(0), Kind::Probe);
-            // A full queue already has probes of this node.
+            // A failure does no harm: a full queue already has probes of this node.
             let _ = self.senders.reads[node].try_send(Job {
                 lane,
                 operation,

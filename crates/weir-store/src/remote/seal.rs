@@ -57,7 +57,8 @@ impl Seal {
     }
 
     fn key(&self) -> &LessSafeKey {
-        // SAFETY: written at construction, never moved, erased only with `self`.
+        // SAFETY: the key was written at construction. It never moves, and is erased only with
+        // `self`.
         unsafe { self.key.as_ref() }
     }
 

@@ -54,14 +54,14 @@ pub struct Gpu {
     pub(super) state: AtomicU8,
     /// The last event of the card: its time and its reason.
     pub(super) turn: Mutex<Turn>,
-    /// Callbacks for changes.
+    /// Callbacks that are told of changes of the card's condition.
     pub(super) tell: Mutex<Vec<TellChange>>,
     /// The reason why the card is lost, from the thread that first noticed it.
     pub(super) loss: OnceLock<&'static str>,
     /// Number of lanes that moved pages at the watcher's last look.
     pub(super) busy: AtomicUsize,
-    /// The path for writes of many lanes, for single pages and for runs. 0: chosen by cost; else
-    /// the path's number plus 1.
+    /// The fastest path found for writes of many lanes: one for single pages, one for runs of
+    /// neighbours. 0: none was found, so the path is chosen by cost; else the path's number plus 1.
     pub(super) crowd: [AtomicU8; 2],
     pub(super) entered: AtomicU64,
     pub(super) left: AtomicU64,
@@ -543,7 +543,7 @@ impl Gpu {
     /// Takes memory for a chunk that was released.
     ///
     /// # Errors
-    /// Fails when there is no memory now.
+    /// Fails when the card has no memory free now.
     pub fn take(&self, chunk: u32) -> Result<(), Fault> {
         if chunk as usize >= self.chunks.count() {
             return Err(Fault::Io(libc::EINVAL));

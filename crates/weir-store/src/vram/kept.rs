@@ -6,7 +6,7 @@ use super::table::{Cost, Direction, Path, Table};
 use std::fmt::Write as _;
 use weir_core::Memory;
 
-/// The name under which the keeper holds the memfd.
+/// The name under which the keeper holds the memfd with the record.
 pub const PLAN: &str = "plan";
 const HEADER: &str = "weir vram 1";
 

@@ -618,8 +618,8 @@ impl Drop for GpuLane {
         if let Some(Parts { ring, engine }) = self.cell.as_ref().and_then(|cell| cell.close()) {
             (self.ring, self.engine) = (ring, engine);
         }
-        // Pause the ring while the engine's lane is dropped: its pinned memory is unmapped, and a
-        // resident kernel would delay that.
+        // Pause the ring while the engine's lane is dropped. Its pinned memory is unmapped, and
+        // that would take until a resident kernel has left.
         self.ring = None;
         let paused = self.gpu.pause_ring();
         self.engine = None;

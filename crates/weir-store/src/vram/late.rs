@@ -283,8 +283,8 @@ impl Parts {
         Ok(Parts { ring: ring_lane, engine: Some(Engine::Cuda(engine)) })
     }
 
-    /// Closes the parts while the ring is paused. The driver unmaps their pinned memory, and would
-    /// wait with that for a resident kernel.
+    /// Closes the parts while the ring is paused. Their pinned memory is unmapped, and that would
+    /// take until a resident kernel has left.
     pub fn close(self, ring: Option<&Arc<Ring>>) {
         let Parts { ring: lane, engine } = self;
         drop(lane);

@@ -73,7 +73,7 @@ pub struct Drivers {
     pub cuda: PathBuf,
     /// NVIDIA's management library (NVML).
     pub nvml: PathBuf,
-    /// The file in which the loaded module gives its version.
+    /// The file in which the kernel's loaded NVIDIA module gives its version.
     pub loaded: PathBuf,
 }
 

@@ -168,7 +168,8 @@ pub fn all(library: &Path) -> Vec<Told> {
 }
 
 fn unordered(library: &Path) -> Option<Vec<Told>> {
-    // SAFETY: as in `Nvml::open`; the handles are used before the shutdown.
+    // SAFETY: loading NVML runs its initialisers, each symbol has the signature that nvml.h gives
+    // it, and no handle is used after the shutdown.
     unsafe {
         let library = Library::new(library).ok()?;
         let init = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0").ok()?;

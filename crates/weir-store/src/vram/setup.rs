@@ -36,7 +36,7 @@ pub(super) struct Found {
     owner: Option<Owner>,
 }
 
-/// A card's memory, and the parts that use it.
+/// The memory taken from a card, and the parts that use it.
 struct Room {
     chunks: Chunks,
     chunk_bytes: u64,
@@ -223,8 +223,8 @@ impl Found {
             }
         }
         let bytes = bytes.min(taken * size);
-        // When the card is full, a driver may silently place "device" memory in RAM. NVML counts
-        // the memory on the card.
+        // When the card is full, a driver may silently place "device" memory in RAM. So compare
+        // with NVML, which counts the memory on the card.
         let is_card = options.target != Target::Software;
         if let (Some(before), Some(after), true) = (used_before, used(), is_card) {
             let grown = after.saturating_sub(before);

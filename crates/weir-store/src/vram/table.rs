@@ -49,8 +49,8 @@ pub struct Cost {
     /// both in one copy.
     pub neighbour: f64,
     /// The time between two pages when many threads use the path: the inverse of its total rate. It
-    /// is at least the link's share. For the copy engines it is the driver's time for a copy, since
-    /// the driver makes them one at a time.
+    /// is no shorter than the PCIe link allows. For the copy engines it is the driver's time for a
+    /// copy, since the driver makes them one at a time.
     pub shared: f64,
     /// As [`shared`](Self::shared), but the time between two neighbouring pages.
     pub neighbour_shared: f64,

@@ -1,5 +1,5 @@
-//! The watching thread: lets the kernel in and out, counts active lanes, and checks the free
-//! memory.
+//! The watching thread: puts the resident kernel on the card and takes it off, counts active lanes,
+//! and checks the free memory.
 
 use super::answer_limit;
 use super::chunks::LANES_MAX;

@@ -133,8 +133,7 @@ impl Hot {
     }
 }
 
-/// One lane's view of [`Hot`], by direct addresses, so that an operation makes no further load to
-/// find them.
+/// One lane's pointers into [`Hot`]. With them an operation finds its state without another load.
 #[derive(Debug)]
 pub struct Site {
     gate: NonNull<Gate>,
@@ -258,7 +257,7 @@ impl Pin {
         self.stored.store(self.stored.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// Counts pages that are written by another path.
+    /// Counts pages that the lane writes by engine or ring.
     #[inline]
     pub fn count_sent(&self, pages: usize) {
         self.sent.store(self.sent.load(Ordering::Relaxed) + pages as u64, Ordering::Relaxed);

@@ -78,7 +78,8 @@ impl Chunks {
         [0, 1, 2].map(|path| self.sum(|pin| &pin.pages[path]))
     }
 
-    /// Number of pages that all lanes have written through the window, and by the other paths.
+    /// Number of pages that all lanes have written through the window, and number of those written
+    /// by engine or ring.
     pub fn written(&self) -> [u64; 2] {
         [self.sum(|pin| &pin.stored), self.sum(|pin| &pin.sent)]
     }
@@ -97,7 +98,8 @@ impl Chunks {
         (busy, runs)
     }
 
-    /// The lanes that are inside the driver now, each with its count of entries.
+    /// The lanes that are inside the driver now, each with a count that changes whenever the lane
+    /// enters or leaves the driver.
     pub fn inside(&self) -> impl Iterator<Item = (usize, u32)> {
         let inside = |pin: &Pin| pin.inside.load(Ordering::Relaxed);
         self.used().iter().map(inside).enumerate().filter(|(_, count)| count % 2 == 1)

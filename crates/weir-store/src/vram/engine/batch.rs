@@ -40,7 +40,7 @@ pub struct BatchLane {
     /// BATCHES` is the index of the next one.
     begun: u64,
     ended: u64,
-    /// The copies from the card, and those to it.
+    /// The copies from the card at index 0, and those to it at index 1.
     copies: [Copies; 2],
     dead: bool,
 }
@@ -192,8 +192,8 @@ impl BatchLane {
         }
     }
 
-    /// Turns the waiting operations into as few copies as their addresses allow, and no more than
-    /// one call may name. Returns the page number after the last of them.
+    /// Turns waiting operations into copies, one for each run of neighbours, but no more copies
+    /// than one call may name. Returns the page number after the last page in them.
     fn gather(&mut self) -> u64 {
         self.copies.iter_mut().for_each(Copies::clear);
         let depth = self.operations.len() as u64;

@@ -3,7 +3,8 @@
 //! Three kinds of memory look like a card's and are not suited. An integrated GPU's "device-local"
 //! heap is the system's RAM, and so is a software renderer's. A card without Resizable BAR has a
 //! real heap that the processor can see, but of only 256 MiB. Swapped pages in the first two would
-//! only move from RAM to RAM. So these are refused, with a sentence that says which it was.
+//! only move from RAM to RAM. So all three are refused, with a sentence that says which kind was
+//! found.
 
 use super::{Device, Named, VulkanError};
 use ash::vk;
@@ -370,7 +371,8 @@ mod tests {
 
     #[test]
     fn the_whole_heap_of_a_card_with_a_large_window_is_taken() {
-        // The types are those of an H200: its memory, the host's, and one type that is both.
+        // The memory types are those of an H200: the card's memory, the host's, and one type that
+        // is both.
         let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
         let types = [(Flags::DEVICE_LOCAL, 0), (host, 1), (host | Flags::HOST_CACHED, 1), (BAR, 0)];
         let memory = memory(&types, &[(143_771 << 20, true), (128 << 30, false)]);

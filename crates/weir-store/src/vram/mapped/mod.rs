@@ -31,7 +31,7 @@ pub struct Device {
     external: ash::khr::external_memory_fd::Device,
     /// The resources for clearing, under a lock; only workers clear.
     clearing: Mutex<Clearing>,
-    /// The one queue, with the lock that a thread takes to submit to it.
+    /// The device's only queue, and the lock that a thread takes to submit to it.
     queue: vk::Queue,
     queue_turn: Mutex<()>,
     /// Keeps the loader's library. The field is last, so that it outlives everything made from it.

@@ -185,7 +185,8 @@ impl QueueLane {
             d.reset_fences(&[batch.fence]).of("vkResetFences")?;
             let all = [commands];
             let submit = [vk::SubmitInfo::default().command_buffers(&all)];
-            // All lanes and the clearing share one queue.
+            // The threads of all lanes, and the one that clears chunks, submit to one queue. So
+            // take its lock.
             let _turn = self.device.queue_turn.lock().unwrap_or_else(PoisonError::into_inner);
             d.queue_submit(self.device.queue, &submit, batch.fence).of("vkQueueSubmit")
         }

@@ -115,7 +115,8 @@ struct Cell {
     depth: AtomicU32,
 }
 
-/// State that only the entering or leaving thread accesses. The fields are dropped in this order.
+/// The state that only one thread at a time accesses: one that puts the kernel on the card or takes
+/// it off. The fields are dropped in this order.
 struct Controller {
     kernel: Kernel,
     stream: OwnStream,
@@ -270,7 +271,8 @@ impl Ring {
             return Ok(true);
         }
         if self.context.is_lost() {
-            // The kernel ended with its context, and the lanes' memory may be gone too.
+            // The kernel is gone, since its context has died. The lanes' memory may be gone too, so
+            // touch none of it.
             self.set(ABSENT);
             return Ok(true);
         }
@@ -333,8 +335,9 @@ impl Ring {
         cell.depth.store(depth as u32, Ordering::Relaxed);
         let served: *mut AtomicU32 = done.as_ptr().cast();
         for number in (1..=depth as u32).map(|back| first.wrapping_sub(back)) {
-            // SAFETY: a page holds a word for each of at most 256 slots. The word says that the
-            // number before the lane's first one in this slot was served.
+            // SAFETY: a page holds a word for each of at most 256 slots, and nothing else has its
+            // address yet. Each word gets a number that counts as served: the last one before the
+            // lane's first in that slot.
             unsafe { (*served.add((number % depth as u32) as usize)).store(number, Ordering::Relaxed) };
         }
         cell.done.store(served, Ordering::Release);
@@ -510,8 +513,8 @@ impl RingLane {
         if self.started == self.queued {
             return;
         }
-        // Staging pages must be visible before descriptors: non-temporal stores may overtake
-        // ordinary ones.
+        // Non-temporal stores may overtake ordinary ones. So fence here: the staging pages must be
+        // visible before the descriptors.
         fence_stores();
         while self.started != self.queued {
             let slot = self.place(self.started);

@@ -56,8 +56,8 @@ enum Controller {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct World {
-    // The lane: its step, its stores that have not reached memory yet, and ghosts of the operations
-    // that it queued and got back.
+    // The lane: its step, and its stores that have not reached memory yet. The numbers of
+    // operations that it queued and got back are ghost variables.
     lane: LaneAt,
     buffer: VecDeque<Store>,
     queued: u8,
@@ -72,7 +72,7 @@ struct World {
     // The controller, and the kernel's next operation while it runs.
     controller: Controller,
     kernel: Option<u8>,
-    /// A ghost: the number of operations served.
+    /// The number of operations served: a ghost variable, which the real ring does not have.
     served: u8,
 }
 

@@ -39,7 +39,7 @@ pub struct LaneBlock {
 pub struct ControlBlock {
     /// Any value but 0 tells the kernel to leave.
     pub stop: u32,
-    /// Number of blocks that serve a lane.
+    /// Number of thread blocks that serve a lane.
     pub blocks: u32,
     /// Fills the cache line.
     pub unused: [u32; 14],
