@@ -511,7 +511,7 @@ pub struct BenchLeaseOptions {
     #[arg(long, value_name = "N", default_value_t = 1_000_000)]
     pub trials: u64,
 
-    /// Flows of the end-to-end run over the share transport; 0 leaves it out.
+    /// Number of flows of the end-to-end run over the share transport; 0 leaves the run out.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub flows: u32,
 

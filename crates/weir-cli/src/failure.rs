@@ -23,7 +23,8 @@ pub enum Failure {
     NoRoom(String),
     /// Everything has been printed already; only the exit code is left.
     Said,
-    /// A child process that has printed everything ended with this code, and so does this one.
+    /// The program ends with the code with which a child process ended. The child has printed
+    /// everything.
     Ended(u8),
     /// The user asked for help or the version, or gets help because arguments are missing (exit
     /// code 2). Clap returns these texts as errors.

@@ -179,8 +179,8 @@ pub enum View<'a> {
 /// A part of an announced batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Coming {
-    /// The lane will read this many pages from this one on.
+    /// The lane will read pages from this page number on, as many as the second value says.
     Reads(PageNo, u32),
-    /// The lane will write this many pages.
+    /// The lane will write as many pages as this value says.
     Writes(u32),
 }

@@ -22,7 +22,7 @@ pub(crate) trait Kernel {
 
     fn unregister(&mut self, start: usize, end: usize) -> Result<(), Errno>;
 
-    /// Wakes threads that wait for one of these pages, so that they try their access again.
+    /// Wakes threads that wait for a page in `at..at + bytes`, so that they try their access again.
     fn wake(&mut self, at: usize, bytes: usize);
 
     fn move_pages(&mut self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped>;

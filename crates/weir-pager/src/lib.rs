@@ -59,7 +59,7 @@ pub trait Outside {
     /// Prints a line for people.
     fn tell(&mut self, line: &str);
 
-    /// The next order, if one has come.
+    /// Returns the daemon's next order, if one has come.
     fn order(&mut self) -> Option<link::Order> {
         None
     }

@@ -87,7 +87,7 @@ impl Report {
     }
 }
 
-/// The pager's end. Its descriptor belongs to the table of the thread that made it.
+/// The pager's end of the link. Its descriptor belongs to the table of the thread that made it.
 #[derive(Debug)]
 pub struct Link(Option<OwnedFd>);
 
@@ -103,7 +103,7 @@ impl Link {
         Ok(Link(Some(socket)))
     }
 
-    /// The next order, if one has come.
+    /// Returns the daemon's next order, if one has come.
     pub fn order(&mut self) -> Option<Order> {
         loop {
             let mut bytes = [0; 16];

@@ -261,7 +261,7 @@ impl Pager {
         self.look();
     }
 
-    /// Ends one [`hold`](Self::hold); does nothing in a child.
+    /// Ends one [`hold`](Self::hold). Does nothing in a child process.
     pub fn release(&self) {
         self.0.holds.fetch_sub(1, Ordering::SeqCst);
         self.look();

@@ -11,13 +11,14 @@ const STRIDE_MAX: i64 = 64;
 /// that must be in a stream.
 const RECENT: u32 = 16;
 const STREAMING: u32 = 12;
-/// Number of the newest blocks that stay while the program streams, because they are in use.
+/// Number of the newest blocks that stay in place while the program streams, because they are in
+/// use.
 const LAG: usize = 4;
-/// While the program streams, one in this many victims is the oldest block. Otherwise unused blocks
-/// would stay for ever.
+/// While the program streams, one in this many victims is the oldest block. Otherwise blocks that
+/// are no longer used would stay in place for ever.
 const OLDEST_EVERY: u32 = 16;
 
-/// A stream: page faults on blocks one after the other, at one distance.
+/// A stream: page faults that follow each other at a constant distance of blocks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
     last: i64,
@@ -29,11 +30,11 @@ struct Stream {
 /// The policy sees only the order of page faults, and no accessed bits.
 ///
 /// A cyclic sweep over more memory than the limit would miss every block under FIFO and LRU. So
-/// while page faults stream, one of the newest blocks goes, and the older ones are hit in the next
-/// round (MRU with a lag).
+/// while the program streams, one of the newest blocks is moved out. The older ones are still in
+/// place in the next round (MRU with a lag).
 #[derive(Debug, Default)]
 pub struct Policy {
-    /// Resident blocks in the order in which they came.
+    /// Resident blocks, in the order in which they came into place.
     order: VecDeque<u32>,
     streams: [Stream; STREAMS],
     recent: u16,
@@ -42,14 +43,14 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Notes that a block came into place.
+    /// Notes that a block is in place now.
     pub fn came(&mut self, id: u32) {
         self.order.push_back(id);
     }
 
     /// Notes that a block is no longer in place.
     pub fn went(&mut self, id: u32) {
-        // The newest blocks go most often, so search from the end.
+        // The newest blocks are moved out most often, so search from the end.
         if let Some(at) = self.order.iter().rposition(|&other| other == id) {
             self.order.remove(at);
         }
@@ -115,7 +116,8 @@ impl Policy {
         self.recent.count_ones() >= STREAMING
     }
 
-    /// The next block to go. It stays in the order until it [`went`](Self::went).
+    /// The next block to move out. It stays in the order until [`went`](Self::went) is called for
+    /// it.
     pub fn victim(&mut self) -> Option<u32> {
         self.victims = self.victims.wrapping_add(1);
         let at = if self.is_streaming() && !self.victims.is_multiple_of(OLDEST_EVERY) {
@@ -131,7 +133,7 @@ impl Policy {
         self.order.front().copied()
     }
 
-    /// Notes that a block could not go. It waits for its turn again.
+    /// Notes that a block could not be moved out. It counts as the newest block from now on.
     pub fn spared(&mut self, id: u32) {
         self.went(id);
         self.came(id);

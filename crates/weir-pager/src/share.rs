@@ -20,7 +20,7 @@ pub struct ShareStore {
     blocks: usize,
     /// Free frames, from which pages are written.
     frames: Vec<Lease>,
-    /// Frames under way, by the tag of their write.
+    /// Frames whose write is under way, by the tag of the write.
     writing: Vec<Option<Lease>>,
     unsubmitted: usize,
     failed: Option<io::Error>,

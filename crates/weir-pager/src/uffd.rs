@@ -105,7 +105,7 @@ impl Uffd {
         self.ioctl(UFFDIO_UNREGISTER, &mut [start as u64, (end - start) as u64])
     }
 
-    /// Wakes threads that wait for one of these pages, so that they try their access again.
+    /// Wakes threads that wait for a page in `at..at + bytes`, so that they try their access again.
     pub fn wake(&self, at: usize, bytes: usize) {
         let _ = self.ioctl(UFFDIO_WAKE, &mut [at as u64, bytes as u64]);
     }

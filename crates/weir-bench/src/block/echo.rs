@@ -18,7 +18,7 @@ use weir_export::nbd::wire::command;
 /// Bytes of the longest request that is answered.
 const REQUEST_MAX: usize = 1 << 20;
 
-/// The server, as threads of this process.
+/// The server. It runs as threads of this process.
 pub(super) struct Echo {
     pub socket: PathBuf,
     stop: Arc<AtomicBool>,

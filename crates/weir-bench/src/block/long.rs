@@ -143,7 +143,7 @@ fn rows(case: Case, prefix: &str, weir: &Way, control: &'static str, theirs: &Wa
     };
     let id = format!("{prefix}{}", case.id);
     let row = Row::higher(&id, "mb_per_s", rate(weir)).beside(control, rate(theirs));
-    // This goal applies beside nbd-vram, which keeps its pages on the card too.
+    // Only the comparison with nbd-vram has a goal, since it keeps its pages on the card too.
     let goal = if case.jobs == 1 { 1.0 } else { 1.1 };
     let mut rows = vec![if control == "nbd-vram" { row.goal(Goal::Ratio(goal)) } else { row }];
     if !weir.is_empty() && theirs.cpu_us.median() > 0.0 {

@@ -74,7 +74,7 @@ impl Disks {
         }))
     }
 
-    /// Turns the limits on or off.
+    /// Turns the limits of all disks on or off.
     pub fn limit(&self, is_limited: bool) {
         self.is_limited.store(is_limited, SeqCst);
     }
@@ -264,7 +264,7 @@ impl Lane for DiskLane {
     }
 }
 
-/// Sleeps until one of these descriptors is readable, for at most a millisecond.
+/// Sleeps until one of the descriptors is readable, for at most a millisecond.
 pub fn sleep(fds: &[BorrowedFd<'_>]) {
     let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let nap = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };

@@ -1,4 +1,4 @@
-//! The common interface of all designs, so that all are driven alike.
+//! The common interface of all designs. Through it the benchmark uses all of them in the same way.
 
 use weir_lease::{Place, Token};
 

@@ -58,7 +58,7 @@ pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     let mut source = Memory::anonymous(SOURCE_PAGES * PAGE_SIZE)?;
     fill(&mut source);
     let mut figures: [Figures; 6] = std::array::from_fn(|_| Figures::default());
-    // The designs take turns, so that a slow change of the machine affects all.
+    // The designs take turns, so that a slow change of the machine affects all designs.
     for _ in 0..plan.flow_rounds.max(1) {
         let shares = || (0..workers).map(|worker| (flows + workers - 1 - worker) / workers);
         let mut each = figures.iter_mut();

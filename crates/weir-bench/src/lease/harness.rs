@@ -42,7 +42,7 @@ impl From<&Plan> for Workload {
 }
 
 impl Workload {
-    /// Whether the goals were set for this load.
+    /// Whether this is the load for which the goals are set.
     pub fn is_of_the_contract(&self) -> bool {
         self.outstanding == 64 && self.pages == (2 << 30) / 4096
     }

@@ -55,7 +55,8 @@ pub struct Plan {
     pub trials: u64,
     /// The seed of the random numbers.
     pub seed: u64,
-    /// Number of flows in the end-to-end run, a connection each; 0 for no such run.
+    /// Number of flows in the end-to-end run, each with a connection of its own. With 0 there is no
+    /// such run.
     pub flows: u32,
     /// Number of workers that serve the flows.
     pub workers: u32,

@@ -257,7 +257,7 @@ impl Design for XArrays {
         });
     }
 
-    /// Bytes that the kernel's structures of this number would take.
+    /// Bytes that the kernel's structures would take for these arrays and for their nodes in use.
     fn bytes(&self) -> usize {
         (self.slab.nodes.len() - self.slab.unused.len()) * KERNEL_NODE_BYTES
             + self.arrays.len() * KERNEL_ROOT_BYTES

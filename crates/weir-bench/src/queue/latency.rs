@@ -14,7 +14,7 @@ use super::semaphore::{self, SemaphoreQueue};
 use super::weir::{self, Embedded, Spinning, Values};
 use crate::report::{Report, Row, percentile};
 
-/// The times at which items come.
+/// A rhythm: how many items are scheduled at once, and at which times.
 struct Rhythm {
     id: &'static str,
     items: usize,

@@ -98,7 +98,7 @@ impl List {
     }
 }
 
-/// A list that was taken out; its items come one after the other.
+/// The items of a list from which all were taken out, as an iterator in their order.
 pub(super) struct Spliced(*mut Item);
 
 impl Iterator for Spliced {

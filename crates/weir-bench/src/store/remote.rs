@@ -101,7 +101,7 @@ impl Pages for Waiter {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let limit = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.subsec_nanos().into() };
         if let Some(fd) = self.lane.wake_fd().filter(|_| self.asleep) {
-            // The result does not matter, because the lane is polled in any case.
+            // The result of the wait does not matter, because the lane is polled in any case.
             let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&limit));
         }
         self.lane.poll(now, done);

@@ -197,7 +197,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Makes a filled part and a lane for every thread.
+    /// Gives every thread a lane and a part of the pages, and writes all pages once.
     fn workers(&self, threads: usize, depth: usize) -> Result<Vec<Worker>, BenchError> {
         let each = self.pages / threads as u32;
         let mut workers = (0..threads)

@@ -132,7 +132,7 @@ impl Way {
 
 const RAM_LOOP: &str = "ram-loop";
 
-/// Measures every device that this machine can have; prints on standard error which it cannot have,
+/// Measures every device that works on this machine. Prints on standard error which devices do not,
 /// and why.
 ///
 /// # Errors

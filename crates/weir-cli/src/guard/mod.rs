@@ -2,8 +2,8 @@
 //! the changes, whatever ends the child: its own end, a signal, a crash. If both are killed, the
 //! next command with a guard undoes them, and so does `weir off`.
 //!
-//! The child's process number is part of each name that it makes, so all that it leaves can be
-//! found.
+//! The child's process number is part of the name of everything that it makes. So all that the
+//! child leaves behind can be found.
 
 pub mod swap;
 
@@ -137,7 +137,7 @@ fn parent() -> Option<u32> {
     Some(rustix::process::getppid()?.as_raw_nonzero().get() as u32)
 }
 
-/// Waits for the child's end, and ends it if a signal comes.
+/// Waits for the child's end. If this process gets a signal to end, kills the child.
 fn watch(child: &mut Child, told: &UnixStream) -> io::Result<ExitStatus> {
     let pidfd = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     loop {
@@ -193,7 +193,7 @@ fn not_undone(what: &dyn Display, why: &dyn Display) -> Failure {
     Failure::Failed(format!("{what}: not all is undone: {why}; run weir off"))
 }
 
-/// Files and directories of this user with a name that a child makes.
+/// This user's files and directories whose names begin as a guarded child's names do.
 fn entries(elsewhere: Option<&Path>) -> Vec<PathBuf> {
     let mut places = vec![std::env::temp_dir(), PathBuf::from("/var/tmp")];
     places.extend(elsewhere.map(Path::to_owned));
@@ -228,13 +228,14 @@ fn processes() -> Vec<Pid> {
     pids.filter(|pid| *pid != own).collect()
 }
 
-/// Whether a process was started with one of these paths, or a path below one.
+/// Whether the command line of a process has one of `paths`, or a path below one.
 fn names(process: Pid, paths: &[PathBuf]) -> bool {
     let line = fs::read(format!("/proc/{}/cmdline", process.as_raw_nonzero())).unwrap_or_default();
     let is_named = |path: &PathBuf| {
         let path = path.as_os_str().as_bytes();
         let mut at = line.windows(path.len()).enumerate().filter(|(_, window)| *window == path);
-        // No digit may follow the path, since it would be part of another process's number.
+        // A digit behind the path is part of a longer process number, and so of another process's
+        // path.
         at.any(|(at, _)| !line.get(at + path.len()).is_some_and(u8::is_ascii_digit))
     };
     paths.iter().any(is_named)

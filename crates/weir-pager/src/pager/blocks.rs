@@ -4,20 +4,21 @@ use crate::BLOCK;
 use crate::BLOCK_PAGES;
 use std::collections::BTreeMap;
 
-/// The place of a block's content.
+/// The state of a block: where its content is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// No content is stored: missing pages are zeros.
     Empty,
     /// The block is in place; missing pages are zeros.
     Resident,
-    /// The block is in a slot of the staging memory, on its way out.
+    /// The block is in a slot of the staging memory, and is being written to the store.
     Writing(usize),
     /// The block is being read from the store into a slot.
     Filling(usize),
     /// The whole block is in a slot, and in the store too.
     Ready(usize),
-    /// The whole block is in a slot, on its way back into place. The store does not have it.
+    /// The whole block is in a slot, and waits to be moved back into place. The store does not have
+    /// it.
     Back(usize),
     /// The block is in the store, except for the pages that are [`there`](Block::there).
     Stored,
@@ -36,8 +37,8 @@ pub struct Block {
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: [u64; BLOCK_PAGES / 64],
-    /// The last page that was brought as a single page, and the number of such pages in a row
-    /// before it.
+    /// The index of the page that was brought last as a single page, and how many pages directly
+    /// before it were brought so.
     pub run: (usize, u8),
     /// Pages whose content the program has dropped, and whose removal the pager has not seen yet.
     /// Until then the block is not written out, because old content would come back.

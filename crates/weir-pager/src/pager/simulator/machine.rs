@@ -12,7 +12,7 @@ use rustix::mm::Advice;
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// Makes threads that wait for one of these pages try their access again.
+/// Makes threads that wait for a page in `start..end` try their access again.
 fn look_again(world: &mut World, program: &mut Program, start: usize, end: usize) {
     for (number, thread) in program.threads.iter_mut().enumerate() {
         if thread.waits_for.is_some_and(|page| (start..end).contains(&page)) {

@@ -21,7 +21,7 @@ pub struct Traits {
     pub accesses: usize,
     /// The limit of resident memory, in blocks.
     pub limit: usize,
-    /// One in this number of a thread's actions changes mappings; zero means never.
+    /// One in this number of a thread's actions changes mappings. With 0, no action does.
     pub changes: u64,
     pub maps: bool,
     pub migrates: bool,

@@ -70,7 +70,7 @@ impl Simulated {
         }
     }
 
-    /// From now on, one in this many writes fails after it was taken. Zero is none.
+    /// From now on, one write in `one_in` is accepted and fails later. With 0, no write does.
     pub fn doom(&mut self, one_in: u64) {
         self.faults.doomed = one_in;
     }

@@ -36,7 +36,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         (self.is_above() || (self.frames() == self.limit() && free < target)) && self.begin_write().is_some()
     }
 
-    /// Moves a victim out of place, to write it.
+    /// Chooses a victim, moves it into a slot, and begins to write it to the store. `None` if no
+    /// block can be moved out now.
     pub(super) fn begin_write(&mut self) -> Option<()> {
         let slot = self.find(Slot::Vacant).filter(|_| !self.is_broken && !self.is_held())?;
         for _ in 0..TRIES.min(self.policy.len()) {
@@ -71,7 +72,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.writing = Some(Transfer { id, slot, next: 0 });
                 return Some(());
             }
-            // While the address space changes, no block can go. This block keeps its turn.
+            // While the address space changes, no block can be moved out. This block keeps its
+            // place in the order.
             if self.kernel.is_changing() {
                 return None;
             }
@@ -81,7 +83,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         None
     }
 
-    /// Whether the kernel has removed all pages of a block that the program dropped.
+    /// Whether the kernel has removed all pages whose content the program dropped from a block.
     pub(super) fn has_ended(&mut self, id: u32) -> bool {
         let at = self.blocks.get(id).at;
         let Some(mut ending) = self.blocks.get_mut(id).ending.take() else { return true };

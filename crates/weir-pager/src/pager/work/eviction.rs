@@ -50,7 +50,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// The next block to go. An eviction takes each block once.
+    /// The next block to move out. An eviction tries each block once.
     pub(super) fn victim(&mut self) -> Option<u32> {
         match self.eviction {
             Some(_) => self.policy.oldest(),
@@ -58,14 +58,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Notes that a block has gone, or cannot go.
+    /// Notes that an eviction has tried a block, whether the block could be moved out or not.
     pub(super) fn was_tried(&mut self) {
         if let Some(eviction) = &mut self.eviction {
             eviction.blocks = eviction.blocks.saturating_sub(1);
         }
     }
 
-    /// Does one step of an eviction. Returns whether there was one to do.
+    /// Does one step of an eviction. Returns false if there is no eviction under way.
     pub(super) fn evict(&mut self) -> bool {
         if self.shared.evict.load(Ordering::Relaxed) {
             self.shared.evict.store(false, Ordering::SeqCst);
@@ -87,7 +87,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let before = self.singles_there;
             let has_written = self.write_singles();
             let gone = before.saturating_sub(self.singles_there);
-            // While the address space changes, no page can go.
+            // While the address space changes, no page can be moved out.
             let goes_on = has_written || self.kernel.is_changing();
             self.eviction =
                 Some(Eviction { blocks: 0, singles: if goes_on { singles.saturating_sub(gone) } else { 0 } });

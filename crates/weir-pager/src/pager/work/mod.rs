@@ -66,7 +66,7 @@ struct Transfer {
 struct Eviction {
     /// Number of blocks that are still to be tried.
     blocks: usize,
-    /// Number of single pages that should go.
+    /// Number of single pages that are still to be moved out.
     singles: usize,
 }
 
@@ -102,8 +102,8 @@ pub(super) struct Work<K: Kernel, S> {
     writing: Option<Transfer>,
     filling: Option<Transfer>,
     wanted: VecDeque<usize>,
-    /// Single pages in place as block and page, in the order in which they came. An entry whose
-    /// page is no longer single and in place is old.
+    /// Single pages in place as block and page, in the order in which they came. An entry is
+    /// outdated once its page is no longer a single page in place.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
     /// The time of the last attempt in which no block could make room for single pages.

@@ -281,8 +281,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Frees a frame at once, for a page fault that waits.
     pub(super) fn make_room(&mut self) {
-        // A streaming program needs frames for blocks. It no longer uses the single pages of its
-        // earlier jumps, so they go first.
+        // A streaming program needs frames for blocks. The single pages from its earlier random
+        // accesses are no longer used, so they are moved out first.
         if self.writing.is_none()
             && (self.policy.is_streaming() || self.policy.len() == 0)
             && self.singles_there >= BLOCK_PAGES
@@ -291,7 +291,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return;
         }
         if self.writing.is_none() && self.begin_write().is_none() {
-            // Only a prefetched block can go at once, because the store has it too.
+            // Without a write, only a prefetched block can be dropped, because the store has it
+            // too.
             if let Some(id) = self.unused() {
                 self.drop_copy(id);
             }
@@ -316,7 +317,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 }
 
-/// Whether an event means that the memory at `at` has moved or gone.
+/// Whether an event means that the memory at `at` was moved away or unmapped.
 fn takes(event: &Event, at: usize) -> bool {
     match *event {
         Event::Unmap(start, end) => (start..end).contains(&at),

@@ -1,8 +1,8 @@
-//! Single pages of blocks that are in the store, for programs that jump through memory.
+//! Single pages of blocks that are in the store, for programs that access memory in random order.
 //!
-//! Single pages are brought by copy, and go by reference, many at a time. The oldest ones move to a
-//! slot, are written from there, and are freed with the slot. A block has single pages only while
-//! its state is `Stored`, or while the whole block is being brought.
+//! Single pages are brought by copy. They are moved out by reference, many at a time: the oldest
+//! ones move to a slot, are written from there, and are freed with the slot. A block has single
+//! pages only while its state is `Stored`, or while the whole block is being brought.
 
 use super::*;
 
@@ -20,7 +20,8 @@ const MANY: usize = 64;
 const TIMES_AVERAGE: usize = 4;
 /// Pause after an attempt in which no block could be moved out.
 const STUCK: Duration = Duration::from_millis(20);
-/// While a program jumps, whole blocks may take this part of the limit: one in so many.
+/// For a program that accesses memory in random order: whole blocks may take one in this many
+/// blocks of the limit.
 const WHOLE_SHARE: usize = 8;
 
 impl<K: Kernel, S: Store> Work<K, S> {
@@ -32,13 +33,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let run = if page == last + 1 { run + 1 } else { 0 };
         block.run = (page, run);
         let there = block.count_there();
-        // A stream enters a block at one of its ends.
+        // The first page fault of a stream on a block is at the block's first or last page.
         let enters = stride.is_some() && (page == 0 || page == BLOCK_PAGES - 1);
         let is_dense = there >= MANY && there * blocks > TIMES_AVERAGE * self.singles_there;
         !(self.policy.is_streaming() || enters || is_dense || run >= RUN)
     }
 
-    /// Whether the last single page that was brought is the page before this one.
+    /// Whether `page` follows the page of the block that was brought last as a single page.
     pub(super) fn is_next_single(&self, id: u32, page: usize) -> bool {
         let block = self.blocks.get(id);
         block.state == State::Stored && page == block.run.0 + 1
@@ -102,8 +103,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.scrub_free();
                 continue;
             }
-            // Not all blocks can go: a child shares some, and devices use some. The pager does not
-            // try them again for each page.
+            // Some blocks cannot be moved out: a child shares them, or devices use them. The pager
+            // does not try those again for each page.
             let is_whole = self.policy.len() > self.limit() / WHOLE_SHARE
                 && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
             if self.writing.is_some() || is_whole && self.begin_write().is_some() {
@@ -125,13 +126,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Number of single pages that may come before one must go.
+    /// Number of single pages that can be brought before one must be moved out.
     fn room_for_singles(&self) -> usize {
         let whole = self.frames() - self.singles_there.div_ceil(BLOCK_PAGES);
         (self.limit().saturating_sub(whole) * BLOCK_PAGES).saturating_sub(self.singles_there)
     }
 
-    /// Whether single pages should go now, so that the next page fault need not wait for room.
+    /// Whether single pages should be moved out now, so that the next page fault need not wait for
+    /// room.
     pub(super) fn is_short_of_singles(&self) -> bool {
         self.singles_there >= BATCH && self.room_for_singles() < BATCH
     }
@@ -151,7 +153,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.singles_there < before
     }
 
-    /// Moves the oldest pages out. Returns `false` if no page could be moved.
+    /// Moves the oldest single pages out. Returns `false` if no page could be moved.
     pub(super) fn write_singles(&mut self) -> bool {
         if self.is_broken || self.is_held() || !self.events.is_empty() || self.is_heeding {
             return false;
@@ -167,7 +169,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             let Some((id, page)) = self.singles.pop_front() else { break };
             let page = page as usize;
-            // The entry is old: the block has gone, or the whole block was brought.
+            // The entry is outdated: the page was unmapped, or its whole block was brought.
             if !self.is_singly_there(id, page) {
                 continue;
             }
@@ -221,8 +223,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         result.is_ok()
     }
 
-    /// Drops the entries of a block's single pages, which are part of the whole block by now, or
-    /// gone.
+    /// These pages of the block no longer count as single pages: they are part of the whole block
+    /// by now, or the program has dropped them.
     pub(super) fn forget_singles(&mut self, id: u32, pages: std::ops::Range<usize>) {
         let block = self.blocks.get_mut(id);
         for page in pages {

@@ -269,7 +269,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// The first range in `start..end` that is managed already, or must be left alone.
+    /// The first range in `start..end` that must not be adopted: it is managed already, or is
+    /// excluded from management.
     pub(super) fn known(&self, start: usize, end: usize) -> Option<(usize, usize)> {
         let overlaps = |&(first, last): &(usize, usize)| first < end && last > start;
         let before = self.spans.range(..=start).next_back();
