@@ -31,8 +31,8 @@ pub enum Bench {
     /// by fio.
     Block(BenchBlockOptions),
 
-    /// Requests of 1 MiB by one job and by four: a store, with and without a card's window, beside
-    /// nbdkit, nbd-vram and a server that keeps nothing.
+    /// Requests of 1 MiB by one job and by four, to a store, with and without a card's window.
+    /// Beside it run nbdkit, nbd-vram and a server that keeps nothing.
     Long(BenchLongOptions),
 
     /// The file store beside fio's own io_uring engine, on the same disk.

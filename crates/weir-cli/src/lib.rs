@@ -1,6 +1,5 @@
-//! The parts that the command lines of Weir's programs share: errors on one line with their exit
-//! codes, output that may be closed, man pages and completions. A guard undoes changes to the
-//! machine.
+//! The parts that the command lines of Weir's programs share: errors on one line, exit codes,
+//! output that may be closed, man pages and completions. A guard undoes changes to the machine.
 
 pub mod failure;
 pub mod guard;

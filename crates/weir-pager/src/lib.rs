@@ -36,9 +36,9 @@ pub fn probe() -> Result<(), Error> {
     uffd::Uffd::open().map(drop)
 }
 
-/// The names of the files in a run's directory: the daemon's socket, the [`Ledger`], a socket for
-/// the lines that pagers print, and the socket of the [`Link`](link::Link)s. On the socket for
-/// lines each datagram is one line.
+/// The names of the files in a run's directory: the daemon's socket, the [`Ledger`], the socket for
+/// lines that pagers print, and the [`Link`](link::Link)s' socket. On the socket for lines each
+/// datagram is one line.
 pub mod directory {
     #![allow(missing_docs)] // the introduction says what they are
     pub const SHARE: &str = "share";

@@ -1,5 +1,5 @@
-//! `weir bench cache`: random 4 KiB requests on a stripe of disks directly, through a cache over
-//! the stripe (`raw`), and through a cache over a log on it.
+//! `weir bench cache`: random 4 KiB requests on a stripe of disks. They go to the stripe directly,
+//! through a cache over the stripe (`raw`), and through a cache over a log on it.
 //!
 //! The disks are simulated in memory. One model below all contenders limits their operations and
 //! bytes a second. So the figures say nothing about io_uring, the cipher or FUSE. One thread makes

@@ -4,7 +4,7 @@
 //! The loads are random pages, one at a time and 32 at a time, and runs of 1 MiB. Each case runs
 //! three ways. Weir with encryption is the usual way. Weir without encryption (`*_clear`) shows the
 //! cost of the cipher. fio runs on a second file, with O_DIRECT, registered buffers and registered
-//! files, which is as close to the disk as user space gets. Both files are written once first, so
+//! files. That is as close to the disk as user space gets. Both files are written once first, so
 //! that no run pays for the first touch of an allocated block.
 
 mod fio;

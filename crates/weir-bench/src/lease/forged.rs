@@ -53,9 +53,9 @@ pub struct Outcome {
 }
 
 /// Presents `trials` tokens that the presenting connection does not hold, between takes and returns
-/// of real ones. They are of four kinds: random numbers; held tokens with one bit changed; tokens
-/// that were returned just now or long ago; and tokens that another connection holds. At the end
-/// every real token must still come back, once.
+/// of real ones. Some are random numbers, and some are held tokens with one bit changed. Others
+/// were returned just now or long ago, or another connection holds them. At the end every real
+/// token must still come back, once.
 pub fn attack(trials: u64, seed: u64) -> Outcome {
     let geometry =
         Geometry { connections: CONNECTIONS as u32, references: CONNECTIONS as u32 * 256, quota: QUOTA };

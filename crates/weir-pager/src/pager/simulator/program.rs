@@ -801,7 +801,7 @@ impl Program {
             .map(|(&start, area)| count(start..area.end))
             .sum();
         // Some memory does not count against the limit: the pager's `nursery`, the page through
-        // which single pages come, and parts of blocks at the ends of each object.
+        // which single pages come, and blocks at the ends of each object.
         let beside = 2 * BLOCK_PAGES * self.objects.len() + BLOCK_PAGES + 1;
         let limit = self.shared.limit.load(Ordering::Relaxed) * BLOCK_PAGES;
         assert!(own + managed <= limit + beside, "{own} + {managed} pages with a limit of {limit}");

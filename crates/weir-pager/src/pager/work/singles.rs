@@ -1,6 +1,6 @@
 //! Single pages of blocks that are in the store, for programs that access memory in random order.
 //!
-//! Single pages are brought by copy. They are moved out by reference, many at a time: the oldest
+//! Single pages are brought by copy. They are moved out by reference, many at a time. The oldest
 //! ones move to a slot, are written from there, and are freed with the slot. A block has single
 //! pages only while its state is `Stored`, or while the whole block is being brought.
 
@@ -223,7 +223,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         result.is_ok()
     }
 
-    /// These pages of the block no longer count as single pages: they are part of the whole block
+    /// These pages of the block no longer count as single pages. They are part of the whole block
     /// by now, or the program has dropped them.
     pub(super) fn forget_singles(&mut self, id: u32, pages: std::ops::Range<usize>) {
         let block = self.blocks.get_mut(id);
