@@ -53,7 +53,7 @@ pub struct Config {
     pub programs: Option<PathBuf>,
 }
 
-/// The NBD server.
+/// The settings of the NBD server.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Nbd {
     /// The addresses at which the server listens.
@@ -66,7 +66,7 @@ pub struct Nbd {
     pub insecure: bool,
 }
 
-/// A file by FUSE.
+/// The settings of a file that is served by FUSE.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Fuse {
     /// The file that is mounted over, or the directory.
@@ -75,7 +75,7 @@ pub struct Fuse {
     pub threads: u16,
 }
 
-/// Pages for local programs.
+/// The settings of the share server, which gives pages to local programs.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Share {
     /// The path of the server's socket.
@@ -84,7 +84,7 @@ pub struct Share {
     pub in_place: bool,
 }
 
-/// A ublk device.
+/// The settings of a ublk device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Ublk {
     /// Number of queues, each with a thread; `None`: by the number of processors.

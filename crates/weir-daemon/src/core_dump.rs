@@ -4,8 +4,9 @@ use crate::error::{Error, ErrorKind};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
 
 /// Keeps the kernel from writing this process's memory to a core file, or to a handler's pipe, when
-/// the process dies. fs/coredump.c checks the setting before `core_pattern`, so a death takes no
-/// extra time. An exec clears the setting, so each program must call this.
+/// the process dies. fs/coredump.c checks whether the process is dumpable before it looks at
+/// `core_pattern`, so a death takes no extra time. An exec makes the process dumpable again, so
+/// each program must call this.
 ///
 /// # Errors
 /// Fails with one line if the system refuses.

@@ -171,7 +171,7 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared) })
     }
 
-    /// Logs the outcome once the parts of stores that are opened after the start are open. Then
+    /// Some parts of stores are opened after the start. Once they are open, logs the outcome and
     /// calls `then`. Returns at once.
     pub fn when_joined(&self, then: impl Fn() + Send + Sync + 'static) {
         let log = Arc::clone(&self.shared.environment.log);

@@ -29,7 +29,7 @@ pub trait Clock: Send + Sync + fmt::Debug {
     /// The present time.
     fn now(&self) -> Instant;
 
-    /// Returns after this time.
+    /// Waits for this time.
     fn sleep(&self, time: Duration);
 
     /// Returns once one of the descriptors is ready, or after `most`.

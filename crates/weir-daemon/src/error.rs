@@ -16,7 +16,7 @@ pub struct Error {
     source: Option<Box<dyn Cause + Send + Sync>>,
 }
 
-/// The kind of an error, by which a caller decides. The sentence is for people and may change.
+/// The kind of an error, by which a caller decides. The error's text is for people and may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ErrorKind {
     /// The configuration asks for something that is refused.

@@ -20,7 +20,8 @@ const PROGRAMS_MOST: usize = 256;
 /// Time between two reports that no client has asked for, and shortest time over which a rate is
 /// computed.
 const EVERY: Duration = Duration::from_secs(1);
-/// Age of a report from which on the daemon asks for a new one when a client asks for the list.
+/// When a client asks for the list of programs, the daemon asks for a new report if the last one is
+/// older than this.
 const FRESH: Duration = Duration::from_millis(20);
 /// Largest number of messages that are read of one pager at a time.
 const MESSAGES: usize = 16;

@@ -6,7 +6,8 @@ use std::io;
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, unlocked};
 
-/// Shows the progress of opening one store, as the bytes done and all bytes. Dropped at the end.
+/// A callback that shows the progress of opening one store. It gets the number of bytes done, and
+/// of all bytes, and is dropped at the end.
 pub type Bar = Box<dyn FnMut(u64, u64)>;
 
 /// Shows the progress of a start, and ends the start when a signal asks for that.

@@ -32,7 +32,8 @@ type Say = dyn FnMut(&str, &str);
 /// Shows work that is counted in bytes: how much is done, how fast, and the time left. Dropping it
 /// draws the last state, and removes the bar.
 pub struct Shown {
-    /// Hidden where no bar can be drawn: in a file, a pipe, or a terminal without a cursor.
+    /// The bar. It is hidden where none can be drawn: in a file, a pipe, or a terminal without a
+    /// cursor.
     bar: ProgressBar,
     /// Time after which the bar is drawn.
     after: Duration,
@@ -87,7 +88,7 @@ impl Drop for Shown {
     }
 }
 
-/// Seconds until the `left` bytes are done too, at the speed so far.
+/// Seconds that the `left` bytes will take at the speed so far.
 fn estimate(elapsed: Duration, done: u64, left: u64) -> Option<u64> {
     (done > 0).then(|| (elapsed.as_secs_f64() * left as f64 / done as f64).ceil() as u64)
 }

@@ -49,8 +49,8 @@ impl Kernel {
         Family::open("nbd", 1).map(Kernel)
     }
 
-    /// Connects a device to a server by sockets that are in transmission. Returns its number; the
-    /// kernel picks a free device for `None`.
+    /// Connects a device to a server by sockets that are past the NBD handshake. Returns its
+    /// number; the kernel picks a free device for `None`.
     ///
     /// # Errors
     /// Fails with `EBUSY` when the device is in use, `EPERM` without `CAP_SYS_ADMIN`.

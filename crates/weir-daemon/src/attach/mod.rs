@@ -33,7 +33,7 @@ const MAX_SECTORS_KB: &str = "256";
 /// goes on.
 const STEADY: Duration = Duration::from_millis(200);
 
-/// Longest time that the kernel takes to publish a device or to take it away.
+/// Longest time until the kernel shows a new device, or has taken a device away.
 const SETTLE: Duration = Duration::from_secs(5);
 
 /// A device that is to be connected to a server.

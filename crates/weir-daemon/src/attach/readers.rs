@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub struct Readers {
     proc: PathBuf,
-    /// The two names of work that a reader of this device can have.
+    /// The two names that the kernel gives to the work of this device's readers.
     works: [String; 2],
     /// Whether this process sees the kernel's threads. In a container it does not.
     are_seen: bool,
@@ -61,8 +61,8 @@ fn name(proc: &Path, process: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Counts readers in a directory like /proc with these processes. With `children` the processes
-    /// are listed as children of process 2.
+    /// Makes a directory like /proc with these processes, and counts the readers in it. With
+    /// `children`, the processes are listed as children of process 2.
     fn count(test: &str, processes: &[(u32, &str)], children: bool) -> Option<usize> {
         let proc = std::env::temp_dir().join(format!("weir-readers-{}-{test}", std::process::id()));
         for (process, name) in processes {

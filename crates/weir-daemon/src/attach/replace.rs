@@ -24,7 +24,7 @@ pub struct Look {
     /// The number of connections that the kernel reads from; the same as `served` where readers
     /// cannot be seen.
     pub read: usize,
-    /// The number of readers that belong to the device in question, if it is known.
+    /// The number of readers of the device whose connections are replaced, if it is known.
     pub own: Option<usize>,
 }
 
@@ -58,7 +58,8 @@ pub enum NotReplaced {
 /// The waiting times of a replacement.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// Both ends must agree for this long, because a reader that has not begun is not seen.
+    /// For this long the server and the kernel must agree on the number of connections, because a
+    /// reader that has not begun is not seen.
     pub steady: Duration,
     /// A dead connection's reader and the server may need this long to notice. A new connection's
     /// reader may need this long to begin, which takes memory.

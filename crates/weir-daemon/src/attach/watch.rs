@@ -71,7 +71,7 @@ impl Attachments {
     }
 
     /// Connects the devices of the earlier daemon again. Call this once this daemon listens.
-    /// `served` counts its connections.
+    /// `served` counts this daemon's connections.
     pub fn resume(self: &Arc<Self>, served: KernelConnections) {
         let _ = self.served.set(served);
         let mut list = self.list();

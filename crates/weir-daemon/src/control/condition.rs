@@ -4,12 +4,12 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The condition of a part of a store that can fail by itself: a card.
+/// The condition of a store's member: a part that can fail by itself, such as a card.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Condition {
     /// The part's name.
     pub part: String,
-    /// `online`, `draining`, `unreachable` or `lost`.
+    /// The part's state: `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
     /// The paths to the part's memory that work now.
     pub ways: Vec<String>,

@@ -157,9 +157,9 @@ struct Acknowledged {
 /// The progress of a long request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Progress {
-    /// Memory given back or taken so far.
+    /// Bytes of memory given back or taken so far.
     pub bytes: u64,
-    /// Memory that the whole request will give back or take.
+    /// Bytes of memory that the whole request will give back or take.
     pub total_bytes: u64,
     /// Pages moved for the request so far.
     pub pages: u64,

@@ -267,7 +267,7 @@ pub struct Protection {
     pub swap: bool,
     /// Whether `PR_SET_IO_FLUSHER` is set.
     pub io_flusher: bool,
-    /// Whether all memory is locked.
+    /// Whether all memory of the daemon is locked.
     pub memory_locked: bool,
     /// Whether the OOM killer passes over the daemon.
     pub oom_exempt: bool,
@@ -320,8 +320,8 @@ impl Looks {
     /// Shortest time over which rates are computed. Over shorter times they vary too much.
     const APART: Duration = Duration::from_secs(1);
 
-    /// Computes the rates at the time `at` since the start, from the bytes read and written since
-    /// then.
+    /// Computes the rates at the time `at`, from the bytes read and written. All three count from
+    /// the daemon's start.
     pub fn look(&self, at: Duration, read: u64, written: u64) -> Rates {
         let now = Look { at, read, written };
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -367,8 +367,9 @@ impl Volume {
             pages,
             stored: status.stored,
             filled: status.filled,
-            // Lanes change the counts while this thread reads one after another. So the sum of both
-            // may exceed the device's pages, and the difference must not fall below zero.
+            // Lanes change the counts while this thread reads one after another. So stored and
+            // filled pages together may exceed the device, and the difference must not fall below
+            // zero.
             free: pages.saturating_sub(status.stored + status.filled),
             map_bytes,
             compress: Compress::of(status),

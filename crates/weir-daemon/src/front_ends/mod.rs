@@ -50,7 +50,7 @@ pub fn lanes(options: &Config) -> usize {
     let fuse = options.fuse.as_ref().map_or(0, |fuse| usize::from(fuse.threads));
     let share = match &options.share {
         None => 0,
-        // Clients may hold as many pages on loan as these lanes have room for.
+        // Clients may hold as many pages on loan as this number of lanes has room for.
         Some(share) => {
             if share.in_place {
                 1 + IN_PLACE_LANES

@@ -38,8 +38,8 @@ struct Number(Memory);
 
 impl Number {
     fn word(&self) -> &AtomicU64 {
-        // SAFETY: the mapping is a page, aligned and as long-lived as `self`; nobody accesses the
-        // word but through atomics.
+        // SAFETY: the mapping is a page, aligned and as long-lived as `self`. All access to its
+        // first word is atomic.
         unsafe { AtomicU64::from_ptr(self.0.as_ptr().cast()) }
     }
 

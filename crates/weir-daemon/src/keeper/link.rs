@@ -1,5 +1,5 @@
-//! The daemon's side of the keeper's socket: descriptors that it got at its start, and descriptors
-//! that it hands to the keeper.
+//! The daemon's side of the keeper's socket: descriptors that the daemon got at its start, and
+//! descriptors that it hands to the keeper.
 
 use super::wire::{FORMAT, Kind, receive, send, split};
 use crate::stages::Stages;
@@ -20,12 +20,12 @@ pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
 /// (nanoseconds of [`now`]), and the nanoseconds from the first sign of its end until then.
 pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
 
-/// The environment variable of a daemon that was started since the program that is installed now
-/// does not serve.
+/// The environment variable that tells a daemon that the installed program did not serve, and that
+/// the keeper started this one instead.
 pub(super) const REFUSED: &str = "WEIR_KEEPER_REFUSED";
 
-/// Whether the keeper has tried the program that is installed now, and has started this one since
-/// that did not serve.
+/// Whether the program that is installed now did not serve, so that the keeper has started this one
+/// instead.
 pub fn upgrade_failed() -> bool {
     std::env::var_os(REFUSED).is_some()
 }

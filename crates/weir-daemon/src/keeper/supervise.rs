@@ -89,6 +89,7 @@ struct Keeper<'a> {
     config_pages: Option<Resident>,
     signals: UnixStream,
     /// A signal waits for the daemon to serve, until this time. Then it is passed on anyway.
+    /// `None`: no signal waits.
     told_by: Option<Instant>,
     /// The number of processors that every daemon plans its threads for.
     processors: usize,
@@ -521,9 +522,9 @@ fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> 
     }
 }
 
-/// Raises the limit of open files. Each chunk of a GPU's memory takes a descriptor here, and two or
-/// more in the daemon, which inherits the limit. If the system denies it, the daemon fails later,
-/// at the descriptor that is one too many.
+/// Raises the limit of open files. Each chunk of a GPU's memory takes a descriptor in the keeper,
+/// and two or more in the daemon, which inherits the limit. If the system denies it, the daemon
+/// fails later, at the descriptor that is one too many.
 fn open_many_files() {
     let limit = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });

@@ -107,7 +107,7 @@ struct List {
     next: AtomicUsize,
     job: Arc<Job>,
     threads: usize,
-    /// The reason why the first chunk that could not be given back was not.
+    /// The reason why a chunk could not be given back: that of the first such chunk.
     trouble: Mutex<Option<String>>,
 }
 
@@ -322,8 +322,8 @@ impl Workers {
         if job.only.is_none() && job.bytes.is_none() {
             let mut away = self.chunks(ChunkState::GivenBack, None);
             if job.kind == JobKind::Sleep {
-                // The governor may take no chunk before the machine has slept. Chunks that a client
-                // gave back are not its own in any case.
+                // The governor may take no chunk before the machine has slept, and never one that a
+                // client gave back.
                 away.retain(|it| it.note.unasked);
                 self.note(&away, |note| Note { asleep: true, ..note });
             } else {
@@ -485,9 +485,9 @@ impl Workers {
     }
 
     /// Ends the sleep, and returns the chunks that were given back for it. On a card with a
-    /// governor, these chunks belong to the governor from here on. So a chunk does not stay away
-    /// for ever if it cannot be taken now or the daemon dies. On other cards a chunk counts as away
-    /// for the sleep until it is taken.
+    /// governor, the governor may take these chunks from here on. So a chunk does not stay away for
+    /// ever if it cannot be taken now or the daemon dies. On other cards a chunk counts as away for
+    /// the sleep until it is taken.
     fn woken(&self) -> Vec<Chunk> {
         let mut asleep = self.chunks(ChunkState::GivenBack, None);
         asleep.retain(|it| it.note.asleep);

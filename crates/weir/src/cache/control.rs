@@ -89,7 +89,7 @@ pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Fail
     let answer_all = move || {
         for client in listener.incoming().flatten() {
             let service = Arc::clone(&service);
-            // Without a thread for it, the client is disconnected.
+            // If no thread can be started for the client, it is disconnected.
             let _ = thread::Builder::new().name("weir-cache-job".into()).spawn(move || {
                 // A client that went away needs no answer.
                 let _ = answer(&client, &*service);

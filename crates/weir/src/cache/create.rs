@@ -169,7 +169,7 @@ struct Daemon {
 
 impl Daemon {
     /// Writes all dirty pages home and has the home flush. Calls `tell` with the bytes that are
-    /// still dirty, at the end with those that were written meanwhile.
+    /// still dirty. Those at the end were written meanwhile.
     fn flush(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         let mut tell = || tell(u64::from(self.cache.dirty()) * PAGE_SIZE as u64);

@@ -172,7 +172,7 @@ fn config(members: usize, lanes: u32) -> weir_log::Config {
     }
 }
 
-/// Makes a durable log on the disks, and returns them. Files that do not exist are made.
+/// Makes a durable log on the disks, and opens the disks. Files that do not exist are made.
 fn make_durable(options: &CreateOptions, url: &StoreUrl, lanes: u32) -> Result<Arc<FileStore>, Failure> {
     let paths = options.cache.home.paths();
     let size = match url {

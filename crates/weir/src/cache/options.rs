@@ -108,8 +108,8 @@ pub struct CreateOptions {
 #[derive(Debug, Clone, Args)]
 pub struct CacheOptions {
     /// The disk or file behind the cache, of whole pages of 4KiB. Or log:PATH,PATH,...[?size=SIZE]:
-    /// disks or files that take pages as long sequential writes. What they hold is lost. Unless it
-    /// is durable, nothing on them outlives the cache. Nothing else may use a home.
+    /// disks or files that take pages as long sequential writes. What they hold is lost. Unless the
+    /// log is durable, nothing on them outlives the cache. No other program may use the home.
     #[arg(long, value_name = "PATH|log:PATH,...")]
     pub home: HomeUrl,
 

@@ -78,7 +78,7 @@ struct DurableReport {
     commits: u64,
     failed_flushes: u64,
     journal_bytes: u64,
-    /// Segments that are free after the next commit.
+    /// Number of segments that are free after the next commit.
     dead_segments: u32,
 }
 

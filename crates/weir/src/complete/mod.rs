@@ -2,7 +2,7 @@
 
 use clap_complete::Shell;
 
-/// A shell's script with stores and devices in it.
+/// A shell's completion script, which also completes stores and devices.
 pub fn with_stores(shell: Shell, script: String) -> String {
     match shell {
         Shell::Bash => script + include_str!("stores.bash"),

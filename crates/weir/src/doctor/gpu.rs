@@ -58,8 +58,8 @@ fn nvidia(machine: &Machine) -> Option<String> {
         return None;
     }
     let version = machine.text("/proc/driver/nvidia/version");
-    // The text begins "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release
-    // Build ...".
+    // The file's text begins "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04
+    // Release Build ...".
     let driver = version
         .iter()
         .flat_map(|text| text.split_whitespace())

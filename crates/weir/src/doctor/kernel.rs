@@ -57,8 +57,8 @@ impl Module {
         if listed("modules.builtin") {
             Module::BuiltIn
         } else if machine.has(&format!("/sys/module/{name}")) {
-            // A built-in module with parameters has this directory too. Without /lib/modules
-            // nothing tells the two apart.
+            // A built-in module with parameters has a directory in /sys/module too. Without
+            // /lib/modules nothing tells whether a module there is built in.
             Module::Loaded
         } else if listed("modules.dep") {
             Module::Loadable

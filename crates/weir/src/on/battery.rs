@@ -13,7 +13,7 @@ use weir_system::Machine;
 struct Power {
     /// Whether mains or a charger is connected.
     mains: bool,
-    /// The charge of the fullest of its batteries; `None` without any.
+    /// The charge of the machine's fullest battery, in per cent; `None` without a battery.
     percent: Option<u8>,
 }
 
@@ -31,7 +31,7 @@ impl Power {
         let mut power = Power { mains: false, percent: None };
         for name in machine.names(supplies, |_| true) {
             match value(&name, "type").as_deref() {
-                // A mouse has a battery too; the scope of that battery is the device.
+                // The scope `Device` tells that this is the battery of a device such as a mouse.
                 Some("Battery") if value(&name, "scope").as_deref() != Some("Device") => {
                     let percent = value(&name, "capacity").and_then(|text| text.parse().ok());
                     power.percent = power.percent.max(percent);

@@ -115,7 +115,7 @@ const SPARE_CONNECTIONS: u16 = 2;
 pub struct Chosen {
     /// The front end.
     pub front: Front,
-    /// Kernel modules to load first.
+    /// Kernel modules that must be loaded before the front end works.
     pub modules: Vec<&'static str>,
     /// The reason why no better front end was chosen.
     pub why: String,

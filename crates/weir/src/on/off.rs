@@ -63,7 +63,7 @@ impl Finished {
         self.0.delete()
     }
 
-    /// Begins a new journal in the same place.
+    /// Begins a new journal in the same directory.
     pub fn reopen(self, directory: &Path) -> Result<Journal, Failure> {
         self.0.delete()?;
         Journal::open(directory)
@@ -123,8 +123,8 @@ fn is_on(step: &Step) -> bool {
     matches!(step, Step::Swap { path, .. } if swaps::is_on(path))
 }
 
-/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so its end is
-/// checked last.
+/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so the device's end
+/// is checked last.
 pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     let steps = &journal.state().steps;
     let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });

@@ -140,7 +140,7 @@ pub struct RestartOptions {
 /// The battery level at which Weir turns off.
 #[derive(Debug, Clone, Args)]
 pub struct BatteryOptions {
-    /// Percent of the battery below which it goes off, without mains.
+    /// Percent of charge below which Weir turns off, without mains.
     #[arg(long, value_name = "PERCENT", default_value_t = 30, value_parser = clap::value_parser!(u8).range(1..=100))]
     pub below: u8,
 

@@ -1,8 +1,8 @@
 //! Policies that trade power for latency.
 //!
 //! A sporadic page fault costs mostly the wake-up of processors. A thread that spins for the next
-//! request before it sleeps answers a burst without that cost. It keeps a processor awake for that
-//! long after each burst. An idle daemon makes no wake-ups under any policy.
+//! request before it sleeps answers a burst without that cost. It keeps a processor awake for the
+//! time of its spinning after each burst. An idle daemon makes no wake-ups under any policy.
 
 use clap::ValueEnum;
 

@@ -351,8 +351,8 @@ fn vram_size(
     Ok((size, format!("about {left} {what}{display}")))
 }
 
-/// Chooses the store's path, with the reason, if no option does. On a laptop it is the window
-/// alone: a CUDA context takes RAM and card memory that are worth more than its speed. A card
+/// Chooses the store's path, with the reason, if no option does. On a laptop it chooses the mapped
+/// path alone: a CUDA context takes RAM and card memory that are worth more than its speed. A card
 /// without a window gets the default paths.
 fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>) {
     match (store, machine.portable()) {

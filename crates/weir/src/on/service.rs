@@ -347,7 +347,7 @@ fn end(process: Process, directory: &Path) -> Result<(), Failure> {
     )))
 }
 
-/// The next step for a daemon that does not end. An NBD or loop device without a daemon gets
+/// The next step for a user whose daemon does not end. An NBD or loop device without a daemon gets
 /// errors; a ublk device waits.
 fn next_step(directory: &Path) -> &'static str {
     let options = fs::read_to_string(config_file(directory)).unwrap_or_default();
@@ -359,7 +359,7 @@ fn next_step(directory: &Path) -> &'static str {
     }
 }
 
-/// Whether a process ends in time. Shows that the wait goes on.
+/// Waits for a process to end, and shows that the wait goes on. Returns whether it ended in time.
 fn ended(pidfd: BorrowedFd<'_>, within: Duration, waiting: &mut Waiting) -> Result<bool, Errno> {
     let begun = Instant::now();
     loop {
@@ -396,7 +396,8 @@ pub fn identify(pid: u32) -> io::Result<Process> {
     Ok(Process { pid, started })
 }
 
-/// The fields after the process's name, which may hold blanks and parentheses: state, parent, ...
+/// The fields of `/proc/PID/stat` after the process's name: state, parent, ... The name itself may
+/// hold blanks and parentheses.
 fn fields(stat: &str) -> impl Iterator<Item = &str> {
     stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace()
 }

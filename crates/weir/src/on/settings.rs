@@ -20,8 +20,8 @@ pub struct Wish {
     pub why: &'static str,
 }
 
-/// The changes for this machine. A setting that it does not have, or that is right already, is left
-/// alone. docs/desktop.md has a figure for each change, and for a setting that is not changed:
+/// The changes for this machine. A setting that the machine lacks, or that is right already, is
+/// left alone. docs/desktop.md has a figure for each change, and for a setting that is not changed:
 /// vm.page-cluster.
 pub fn wishes(machine: &Machine, front: Front) -> Vec<Wish> {
     reserve(machine, front).into_iter().collect()

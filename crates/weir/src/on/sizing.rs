@@ -15,7 +15,7 @@ const MIB: u64 = 1 << 20;
 pub const HEADROOM: ByteSize = ByteSize(1 << 30);
 /// Memory left to others on a card that drives a display.
 pub const HEADROOM_DISPLAY: ByteSize = ByteSize(3 << 30);
-/// The step by which a try is smaller than the one that failed.
+/// Difference between the size of a failed try and the size of the next try.
 pub const STEP: ByteSize = ByteSize(512 * MIB);
 /// Least size that is worth a device.
 pub const LEAST: ByteSize = ByteSize(256 * MIB);
@@ -47,8 +47,8 @@ impl Card {
 }
 
 /// The cards whose memory makes up the size. An integrated GPU does not count, since its memory is
-/// RAM. A card that no store can open is listed only if it has more than its headroom, so that a
-/// refusal can name it.
+/// RAM. A card that no store can open is listed only if it has more memory than its headroom, so
+/// that a refusal can name it.
 pub fn cards(all: &[GpuMemory]) -> Vec<Card> {
     let card = |it: &GpuMemory| {
         let card = Card { total: it.total, free: it.free, display: it.display };

@@ -63,7 +63,7 @@ pub enum Step {
     },
     /// systemd units that may not start while Weir is on, masked until the next boot at most.
     Mask {
-        /// The names of the units.
+        /// The names of the masked units.
         units: Vec<String>,
     },
     /// A part that was turned off to give its memory back, with the values that turn it on again.
@@ -116,11 +116,11 @@ pub enum Front {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// Some steps are done.
+    /// `weir on` has done some of its steps.
     TurningOn,
-    /// All steps are done.
+    /// `weir on` has done all its steps.
     On,
-    /// Some steps are undone.
+    /// `weir off` has undone some of the steps.
     TurningOff,
 }
 
@@ -295,7 +295,7 @@ impl Journal {
         self.enter(Phase::TurningOn)
     }
 
-    /// Records the progress.
+    /// Records the progress of `weir on` or `weir off`.
     pub fn enter(&mut self, phase: Phase) -> Result<(), Failure> {
         self.state.phase = phase;
         self.save()

@@ -1,4 +1,4 @@
-//! The swap area of a device, with the sentence that a person reads if there is none.
+//! Makes a device a swap area. If that fails, the error is a sentence for people.
 
 use std::path::Path;
 use weir_cli::failure::Failure;

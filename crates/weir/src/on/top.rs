@@ -1,4 +1,4 @@
-//! `weir top`: a daemon at work, once a second, until `q`.
+//! `weir top`: shows a daemon at work, anew each second, until the key `q`.
 
 use super::options::TopOptions;
 use super::parts;
@@ -118,7 +118,7 @@ struct Seen {
     write_rate: f64,
     request_rate: f64,
     away: bool,
-    /// The number of parts of the device whose first part is this daemon's.
+    /// The number of parts, if this daemon is the one of the device's first part.
     parts: u8,
 }
 
@@ -192,8 +192,8 @@ struct Minutes {
 }
 
 impl Minutes {
-    /// Looks that are stored. One look a second makes one column, and no terminal has so many
-    /// columns.
+    /// Number of looks that are stored. One look a second makes one column, and no terminal has so
+    /// many columns.
     const LOOKS: usize = 600;
 
     fn add(&mut self, seen: &Seen) {
@@ -271,8 +271,8 @@ fn chunk_states(chunks: &Chunks) -> String {
     format!("{} held{}", chunks.held, rare.collect::<String>())
 }
 
-/// Draws one direction's last minutes: name and highest rate at the left, then a column for each
-/// look, the newest at the right.
+/// Draws the rates of reads or of writes in the last minutes: name and highest rate at the left,
+/// then a column for each look, the newest at the right.
 fn draw_minutes(frame: &mut Frame<'_>, name: &str, row: &VecDeque<u64>, area: Rect) {
     let [label, line] = Layout::horizontal([Constraint::Length(22), Constraint::Min(1)]).areas(area);
     let highest = Minutes::highest(row, line.width);

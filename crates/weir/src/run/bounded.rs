@@ -161,7 +161,8 @@ fn found() -> Vec<(PathBuf, Program)> {
     })
 }
 
-/// The control sockets of runs in `/proc/net/unix`. Connections have their listener's path too.
+/// The control sockets of runs, from the text of `/proc/net/unix`. A connection is listed with its
+/// listener's path, so a path may be there several times.
 fn sockets(text: &str) -> BTreeSet<PathBuf> {
     let is_run = |path: &Path| {
         let directory = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());

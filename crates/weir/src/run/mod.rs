@@ -135,7 +135,7 @@ fn object() -> Result<PathBuf, Failure> {
     })
 }
 
-/// The value of LD_PRELOAD: the object, then the objects that are preloaded already.
+/// The value of LD_PRELOAD: Weir's object, then the objects that LD_PRELOAD names already.
 fn preload(object: &Path) -> OsString {
     let mut all = object.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {

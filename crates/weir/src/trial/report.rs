@@ -20,7 +20,7 @@ pub struct Report {
     pub status: Status,
     /// Number of pages that held content at the end.
     pub written: u64,
-    /// The tally of each connection.
+    /// The counts of each connection.
     pub tallies: Vec<Tally>,
 }
 

@@ -20,8 +20,8 @@ const TAKE_EVERY: Duration = Duration::from_millis(250);
 /// Time until the next attempt after nothing could be given back.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// After a program came or allocated, the governor looks at the card often: for this long, and at
-/// this interval.
+/// After a program came to the card or allocated there, the governor looks at the card often: for
+/// this long, and at this interval.
 const CLOSE_FOR: Duration = Duration::from_secs(10);
 const CLOSE: Duration = Duration::from_millis(10);
 /// After [`CLOSE_FOR`] the governor looks less often, but more often than at rest: for this long,
@@ -80,7 +80,8 @@ impl Policy {
         let own = |held| u64::from(look.held.saturating_sub(held)) * chunk;
         let fell = self.seen.map_or(0, |(before, held)| before.saturating_sub(free + own(held)));
         self.seen = Some((free, look.held));
-        // A driver changes the free memory by less than a chunk all the time.
+        // A driver itself changes the free memory a little all the time, so only a larger change
+        // counts.
         if look.newcomer || fell >= chunk / 2 || free < floor {
             self.stirred = Some(look.at);
         }
