@@ -1,5 +1,5 @@
-//! The memory that can be taken without waking the OOM killer: the machine's, and the part of it
-//! that a container or a service may have.
+//! The memory that can be taken without waking the OOM killer. A machine has so much of it, and a
+//! container or a service may have a part of that.
 
 use std::fs;
 use std::path::Path;

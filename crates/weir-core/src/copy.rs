@@ -3,9 +3,9 @@
 //!
 //! A plain `memcpy` of bytes that another thread writes is undefined behaviour in Rust, even if the
 //! result is thrown away. The copies of this module are defined. On x86-64 a copy is one `rep
-//! movsb`, which the compiler does not look into (and which is as fast as memcpy there: "fast short
-//! rep mov"). On other processors a copy goes word by word through relaxed atomics. A copy that
-//! raced with a write may be torn, and then fails its checksum.
+//! movsb`, which the compiler does not look into. It is as fast as memcpy there ("fast short rep
+//! mov"). On other processors a copy goes word by word through relaxed atomics. A copy that raced
+//! with a write may be torn, and then fails its checksum.
 
 use crate::{PAGE_SIZE, PageBytes};
 

@@ -1,5 +1,5 @@
-//! The base of all of Weir: pages and their checksums, sizes as people write them, locked memory,
-//! the allocator that notices an allocation on an I/O thread, and the set-up of such threads.
+//! The base of all of Weir. It has pages and their checksums, sizes as people write them, locked
+//! memory, and the set-up of I/O threads. Its allocator notices an allocation on an I/O thread.
 //!
 //! Nothing here knows about stores, volumes or block devices.
 

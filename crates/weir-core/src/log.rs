@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The importance of a line.
+/// The importance of a log line.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Level {
     /// A failure, of Weir or of a client.
@@ -53,13 +53,14 @@ pub struct Throttle {
 }
 
 impl Throttle {
-    /// A limit for events of clients: 20 lines a second.
+    /// Makes a limit for log lines about events of clients: 20 lines a second.
     pub fn new(log: Log, server: &'static str) -> Self {
         let (period, begun) = (Duration::from_secs(1), Instant::now());
         Throttle { log, server, most: 20, period, begun, lines: 0, swallowed: 0 }
     }
 
-    /// A limit for a condition that lasts and is found again and again: one line a minute.
+    /// Makes a limit for log lines about a condition that lasts and is found again and again: one
+    /// line a minute.
     pub fn condition(log: Log, server: &'static str) -> Self {
         Throttle { most: 1, period: Duration::from_secs(60), ..Throttle::new(log, server) }
     }

@@ -23,8 +23,8 @@ impl Counter {
 
 /// Number of sub-buckets of each power of two: values are accurate to 1 part in 16.
 const SUB: usize = 16;
-/// Number of buckets: powers of two above the first [`SUB`] nanoseconds, up to 2^40 ns = 18
-/// minutes.
+/// Number of buckets: [`SUB`] for the first [`SUB`] nanoseconds, and then [`SUB`] for each power of
+/// two up to 2^40 ns = 18 minutes.
 const BUCKETS: usize = SUB * 37;
 
 /// A histogram of durations with one writing thread. It is log-linear as HdrHistogram (Tene), with

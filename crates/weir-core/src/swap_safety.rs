@@ -1,5 +1,6 @@
-//! Protections of a process on whose memory the kernel swaps (facts: prctl(2), mm/vmscan.c, drivers
-//! such as nbd-client -swap, and the deadlock reports that led to `PR_SET_IO_FLUSHER`).
+//! Protections of a process on whose memory the kernel swaps. The facts are from prctl(2),
+//! mm/vmscan.c, drivers such as nbd-client -swap, and the deadlock reports that led to
+//! `PR_SET_IO_FLUSHER`.
 //!
 //! - The flusher flag (`PR_SET_IO_FLUSHER`, Linux 5.6) sets `PF_MEMALLOC_NOIO | PF_LOCAL_THROTTLE`:
 //!   an allocation of this process never waits for I/O, which would be its own. The flag is per
@@ -12,7 +13,8 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The message of a server that is to serve swap before [`protect`] was called.
+/// The message of a server that is asked to serve swap, in a process that has not called
+/// [`protect`].
 pub const NOT_PROTECTED: &str =
     "threads that are to serve swap lack the I/O flusher flag: call swap_safety::protect first in main";
 

@@ -48,7 +48,7 @@ impl<'a> Blocking<'a> {
         &mut *self.clock
     }
 
-    /// Reports the progress to the watch, which may end the work.
+    /// Reports the progress to the caller's [`Watch`], which may end the work.
     pub fn tell(&mut self, done: u64, all: u64) -> Result<(), Ended> {
         (self.watch)(done, all).map_err(Ended::Stopped)
     }

@@ -25,7 +25,7 @@ pub struct BadPage {
     pub was_read: bool,
 }
 
-/// The findings of a check.
+/// The findings of a check of a durable log.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CheckReport {
     /// The number that tells the log from all others.

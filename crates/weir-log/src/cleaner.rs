@@ -372,9 +372,9 @@ impl Cleaner {
 }
 
 /// Rates how much it is worth to clean a segment: more with dead pages and with age, less with live
-/// pages (after Rosenblum and Ousterhout, *The design and implementation of a log-structured file
-/// system*, SOSP 1991). With the square root of the age the cleaner moves fewer pages than with the
-/// age itself.
+/// pages. It follows Rosenblum and Ousterhout, *The design and implementation of a log-structured
+/// file system*, SOSP 1991. With the square root of the age the cleaner moves fewer pages than with
+/// the age itself.
 fn score(live: u32, places: u32, age: u32) -> u64 {
     let dead = u64::from(places - live);
     dead * (u64::from(age) + 1).isqrt() * 1024 / (u64::from(live) * 2 + 1)

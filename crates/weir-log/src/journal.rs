@@ -10,7 +10,7 @@ use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
 const MAGIC: u32 = 0x314a_4c57;
 const HEAD: usize = 64;
 const INLINE_HEAD: usize = HEAD + 12;
-/// Largest number of segments that one page names.
+/// Largest number of segments that one page of the journal names.
 pub(crate) const NAMES_MAX: usize = (PAGE_SIZE - HEAD) / 8;
 const _: () = assert!(INLINE_HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 
@@ -112,7 +112,7 @@ pub(crate) fn put_records(
     }
 }
 
-/// Gives a page its head and its checksum.
+/// Gives a page of the journal its head and its checksum.
 pub(crate) fn seal(page: &mut PageBytes, head: Head) {
     let Head { identity, sequence, commit, is_checkpoint, is_last, floor, clock } = head;
     page[..4].copy_from_slice(&MAGIC.to_le_bytes());

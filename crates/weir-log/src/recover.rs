@@ -328,7 +328,7 @@ impl Pass<'_> {
     }
 }
 
-/// Fills the map from the records of all segments in use.
+/// Fills the log's map from the records of all segments in use.
 pub(crate) fn replay(
     io: &mut Blocking<'_>,
     superblock: &Superblock,

@@ -1,10 +1,10 @@
 //! A segment's last page is its summary: the page number and checksum of each place. A *row* is a
 //! summary in memory.
 //!
-//! The format on disk, the lowest byte first (docs/log-format.md): magic, segment, life, checksum
-//! of this page (with zeros here), generation, the log's identity (8 bytes), and from byte 32 on 14
-//! bytes a place: page, checksum, and the version in 6 bytes. Scratch logs have no identity and no
-//! versions.
+//! The format on disk, numbers with the lowest byte first (docs/log-format.md). The head has magic,
+//! segment, life, a checksum, generation, and the log's identity in 8 bytes. The checksum is that
+//! of the page with zeros in the checksum's place. From byte 32 on each place has 14 bytes: page,
+//! checksum, and the version in 6 bytes. Scratch logs have no identity and no versions.
 //!
 //! A *version* numbers the writes of a durable log. A record gets its version once the page is
 //! written. Of several records of a page, the one with the highest version counts. A page that is

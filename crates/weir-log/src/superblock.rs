@@ -1,9 +1,9 @@
 //! The superblock of a durable log: the log's description, and the position of its parts.
 //! docs/log-format.md describes the format.
 //!
-//! Each member has two copies, in the first and in the middle page of its first segment. They are
-//! written once, when the log is made, and never change. The two pages after the first copy on the
-//! first member confirm commits in turns.
+//! Each member has two copies of the superblock, in the first and in the middle page of its first
+//! segment. They are written once, when the log is made, and never change. The two pages after the
+//! first copy on the first member confirm commits in turns.
 
 use crate::summary::PLACES_MAX;
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
@@ -79,7 +79,7 @@ impl Superblock {
         1 + (commit % 2) as u32
     }
 
-    /// The part of the identity that the journal and the summaries carry.
+    /// The part of the log's identity that the journal and the summaries carry.
     pub fn short_identity(&self) -> u64 {
         self.identity as u64
     }

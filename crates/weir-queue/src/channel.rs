@@ -111,7 +111,7 @@ pub struct Sender<T: Send> {
     lane: Arc<Lane<T>>,
     /// Slots that came back from the receiver.
     free: Chain,
-    /// The first slot that was never used. All later slots are unused too.
+    /// The index of the first slot that was never used. All later slots are unused too.
     fresh: usize,
 }
 

@@ -40,7 +40,7 @@ const PLACED: usize = 2;
 const AWAITED: usize = 4;
 const RELEASES: usize = 8;
 
-/// The number of a queue's items that a thread found pending before they had a place.
+/// The number of a queue's items that a thread found pending before they were placed in a stack.
 ///
 /// A thread that finds an item pending may flush next, and the flush must wait for that item.
 /// Another thread has claimed the item, and is about to push it. So a flush first waits until this
@@ -103,7 +103,7 @@ pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
     /// Turns the pointer into a raw one.
     fn into_raw(self) -> NonNull<Self::Target>;
 
-    /// Turns a raw pointer back.
+    /// Turns a raw pointer back into the pointer that it came from.
     ///
     /// # Safety
     /// `raw` must come from [`Pointer::into_raw`] of this type, once for each call.

@@ -66,7 +66,7 @@
 //!
 //! [loom](https://docs.rs/loom) explores every interleaving of the stack, the sleeper and the
 //! item's claim, and as many of the whole queue's as time allows. Miri runs every test. Property
-//! tests compare queue and channel with plain references. The README has the commands.
+//! tests compare queue and channel with simple models of them. The README has the commands.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 

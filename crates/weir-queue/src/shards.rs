@@ -76,8 +76,8 @@ fn thread_number() -> usize {
     }
 }
 
-/// The number of the calling thread under the model checker: all threads share a stack, which is
-/// the harder case, and the same in each execution.
+/// The number of the calling thread under the model checker. All threads share a stack, which is
+/// the harder case, and each execution does the same.
 #[cfg(loom)]
 fn thread_number() -> usize {
     0

@@ -1,10 +1,10 @@
 //! The lock-free core: a stack that many threads push to, and that one thread empties as a whole.
 //!
-//! The head is one word with the whole state: the newest link, or that the stack is empty, or empty
-//! with its consumer asleep, or closed. So a push is one compare-and-swap. The same instruction
-//! tells the producer whether it must wake the consumer, and no second variable must be ordered
-//! against the first. The consumer reverses the taken stack once, which gives first-in first-out
-//! order.
+//! The head is one word with the whole state. It has the newest link, or says that the stack is
+//! empty, that it is empty and its consumer sleeps, or that it is closed. So a push is one
+//! compare-and-swap. The same instruction tells the producer whether it must wake the consumer, and
+//! no second variable must be ordered against the first. The consumer reverses the taken stack
+//! once, which gives first-in first-out order.
 //!
 //! The structure is that of the kernel's `llist` (`include/linux/llist.h`); the marks for sleeping
 //! and closed are new here.
@@ -41,7 +41,8 @@ pub enum Pushed {
 
 /// The head of an empty stack whose consumer sleeps.
 const ASLEEP: usize = 1;
-/// The bit in the head of a closed stack, beside the links that are still in it.
+/// The bit that marks the head of a closed stack. Links that are still in the stack follow it all
+/// the same.
 const CLOSED: usize = 2;
 
 fn asleep() -> *mut Link {
@@ -145,8 +146,8 @@ impl Stack {
             // that were pushed meanwhile.
             let late = Chain::reversed(newest(self.head.swap(closed(), Acquire)));
             chain.len += late.len;
-            // SAFETY: the newest link of the first part is the last of its chain, and belongs to
-            // the consumer.
+            // SAFETY: the newest link of `head` is the last of `chain`, and belongs to the
+            // consumer.
             match unsafe { newest(head).as_ref() } {
                 Some(last) => last.next.store(late.first, Relaxed),
                 None => chain.first = late.first,

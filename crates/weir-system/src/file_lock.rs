@@ -5,7 +5,7 @@ use crate::Machine;
 /// The process that locked a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Owner {
-    /// The process runs.
+    /// The process that locked the file runs.
     Living,
     /// The process has ended, and the file is still locked. The kernel closes the files of an
     /// io_uring after its process has ended, or another process has inherited the file.

@@ -6,10 +6,10 @@
 //! exit takes longer (Documentation/power/pm_qos_interface.rst). The limit ends with the
 //! descriptor, and so with the process.
 //!
-//! The limit affects the whole machine and costs power. So it is in force only during a burst: from
-//! the second of two requests less than `QUIET` apart, until no request has come for that long.
-//! Each change of the limit wakes all processors. So the limit does not change with each request,
-//! and a separate thread changes it.
+//! The limit affects the whole machine and costs power. So it is in force only during a burst. A
+//! burst begins with the second of two requests less than `QUIET` apart, and lasts until no request
+//! has come for that long. Each change of the limit wakes all processors. So the limit does not
+//! change with each request, and a separate thread changes it.
 
 use std::fs::File;
 use std::io::{self, Write};

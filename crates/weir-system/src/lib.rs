@@ -1,5 +1,6 @@
-//! Weir's view of its machine, and its requests to the kernel: memory, swaps, the use of devices,
-//! loop devices, generic netlink, processors' idle states, releases, unix sockets.
+//! Weir's view of its machine, and its requests to the kernel. They are about memory, swaps, the
+//! use of devices, loop devices, generic netlink, processors' idle states, kernel releases and unix
+//! sockets.
 //!
 //! Nothing here knows about stores or volumes. Everything that Weir knows about the machine comes
 //! from this crate.

@@ -299,8 +299,8 @@ fn configure(device: &OwnedFd, backing: &OwnedFd, file: &Path) -> rustix::io::Re
 /// result is a number.
 struct Call(Opcode, *mut c_void);
 
-// SAFETY: the commands that use this take no argument, or read the `Config` that the pointer leads
-// to, or fill the `Info`, for which any bytes are valid. Both outlive the call.
+// SAFETY: a command takes no argument, reads the `Config` behind the pointer, or fills the `Info`
+// there, for which any bytes are valid. Both outlive the call.
 unsafe impl Ioctl for Call {
     type Output = i32;
     const IS_MUTATING: bool = false;

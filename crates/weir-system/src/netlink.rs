@@ -33,7 +33,7 @@ const ANSWER_MOST: usize = 8192;
 pub struct Attributes(Vec<u8>);
 
 impl Attributes {
-    /// Adds an attribute of any content.
+    /// Adds an attribute with these bytes as its content.
     pub fn bytes(mut self, kind: u16, content: &[u8]) -> Self {
         let length = (ATTRIBUTE_HEADER + content.len()) as u16;
         self.0.extend_from_slice(&length.to_ne_bytes());
