@@ -12,10 +12,11 @@
 //!
 //! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023)
 //! within each set. A new page is *young*. A tenth of a set is for young pages. A young page that
-//! was not used again leaves first. A young page that was used again grows old. The hand passes an
-//! old page once for each use since, at most three times. Then the page leaves. When a young page
-//! leaves, a fingerprint of 16 bits stays in the set for a while. If the page comes back, it is old
-//! at once. So a scan passes through only a tenth of the cache.
+//! was not used again leaves first. A young page that was used again grows old. A clock hand goes
+//! round the old pages. It passes an old page once for each use since, at most three times. Then
+//! the page leaves. When a young page leaves, a fingerprint of 16 bits stays in the set for a
+//! while. If the page comes back, it is old at once. So a scan passes through only a tenth of the
+//! cache.
 
 use crate::entry::{ALONE, Entry, Kind};
 use std::io;
@@ -24,15 +25,15 @@ use weir_core::{Memory, PageNo};
 
 /// Number of frames in a set.
 pub const WAYS: u32 = 64;
-/// Number of young pages of a set at which one of them must leave.
+/// If a set has more young pages than this, the next page to leave the set is a young one.
 const YOUNG_MAX: u32 = WAYS / 10;
 /// Largest number of entries in the list of sets without room.
 const PRESSED: usize = 64;
 
-/// A frame's number: the page number, in the cache's volume, of the frame's content.
+/// A frame's number, which is also the number of its page in the cache's volume.
 pub(crate) type Frame = u32;
 
-/// The index of a cache.
+/// A cache's index: the page in each frame, and the frame's users.
 pub struct Directory {
     words: Memory,
     sets: u32,
@@ -48,11 +49,11 @@ pub(crate) enum Found {
     Hit(Frame),
     /// The page has no frame.
     Absent,
-    /// Another user has the page's frame alone for now.
+    /// Another user has the page's frame exclusively for now.
     Busy,
 }
 
-/// A frame that one user has alone (exclusively).
+/// A frame that one user has exclusively.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Held {
     pub frame: Frame,
@@ -61,7 +62,7 @@ pub(crate) struct Held {
     pub is_dirty: bool,
 }
 
-/// The state of a frame when its only user lets it go.
+/// The state in which a user leaves a frame that it had exclusively.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
     /// The frame has the same content as the home.
@@ -76,10 +77,11 @@ pub(crate) enum Outcome {
 }
 
 impl Directory {
-    /// Makes an empty directory of at most this many frames: whole sets, at least one.
+    /// Makes an empty directory for at most `frames` frames. It has whole sets only, and at least
+    /// one.
     ///
     /// # Errors
-    /// Fails when there is no memory for it.
+    /// Fails when there is no memory for the directory.
     pub fn new(frames: u32) -> io::Result<Self> {
         let sets = (frames / WAYS).max(1);
         let words = Memory::anonymous((sets * WAYS) as usize * size_of::<u64>())?;
@@ -101,18 +103,18 @@ impl Directory {
         self.words.len() as u64
     }
 
-    /// Number of pages whose content is newer than the home's, or on its way there.
+    /// Number of pages that are dirty, or whose write to the home has not ended.
     pub fn dirty(&self) -> u32 {
         self.dirty.load(Ordering::Relaxed)
     }
 
-    /// Number of frames that belong to a page. Reads each frame's word.
+    /// Number of frames that have a page. Reads each frame's word.
     pub fn used(&self) -> u32 {
         (0..self.frames()).filter(|frame| self.load(*frame).kind() != Kind::Empty).count() as u32
     }
 
-    /// Changes the policy's state as a read of the page does, as if the read's I/O took no time.
-    /// Returns whether the page was cached. For replays of traces.
+    /// Changes the policy's state as a read of the page would, if its I/O took no time. Returns
+    /// whether the page was cached. Serves replays of traces.
     pub fn replay(&self, page: PageNo) -> bool {
         match self.share(page) {
             Found::Hit(frame) => {
@@ -149,8 +151,8 @@ impl Directory {
         replaced
     }
 
-    /// Replaces a word by the result of `change`; `None` leaves the word as it is. Returns the old
-    /// word, and whether it was replaced.
+    /// Replaces a frame's word by the result of `change`; `None` leaves the word as it is. Returns
+    /// the old word, and whether it was replaced.
     fn change(&self, frame: Frame, change: impl Fn(Entry) -> Option<Entry>) -> (Entry, bool) {
         loop {
             let was = self.load(frame);
@@ -190,15 +192,15 @@ impl Directory {
         }
     }
 
-    /// Ends one [`share`](Directory::share). `wrote`: the frame's content is now newer than the
-    /// home's.
+    /// Ends one [`share`](Directory::share). `wrote` tells that the frame's content is now newer
+    /// than the home's.
     pub(crate) fn leave(&self, frame: Frame, wrote: bool) {
         self.change(frame, |entry| {
             Some(entry.with_users(entry.users() - 1).with_dirty(entry.is_dirty() || wrote))
         });
     }
 
-    /// Takes a clean frame alone for a caller that shares it. Returns false if the frame has other
+    /// Gives the frame exclusively to a caller that shares it. Returns false if the frame has other
     /// users, or is not clean.
     pub(crate) fn upgrade(&self, frame: Frame) -> bool {
         let alone = |entry: Entry| {
@@ -208,8 +210,8 @@ impl Directory {
         self.change(frame, alone).1
     }
 
-    /// Takes the page's frame alone, or a new frame if the page has none. `who` is the number of
-    /// the caller's lane. `None`: another user has the frame, or no frame of the set is free.
+    /// Takes the page's frame exclusively, or a new frame if the page has none. `who` is the number
+    /// of the caller's lane. `None`: another user has the frame, or no frame of the set is free.
     pub(crate) fn hold(&self, page: PageNo, who: u8) -> Option<Held> {
         let (first, fingerprint) = self.place(page);
         if let Some((frame, entry)) = self.find(first, page) {
@@ -236,10 +238,11 @@ impl Directory {
         })
     }
 
-    /// Makes a lane's claim of a frame valid, so that the lane has the frame alone. Returns false
-    /// if the page has another frame, or the claim has ended.
+    /// Makes a lane's claim of a frame valid, so that the lane has the frame exclusively. Returns
+    /// false if the page has another frame, or the claim has ended.
     fn confirm(&self, first: Frame, mine: Frame, page: PageNo, who: u8) -> bool {
-        // After another lane has ended this claim, a third may have claimed the frame.
+        // Another lane may have ended this claim, and a third lane may have claimed the frame
+        // since.
         let is_mine = |entry: Entry| {
             entry.kind() == Kind::Claimed && entry.page() == page && entry.users() == who.into()
         };
@@ -266,7 +269,7 @@ impl Directory {
         self.change(mine, |entry| is_mine(entry).then(|| held(entry))).1
     }
 
-    /// Lets other users have a frame that the caller had alone.
+    /// Ends the caller's exclusive use of a frame.
     pub(crate) fn let_go(&self, held: Held, outcome: Outcome) {
         self.change(held.frame, |entry| {
             let valid = entry.with_kind(Kind::Valid).with_users(0);
@@ -288,7 +291,8 @@ impl Directory {
         })
     }
 
-    /// Notes that the write-back has read a frame's content, or has failed to.
+    /// Ends the write-back of a frame. The outcome is clean if the home has the content, late if
+    /// the write timed out, and else dirty.
     pub(crate) fn end_write_back(&self, frame: Frame, outcome: Outcome) {
         self.change(frame, |entry| {
             let entry = entry.with_users(entry.users() - 1);
@@ -300,7 +304,7 @@ impl Directory {
         });
     }
 
-    /// Notes that a late write to the home has ended.
+    /// Notes that a write to the home has ended which had timed out.
     pub(crate) fn settle(&self, page: PageNo) {
         let (first, _) = self.place(page);
         if let Some((frame, _)) = self.find(first, page) {
@@ -328,7 +332,7 @@ impl Directory {
         self.pressed.iter().filter_map(take).map(|set| set * WAYS)
     }
 
-    /// Removes a fingerprint of the page. Returns whether the set had one.
+    /// Removes the page's fingerprint from its set. Returns whether the set had it.
     fn forgive(&self, first: Frame, fingerprint: u16) -> bool {
         // The first word of a set has no fingerprint. It has the eviction's two clock hands there.
         let is_it = |entry: Entry| entry.ghost() == fingerprint;
@@ -354,7 +358,8 @@ impl Directory {
         queues.into_iter().find_map(|young| self.sweep(first, young))
     }
 
-    /// Turns the hand of a set's young or old pages until it finds one that may leave.
+    /// Moves the clock hand of a set's young or old pages on, until it finds a frame whose page may
+    /// leave.
     fn sweep(&self, first: Frame, young: bool) -> Option<(Frame, Entry)> {
         let shift = if young { 0 } else { 8 };
         let hand = u32::from(self.load(first).ghost() >> shift) % WAYS;

@@ -22,13 +22,15 @@ pub(crate) enum Kind {
     /// A lane has claimed the frame for a page. Other lanes may claim another frame for the same
     /// page at the same moment.
     Claimed = 1,
-    /// One user has the frame alone for this page. The page's content is not in the frame yet.
+    /// One user has the frame exclusively for this page. The page's content is not in the frame
+    /// yet.
     Held = 2,
     /// The frame has the page's content.
     Valid = 3,
 }
 
-/// The value of the users' count when one user has the frame alone, and may change its state.
+/// Value of an entry's count of users while one user has the frame exclusively, and may change its
+/// state.
 pub(crate) const ALONE: u64 = 255;
 /// Largest number of users that may share a frame.
 const USERS_MAX: u64 = 254;
@@ -48,13 +50,14 @@ impl Entry {
         Entry(self.0 & !mask | (value << at) & mask)
     }
 
-    /// The entry as lane `who` claims the frame for `page`. Other bits of the word stay.
+    /// The entry once lane `who` has claimed the frame for `page`. Only the fingerprint of the old
+    /// word stays.
     pub fn claimed(self, page: PageNo, who: u8, young: bool) -> Entry {
         let entry = Entry(u64::from(page.0) << 32).with(16, 16, self.ghost().into());
         entry.with(8, 8, who.into()).with_flag(YOUNG, young).with_kind(Kind::Claimed)
     }
 
-    /// The entry as it is once its page has left.
+    /// The entry after its page has left the frame. Only the fingerprint in the word stays.
     pub fn emptied(self) -> Entry {
         Entry(0).with(16, 16, self.ghost().into())
     }
@@ -86,7 +89,7 @@ impl Entry {
         self.with(16, 16, ghost.into())
     }
 
-    /// The number of users; in a claim, the number of its lane.
+    /// The number of the frame's users. In a claimed entry, the number of the lane that claimed it.
     pub fn users(self) -> u64 {
         self.field(8, 8)
     }
@@ -125,7 +128,7 @@ impl Entry {
         self.with_flag(YOUNG, young)
     }
 
-    /// Whether the content is newer than the home's.
+    /// Whether the frame's content is newer than the home's.
     pub fn is_dirty(self) -> bool {
         self.0 & DIRTY != 0
     }

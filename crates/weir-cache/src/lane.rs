@@ -19,16 +19,17 @@ const BUSY_WITHIN: Duration = Duration::from_secs(60);
 
 /// A lane: one thread's access to a [`Cache`].
 ///
-/// An operation returns [`Progress::Full`] if another user has the page alone, or if its set has no
-/// free frame. After a minute of that it fails. No other wait is timed. A write to a disk that
-/// hangs completes when the disk answers.
+/// An operation returns [`Progress::Full`] if another user has the page exclusively, or if the
+/// page's set has no free frame. After a minute of that it fails. Other waits have no limit: a
+/// write to a disk that hangs completes when the disk answers.
 pub struct CacheLane {
     parts: Parts,
     frames: FrameLane,
     home: Box<dyn HomeLane>,
 }
 
-/// The state that completions change.
+/// The lane without its accesses to the volume and the home. Their completions change this part
+/// while they are polled.
 struct Parts {
     cache: Arc<Cache>,
     seat: usize,
@@ -37,7 +38,7 @@ struct Parts {
     /// into a frame.
     pages: Box<[Page]>,
     idle: Vec<u16>,
-    /// Operations that wait for room to write their page, or until they can have the page alone.
+    /// Operations that wait for room to write their page, or for exclusive use of its frame.
     again: Vec<u16>,
     /// Flushes without an answer, each as its ticket and its number.
     flushes: Vec<(Ticket, u64)>,
@@ -55,11 +56,11 @@ struct Operation {
     state: State,
 }
 
-/// The step that an operation waits for.
+/// The present step of an operation.
 #[derive(Clone, Copy)]
 enum State {
     Idle,
-    /// The operation reads the frame.
+    /// The operation reads the page from its frame.
     ReadFrame {
         frame: u32,
     },
@@ -86,10 +87,10 @@ enum State {
     Again {
         held: Held,
     },
-    /// The frame cannot be read, and other users share it. The lane must take the frame alone, and
-    /// then read the home.
+    /// The frame cannot be read, and other users share it. The lane must take the frame
+    /// exclusively, and then read the home.
     ReadAgain,
-    /// The operation writes a frame that this lane has alone.
+    /// The operation writes a frame that this lane has exclusively.
     WriteNew {
         held: Held,
     },
@@ -178,7 +179,7 @@ impl CacheLane {
         }
     }
 
-    /// Writes a page whose frame this lane has alone.
+    /// Writes a page whose frame this lane has exclusively.
     fn put(&mut self, at: u16, page: PageNo, held: Held, around: bool, bytes: &PageBytes) -> (State, Step) {
         let mode = self.parts.cache.mode();
         if mode == Mode::WriteBack && !around {
@@ -196,7 +197,8 @@ impl CacheLane {
             Progress::Done(result) => Some(result),
             Progress::Queued => None,
             Progress::Full => {
-                // A home without a descriptor cannot announce that it has room again.
+                // A home without a descriptor cannot announce that it has room again, so the lane's
+                // owner must poll.
                 self.parts.is_busy |= self.home.wake_fd().is_none();
                 return (State::Idle, Step::Full);
             }
@@ -217,7 +219,7 @@ impl CacheLane {
         (state, Step::Ended(self.parts.end_both(held, home, frame)))
     }
 
-    /// Continues operations that waited for room, or to have their page alone.
+    /// Continues operations that waited for room at a store, or for exclusive use of their page.
     fn go_on(&mut self, done: &mut dyn FnMut(Done<'_>)) {
         for _ in 0..self.parts.again.len() {
             let at = self.parts.again.remove(0);
@@ -309,7 +311,8 @@ impl Parts {
         done(Done { ticket, result, page });
     }
 
-    /// Answers that the page is busy: another user has it alone, or its set has no free frame.
+    /// Answers that the page is busy: another user has its frame exclusively, or its set has no
+    /// free frame.
     fn busy(&mut self) -> Progress {
         if self.is_busy_for_too_long() { self.fails(Fault::Timeout) } else { Progress::Full }
     }
@@ -318,7 +321,8 @@ impl Parts {
     fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
-        // The next poll sets `busy_since`, because the time of the last poll may be long ago.
+        // If `busy_since` is not set, the next poll sets it: `now` is the time of the last poll,
+        // which may be long ago.
         let (Some(since), Some(now)) = (self.busy_since, self.now) else { return false };
         let is_too_long = now >= since + BUSY_WITHIN;
         if is_too_long {
@@ -327,8 +331,8 @@ impl Parts {
         is_too_long
     }
 
-    /// Ends the share of a frame that could not be read. Returns whether the home has the same
-    /// content. Then a user that has the frame alone may read the home.
+    /// Ends this lane's share of a frame that could not be read. Returns whether the home has the
+    /// frame's content. If so, a lane that takes the frame exclusively may read the home instead.
     fn leave_unreadable(&self, frame: u32) -> bool {
         let directory = &self.cache.directory;
         let is_at_home = !directory.load(frame).is_ahead();
@@ -336,7 +340,7 @@ impl Parts {
         is_at_home
     }
 
-    /// Makes a read wait until it can have its page alone.
+    /// Makes a read wait until its lane can have the page's frame exclusively.
     fn wait_to_read(&mut self, at: u16) {
         self.operations[usize::from(at)].state = State::ReadAgain;
         self.again.push(at);
@@ -357,7 +361,7 @@ impl Parts {
         }
     }
 
-    /// Lets other users have a frame again, in the state that it had before.
+    /// Ends the exclusive use of a frame, in the state that the frame had before.
     fn put_back(&self, held: Held) {
         let outcome = match (held.is_valid, held.is_dirty) {
             (_, true) => Outcome::Dirty,
@@ -378,8 +382,8 @@ impl Parts {
         }
     }
 
-    /// Ends a write around the cache. If the write failed, the home has the old page or the new
-    /// one.
+    /// Ends a write that went to the home only. If the write failed, the home has the old page or
+    /// the new one.
     fn end_around(&self, held: Held, result: Result<(), Fault>) {
         let keeps = result.is_err() && held.is_dirty;
         self.let_go(held, if keeps { Outcome::Dirty } else { Outcome::Nothing });
@@ -390,7 +394,8 @@ impl Parts {
             (Ok(()), Ok(())) => Outcome::Clean,
             // The home has the new content, and the frame does not.
             (Ok(()), Err(_)) => Outcome::Nothing,
-            // The write-back writes the frame's content home later.
+            // The frame has the new content, and the home does not. The write-back writes it home
+            // later.
             (Err(_), Ok(())) => Outcome::Dirty,
             (Err(_), Err(_)) if held.is_dirty => Outcome::Dirty,
             (Err(_), Err(_)) => Outcome::Nothing,
@@ -409,7 +414,7 @@ impl Parts {
         self.again.push(at);
     }
 
-    /// Handles the answer of the cache's volume.
+    /// Handles an answer of the volume that has the cache's frames.
     fn frame_answered(
         &mut self,
         frame_done: &Done<'_>,
@@ -560,7 +565,7 @@ impl Parts {
         }
     }
 
-    /// Handles the end of a late write to the home, done or failed.
+    /// Handles the end of a write to the home that had timed out before.
     fn settled(&mut self, slot: Slot, done: &mut dyn FnMut(Done<'_>)) {
         let late = Err(Fault::Timeout);
         for at in 0..self.operations.len() {
@@ -608,7 +613,8 @@ impl PageLane for CacheLane {
                     Progress::Queued => {
                         return self.parts.begin(at, ticket, page, State::ReadFrame { frame });
                     }
-                    // The home has the same content, because only a clean frame can be upgraded.
+                    // The home has the same content, because only a clean frame is upgraded to
+                    // exclusive use.
                     Progress::Done(Err(_)) if cache.directory.upgrade(frame) => {
                         let held = Held { frame, is_valid: true, is_dirty: false };
                         return self.read_home(at, ticket, page, held, true, out);
@@ -797,8 +803,8 @@ impl PageLane for CacheLane {
 }
 
 impl CacheLane {
-    /// Writes a cached page in its frame, beside other users. `None`: the page is not cached, or
-    /// written pages go home.
+    /// Writes a cached page in its frame, which other users may share. `None`: the page is not
+    /// cached, or the mode sends written pages to the home.
     fn write_shared(
         &mut self,
         at: u16,

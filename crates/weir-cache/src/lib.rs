@@ -7,9 +7,10 @@
 //! takes 24 bytes of memory, and a page that is not cached takes none.
 //!
 //! Each thread has a [`CacheLane`]. One [`WriteBack`] writes dirty pages home, step by step. Lanes
-//! and write-back share words that change by compare-and-exchange, and no lock. Before a lane reads
-//! or writes a page at its home, it takes the page's frame alone, or marks the frame as being
-//! written. So the home never has two writes of a page under way, nor a read beside a write.
+//! and write-back share words that change by compare-and-exchange, and no lock. Before a page is
+//! read or written at its home, a lane takes the page's frame exclusively, or the write-back marks
+//! the frame as being written. So the home never has two writes of a page under way, nor a read
+//! beside a write.
 //!
 //! Nothing here starts a thread or reads a clock, and only [`WriteBack::wait`] sleeps.
 //!
@@ -48,13 +49,13 @@ pub const LANES_MAX: usize = 250;
 /// The way that a written page takes: into the cache, to the home, or both.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Mode {
-    /// Writes go into the cache, and home later.
+    /// A write goes into the cache at once, and the write-back writes it to the home later.
     #[default]
     WriteBack,
     /// Writes go into the cache and home before they are acknowledged. So the loss of the cache
     /// loses no page.
     WriteThrough,
-    /// Writes go home, and the cache drops the page.
+    /// A write goes to the home only, and the cache drops its copy of the page.
     WriteAround,
 }
 
@@ -88,7 +89,7 @@ pub struct Config {
     pub lanes: usize,
     /// Number of operations that each lane may have in flight.
     pub depth: usize,
-    /// The way that a written page takes.
+    /// Where written pages go: into the cache, to the home, or both.
     pub mode: Mode,
     /// A stream of more pages than this in a row bypasses the cache; 0: no stream does.
     pub stream_pages: u32,
@@ -126,9 +127,9 @@ pub enum CacheError {
         store: String,
         /// Bytes that the store has.
         has: u64,
-        /// Bytes that the cache needs.
+        /// Bytes that the cache needs at least.
         needs: u64,
-        /// Bytes of the need that are for writes under way.
+        /// How many of these bytes are for writes under way.
         slack: u64,
     },
     /// A cache cannot have these settings.
@@ -235,18 +236,18 @@ impl Cache {
         u64::from(self.pages()) * PAGE_SIZE as u64
     }
 
-    /// Number of pages whose content is newer than the home's, or on its way there.
+    /// Number of pages that are dirty, or whose write to the home has not ended.
     pub fn dirty(&self) -> u32 {
         self.directory.dirty()
     }
 
-    /// The way that a written page takes.
+    /// Where written pages go: into the cache, to the home, or both.
     pub fn mode(&self) -> Mode {
         Mode::ALL[usize::from(self.mode.load(Ordering::Relaxed))].0
     }
 
-    /// Changes the way that a written page takes. In each mode but write-back, all dirty pages go
-    /// home.
+    /// Changes where written pages go. In each mode but write-back, all dirty pages are also
+    /// written home.
     pub fn set_mode(&self, mode: Mode) {
         self.mode.store(mode as u8, Ordering::Relaxed);
         self.ring();
@@ -263,12 +264,13 @@ impl Cache {
         self.drains.load(Ordering::Relaxed) || self.mode() != Mode::WriteBack
     }
 
-    /// The number of frames in this many per cent of all.
+    /// Number of frames that are `per_cent` per cent of all.
     fn share(&self, per_cent: u8) -> u32 {
         (u64::from(self.directory.frames()) * u64::from(per_cent) / 100) as u32
     }
 
-    /// Ends a lane's share of a frame. `wrote`: the frame's content is now newer than the home's.
+    /// Ends a lane's share of a frame. `wrote` tells that the frame's content is now newer than the
+    /// home's.
     fn leave(&self, frame: u32, wrote: bool) {
         self.directory.leave(frame, wrote);
         if wrote {

@@ -51,7 +51,8 @@ pub struct CacheStatus {
     pub used: u32,
     /// Number of cached pages that are newer than the home's.
     pub dirty: u32,
-    /// Bytes of the index, with the page map and slot records of its volume.
+    /// Bytes of the cache's directory, and of the page map and slot records of the volume that has
+    /// the frames.
     pub index_bytes: u64,
     /// Number of reads of a page that found it cached.
     pub read_hits: u64,

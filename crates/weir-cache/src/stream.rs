@@ -1,7 +1,7 @@
 //! Streams: long runs of neighbouring pages. A disk serves streams well, and in the cache they
 //! would replace all other pages.
 //!
-//! A stream table has a word for each area of 256 pages that hashes there. The word has the page
+//! The table of streams has one word for each hash of an area of 256 pages. The word has the page
 //! expected next, and the length of the run so far. Requests of one stream may come a little out of
 //! order, since several threads send them.
 
@@ -12,7 +12,7 @@ const ROWS: usize = 1024;
 const AREA_BITS: u32 = 8;
 /// Largest number of pages that a run may skip.
 const AHEAD: u32 = 512;
-/// A page up to this many pages behind a run's next page does not begin another run.
+/// A page at most this many pages behind the one that a run expects does not begin another run.
 const BEHIND: u32 = 64;
 
 /// Finds streams in the requests of all lanes.
@@ -46,7 +46,8 @@ impl Streams {
             let behind = next.wrapping_sub(page) <= BEHIND;
             (length > 0 && (ahead || behind)).then_some((next, length))
         };
-        // A stream that enters an area comes from the area before, and leaves its entry there.
+        // A stream that enters an area continues the entry of the area before, and that entry is
+        // cleared.
         let enter = || {
             let before = self.row(area.wrapping_sub(1));
             near(before.load(Relaxed)).inspect(|_| before.store(0, Relaxed))

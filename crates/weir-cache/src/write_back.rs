@@ -9,8 +9,9 @@
 //! - more frames are dirty than the upper watermark: then it works until the lower one is reached,
 //!   from where it stopped.
 //!
-//! A sweep for the watermark takes pages that were not used again first. It takes others only if
-//! those are not enough: a page that is often written would go home often.
+//! A sweep for the watermark prefers pages that were not used again since they were cached. It
+//! takes others only if those are not enough, since a page that is often written would go home
+//! often.
 //!
 //! A page whose write fails stays dirty in the cache, where lanes can read it. The write-back tries
 //! again after a second at the earliest, and a flush that meets the page fails. A home that has
@@ -60,19 +61,20 @@ pub struct WriteBack {
     /// The dirty pages that go home next, in address order.
     batch: Vec<(PageNo, Frame)>,
     at: usize,
-    /// Whether the look found more pages than the batch has.
+    /// Whether the last search found more pages than the batch has.
     more: bool,
-    /// Dirty pages of sets without a free frame. They go before the batch.
+    /// Dirty pages of sets without a free frame. They are written before the batch.
     urgent: Vec<(PageNo, Frame)>,
     group: Group,
     sweep: Option<Sweep>,
-    /// The frame at which the next sweep for the watermark begins.
+    /// The page number at which the next sweep for the watermark begins.
     cursor: u32,
     /// Number of timed-out writes whose end the home has not reported.
     late: u32,
-    /// Whether the next sweep for the watermark also takes pages that were used again.
+    /// Whether the next sweep for the watermark also takes pages that were used again since they
+    /// were cached.
     takes_hot: bool,
-    /// Whether the last look found no page that can be written.
+    /// Whether the last search found no dirty page that could be written home.
     found_nobody: bool,
     /// The time until which pages whose write failed are left alone.
     again_at: Option<Instant>,
@@ -81,16 +83,18 @@ pub struct WriteBack {
     rest: Rest,
 }
 
-/// Pages that are under way together, from the frames to the home.
+/// The pages that the write-back moves together from their frames to the home.
 struct Group {
     pages: Box<[Page]>,
     members: Vec<Member>,
-    /// Number of members whose content is being read, and number of those whose write is queued.
+    /// Number of pages whose reads have begun, and number of pages whose writes have begun or that
+    /// cannot be written.
     read: usize,
     written: usize,
-    /// Number of operations without an answer.
+    /// Number of the group's operations that have no answer yet.
     waits: usize,
-    /// The run of neighbours that is being queued, as the page after its end and its length.
+    /// The run of neighbouring pages that is being written: the page after its end, and its number
+    /// of pages.
     row: (u32, u64),
 }
 
@@ -103,13 +107,13 @@ struct Member {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MemberState {
-    /// The member's content is being read.
+    /// The page's content is being read from its frame.
     Reads,
-    /// The member's content is in memory.
+    /// The page's content is in the group's memory.
     Ready,
-    /// The member's write is under way.
+    /// The page's write to the home is under way.
     Writes,
-    /// The member is finished.
+    /// The page was written, or could not be read or written.
     Done,
 }
 
@@ -118,15 +122,15 @@ enum MemberState {
 struct Sweep {
     /// The lowest page that the sweep still looks for.
     from: u32,
-    /// The next frame to look at.
+    /// The next frame that the sweep looks at.
     look: Frame,
     looked: bool,
-    /// Whether the sweep goes through all pages.
+    /// Whether the sweep began at page 0, and so goes through all pages.
     is_whole: bool,
     /// The reason for the sweep.
     reason: Reason,
     failed: bool,
-    /// Whether a page was skipped because another user had it alone.
+    /// Whether a page was skipped because another user had its frame exclusively.
     skipped: bool,
     /// Whether the home's flush for this sweep is under way.
     flushing: bool,
@@ -136,15 +140,15 @@ struct Sweep {
 enum Reason {
     /// The sweep serves all flushes up to this number.
     Flush(u64),
-    /// The sweep serves the watermark.
+    /// The sweep goes on until fewer frames are dirty than the lower watermark.
     Watermark,
 }
 
 impl WriteBack {
-    /// Opens the write-back of a cache, and takes its memory.
+    /// Opens the write-back of a cache. Takes all memory that it will need.
     ///
     /// # Errors
-    /// Fails when there is no lane for it.
+    /// Fails when the cache's volume or the home gives no lane.
     pub fn open(cache: &Arc<Cache>) -> Result<Self, CacheError> {
         Ok(WriteBack {
             frames: cache.frames.lane()?,
@@ -173,7 +177,7 @@ impl WriteBack {
         })
     }
 
-    /// Does one bounded piece of work.
+    /// Does one bounded piece of work. Returns what the write-back needs before the next one.
     pub fn step(&mut self, now: Instant) -> Next {
         self.take_answers(now);
         if !self.group.members.is_empty() {
@@ -214,8 +218,8 @@ impl WriteBack {
         }
     }
 
-    /// Whether the urgent pages are too few for a run of the home, and a look may find other pages
-    /// to join them.
+    /// Whether the urgent pages are fewer than the home's best run, and a search may find other
+    /// pages to write with them.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
@@ -294,7 +298,7 @@ impl WriteBack {
         self.flush_wanted().is_some() || self.wants_less_dirt(now) || self.directory().has_pressed()
     }
 
-    /// Looks for a reason to work.
+    /// Begins a sweep if there is a reason for one. Else returns when to look for a reason again.
     fn choose(&mut self, now: Instant) -> Next {
         let (reason, from) = match self.flush_wanted() {
             Some(wanted) => (Reason::Flush(wanted), 0),
@@ -323,7 +327,8 @@ impl WriteBack {
         Next::Step
     }
 
-    /// Continues the search for dirty pages. The lowest pages that a search finds become a batch.
+    /// Continues the sweep's search for dirty pages. The found pages with the lowest numbers become
+    /// the next batch.
     fn look(&mut self, mut sweep: Sweep, now: Instant) -> Next {
         let Reason::Flush(wanted) = sweep.reason else { return self.look_for_watermark(sweep, now) };
         if !sweep.looked {
@@ -336,8 +341,8 @@ impl WriteBack {
             return Next::Step;
         }
         if sweep.skipped {
-            // Another user had a page alone that may still be dirty. That user lets the page go
-            // when the home answers. So the sweep waits for an answer, and begins again.
+            // Another user had a page exclusively that may still be dirty. That user lets the page
+            // go when the home answers. So the sweep waits for an answer, and begins again.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
         }
@@ -370,14 +375,14 @@ impl WriteBack {
     }
 
     /// Ends a sweep for the watermark. `stopped` is the page at which it stopped; `None`: it went
-    /// through all.
+    /// through all pages.
     fn end_watermark(&mut self, stopped: Option<u32>) {
         self.cursor = stopped.unwrap_or(0);
         let found_all = stopped.is_none() && self.sweep.is_some_and(|sweep| sweep.is_whole);
         self.takes_hot = found_all && !self.takes_hot;
     }
 
-    /// Looks at some more frames.
+    /// Looks at the sweep's next frames, and adds their dirty pages to the batch.
     fn gather(&mut self, sweep: &mut Sweep) {
         let WriteBack { cache, batch, more, takes_hot, .. } = self;
         let takes_all = *takes_hot || sweep.reason != Reason::Watermark || cache.must_clean();
@@ -412,7 +417,7 @@ impl WriteBack {
             batch.truncate(BATCH);
             *more = true;
         }
-        // The batch is written before the sweep goes on.
+        // Have the batch written before the sweep goes on.
         self.at = 0;
         self.found_nobody = self.batch.is_empty();
     }
@@ -453,11 +458,12 @@ impl WriteBack {
             Some(rest) => first + rest / then * then,
             None => GROUP,
         });
-        // Unless the home wants address order, pages of the batch go together with the urgent ones.
+        // A home that is a log takes urgent pages and the batch together. Any other home gets them
+        // one after another, each in address order.
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
         let others = if mixes { &batch[*at..] } else { &[] };
         let most = match (runs, urgent.len() + others.len()) {
-            // The pages beyond the last whole run wait, and are written with later ones.
+            // Only whole runs are written: the pages beyond the last whole run wait for later ones.
             (Some((first, then)), some) if (first..most).contains(&some) => {
                 first + (some - first) / then * then
             }
@@ -578,7 +584,7 @@ impl WriteBack {
 }
 
 impl Group {
-    /// Whether every member is finished.
+    /// Whether every page of the group is finished.
     fn is_over(&self) -> bool {
         self.waits == 0 && self.read == self.members.len() && self.written == self.members.len()
     }
@@ -586,7 +592,8 @@ impl Group {
 
 impl Drop for WriteBack {
     fn drop(&mut self) {
-        // Writes under way at the home may still land, so their frames stay marked.
+        // Writes under way at the home may still land, so their frames stay marked as being
+        // written.
         let is_here = |member: &&Member| matches!(member.state, MemberState::Reads | MemberState::Ready);
         for member in self.group.members.iter().filter(is_here) {
             self.cache.directory.end_write_back(member.frame, Outcome::Dirty);

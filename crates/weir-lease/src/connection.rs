@@ -20,7 +20,8 @@ impl Connection {
     }
 }
 
-/// A record of 32 bytes: two share a cache line, and none crosses one.
+/// The state of one connection in its table. It has 32 bytes: two share a cache line, and none
+/// crosses one.
 #[derive(Clone, Debug, Default)]
 #[repr(C, align(32))]
 pub(crate) struct Record {
@@ -28,15 +29,15 @@ pub(crate) struct Record {
     pub present: u64,
     /// A bit for each position whose chunk has a free slot.
     pub open: u64,
-    /// The only chunk, or the directory of chunks by position.
+    /// The connection's only chunk, or its directory of chunks by position.
     pub root: u32,
     /// The number of the current lap: how often the connection has gone round its slots.
     pub lap: u32,
     /// The first slot that this lap has not used.
     pub cursor: u16,
-    /// Number of references held.
+    /// Number of references that the connection holds.
     pub held: u16,
-    /// Number of references that may be held; 0 while closed.
+    /// Number of references that the connection may hold; 0 while it is closed.
     pub quota: u16,
 }
 
@@ -45,7 +46,7 @@ const _: () = assert!(size_of::<Record>() == 32);
 /// The bit that marks a root as a directory.
 const DIRECTORY: u32 = 1 << 31;
 
-/// The root of a connection's chunks.
+/// The root under which a connection finds its chunks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Root {
     /// The connection has only this chunk, or none.
@@ -76,14 +77,15 @@ impl Record {
         self.present >> position & 1 != 0
     }
 
-    /// The position of the cursor, and a mask of that chunk's slots: a bit is set if this lap has
-    /// not passed the slot.
+    /// The position of the chunk with the cursor, and a mask of those of its slots that this lap
+    /// has not passed.
     #[inline]
     pub(crate) fn ahead(&self) -> (u32, u64) {
         (u32::from(self.cursor) / CHUNK_SLOTS, !0 << (u32::from(self.cursor) % CHUNK_SLOTS))
     }
 
-    /// The next chunk with a free slot after the cursor's own, if this lap has one.
+    /// The position of the next chunk with a free slot that this lap reaches, behind the cursor's
+    /// chunk.
     pub(crate) fn later(&self) -> Option<u32> {
         let (position, _) = self.ahead();
         let later = self.open & (!0 << position << 1);
@@ -97,7 +99,8 @@ impl Record {
         self.cursor = 0;
     }
 
-    /// Passes slot `index`; returns `true` if it was the last that a token can name.
+    /// Moves the cursor behind slot `index`. Returns `true` if the slot is the last that a token
+    /// can name.
     #[inline]
     pub(crate) fn pass(&mut self, index: u32) -> bool {
         self.cursor = (index + 1) as u16;

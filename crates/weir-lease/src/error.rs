@@ -8,7 +8,7 @@ use crate::{BATCH_REFERENCES_MAX, BATCH_TOKENS_MAX};
 /// The reason why no connection was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OpenError {
-    /// All connections of the geometry are open.
+    /// All connections that the table has room for are open.
     Full {
         /// The number of connections in the geometry.
         connections: u32,
@@ -17,7 +17,7 @@ pub enum OpenError {
     Quota {
         /// The quota asked for.
         asked: u32,
-        /// The limit of the geometry.
+        /// The largest quota that the table allows.
         limit: u32,
     },
 }
@@ -34,16 +34,16 @@ pub enum TakeError {
     Exhausted,
     /// There is no such page or fragment, or the page's count is full.
     Place(Place),
-    /// The handle belongs to another table.
+    /// The connection is not one of this table's open ones.
     NotOpen,
 }
 
-/// The reason why a returned token was refused. Only a counter has changed.
+/// The reason why a returned token was refused. A refusal changes nothing but its counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Refusal {
     /// The token was the slot's latest, and has been returned before.
     Repeated,
-    /// The slot has been used again since, or was never given out under this token.
+    /// The slot has been used for another reference since, or was never given out under this token.
     Stale,
     /// The token names no slot that the connection has.
     Unknown,

@@ -32,7 +32,7 @@ pub struct Geometry {
 /// The reason why a geometry or an image cannot be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ImageError {
-    /// A figure of the geometry is zero or too large.
+    /// A number of the geometry is zero or too large.
     Geometry(Geometry),
     /// The memory is shorter than [`Geometry::image_words`] says.
     TooShort {
@@ -50,7 +50,7 @@ pub enum ImageError {
     },
     /// A word contradicts the rest: another program has written into the image.
     Damaged {
-        /// The word's number.
+        /// The word's index in the image.
         word: usize,
         /// The word's value.
         value: u64,
@@ -115,9 +115,9 @@ impl Geometry {
     }
 }
 
-/// The words, and the index where each kind of them begins. Stores are releases. So when the
-/// process crashes, every earlier store is in memory, and the compiler may not change their order.
-/// On x86 they take no longer than plain stores.
+/// The words of an image, and the index where each kind of them begins. Stores are releases. So
+/// when the process crashes, every earlier store is in memory, and the compiler may not change
+/// their order. On x86 they take no longer than plain stores.
 #[derive(Debug)]
 pub(crate) struct Image<M> {
     words: M,

@@ -42,8 +42,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         for chunk in (0..table.image.geometry.chunks()).rev() {
             table.adopt(chunk)?;
         }
-        // The connection that was closed last would be opened first. That order is lost, so the
-        // lowest number is opened first.
+        // Closed connections are opened again in the reverse order of their closing. That order is
+        // lost, so the lowest number is opened first.
         let closed = |index: &u32| table.records[*index as usize].quota == 0;
         table.closed.extend((0..table.image.geometry.connections).rev().filter(closed));
         for connection in &open {
@@ -54,7 +54,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok((table, open))
     }
 
-    /// Adds one chunk to its owner or to the free ones, and counts its references that are out.
+    /// Gives one chunk to the connection that owns it, or to the free ones, and counts the
+    /// references in its slots.
     fn adopt(&mut self, chunk: u32) -> Result<(), ImageError> {
         let mut free = !0u64;
         for (bit, slot) in (0..CHUNK_SLOTS).zip(self.image.slots(chunk)) {
@@ -76,8 +77,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             };
         };
         if free == !0 {
-            // The owner died between its last return and detaching the chunk, or before the chunk's
-            // first use.
+            // The owner of the table died before the first use of the chunk, or before it detached
+            // the chunk after the last return.
             self.image.set_chunk(chunk, ChunkWord::FREE);
             self.free_chunks.push(chunk);
             return Ok(());

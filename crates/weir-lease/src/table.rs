@@ -21,18 +21,19 @@ pub struct Table<C, M = Vec<AtomicU64>> {
     pub(crate) image: Image<M>,
     pub(crate) counts: C,
     pub(crate) records: Box<[Record]>,
-    /// For each chunk, a bit for each free slot.
+    /// For each chunk a mask of its free slots.
     pub(crate) masks: Box<[u64]>,
-    /// Chunks by position: one row of [`Geometry::positions`] for each connection that has several.
+    /// For each connection with several chunks, a row of [`Geometry::positions`] entries: the chunk
+    /// at each position.
     pub(crate) directories: Box<[u32]>,
-    /// Chunks, directories and connections that are not in use. Room for them is taken at the
-    /// start.
+    /// Numbers of the chunks, directories and connections that are not in use. The lists have room
+    /// for all of them from the start.
     pub(crate) free_chunks: Vec<u32>,
     pub(crate) free_directories: Vec<u32>,
     pub(crate) closed: Vec<u32>,
     pub(crate) refusals: Refusals,
-    /// Pages that a run has returned, until a separate loop counts them. In that loop cache misses
-    /// overlap.
+    /// References that the present run of returns has given back. A separate loop counts them
+    /// later, so that its cache misses overlap.
     back: [SlotWord; RUN],
 }
 
@@ -41,7 +42,7 @@ pub struct Table<C, M = Vec<AtomicU64>> {
 pub struct Given {
     /// The place that the returned reference named.
     pub place: Place,
-    /// Whether the return was the page's last.
+    /// Whether the page has no reference any more.
     pub last: bool,
 }
 
@@ -57,18 +58,18 @@ struct Run {
 }
 
 impl Default for Run {
-    /// A run of no chunk.
+    /// An empty run. Its position is that of no chunk.
     fn default() -> Self {
         Run { position: u32::MAX, chunk: 0, freed: 0, len: 0 }
     }
 }
 
-/// The result of a batch.
+/// The result of returning a batch of tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Returned {
     /// Number of references that came back.
     pub references: u32,
-    /// Number of tokens that were refused; each is counted by reason.
+    /// Number of tokens that were refused. [`Table::refusals`] counts them by reason.
     pub refused: u32,
 }
 
@@ -76,7 +77,7 @@ impl<C: PageCounts> Table<C> {
     /// Makes an empty table in memory of its own.
     ///
     /// # Errors
-    /// Fails with [`ImageError::Geometry`] when a figure is out of range.
+    /// Fails with [`ImageError::Geometry`] when a number of the geometry is out of range.
     pub fn new(geometry: Geometry, counts: C) -> Result<Self, ImageError> {
         let words = (0..geometry.checked()?.image_words()).map(|_| AtomicU64::new(0)).collect();
         Self::create(words, geometry, counts)
@@ -86,8 +87,8 @@ impl<C: PageCounts> Table<C> {
 impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// Makes an empty table whose image lies in `words`; their old content is overwritten.
     ///
-    /// In memory that another process also maps, [`Table::recover`] finds the table again after
-    /// this process's death. `words` must always be the same memory.
+    /// If another process also maps `words`, [`Table::recover`] finds the table there again after
+    /// this process's death. `words` must refer to the same memory at each call.
     ///
     /// # Errors
     /// Fails with [`ImageError::Geometry`] or [`ImageError::TooShort`].
@@ -99,7 +100,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(table)
     }
 
-    /// Makes a table over an image, with its own state still empty.
+    /// Makes a table over an image. Its chunks and connections are not yet filled in.
     pub(crate) fn over(image: Image<M>, counts: C) -> Self {
         let geometry = image.geometry;
         let (connections, chunks) = (geometry.connections as usize, geometry.chunks() as usize);
@@ -150,8 +151,9 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(token[0])
     }
 
-    /// Takes a reference for each of `places`, as far as they fit and the limits allow, and writes
-    /// their tokens. Returns how many; the next call gives the reason why there were no more.
+    /// Takes a reference for each of `places`, until one is refused or a limit is reached, and
+    /// writes the tokens. Returns the number of references taken. The next call gives the reason
+    /// why there were no more.
     ///
     /// # Errors
     /// Fails with a [`TakeError`] when not even the first could be taken; nothing has changed then.
@@ -441,8 +443,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         &self.counts
     }
 
-    /// The counts of pages, to change other state in them. References that the table took or
-    /// returned must not be counted again.
+    /// The counts of pages, for changes by the caller. References that the table took or returned
+    /// must not be counted again.
     pub fn counts_mut(&mut self) -> &mut C {
         &mut self.counts
     }
@@ -459,7 +461,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             + size_of::<Self>()
     }
 
-    /// Bytes for each connection that holds nothing.
+    /// Bytes of memory that a connection takes while it holds no reference.
     pub const fn bytes_per_idle_connection() -> usize {
         size_of::<Record>() + size_of::<ConnectionWord>() + size_of::<u32>()
     }
@@ -476,8 +478,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         (directory * self.image.geometry.positions() + position) as usize
     }
 
-    /// Finds the chunk for the next slots. Returns the chunk, its position, and its free slots in
-    /// this lap.
+    /// Finds a chunk for the connection's next slots. Returns the chunk, its position, and a mask
+    /// of its free slots that the lap has not passed.
     #[inline]
     fn find(&mut self, connection: u32) -> Result<(u32, u32, u64), TakeError> {
         let record = &self.records[connection as usize];
@@ -546,8 +548,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         let record = &mut self.records[connection as usize];
         record.present |= 1 << position;
         record.open |= 1 << position;
-        // The lap may have passed this position already, with a chunk that the connection had
-        // before.
+        // The present lap may have passed this position already, with a chunk that the connection
+        // had there before. Then the new slots belong to the next lap.
         if position < record.ahead().0 {
             self.next_lap(connection);
         }
@@ -586,7 +588,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.refusals.count(if repeated { Refusal::Repeated } else { Refusal::Stale })
     }
 
-    /// Refuses a place; the chunk may have been attached for this take alone.
+    /// Refuses to take a reference to `place`. If the chunk is empty, it was attached for this take
+    /// alone, and is detached again.
     #[cold]
     fn refuse_place(&mut self, connection: u32, position: u32, chunk: u32, place: Place) -> TakeError {
         if self.masks[chunk as usize] == !0 {

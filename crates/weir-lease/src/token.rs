@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-/// Bits of a token that name a slot of its connection.
+/// Number of a token's bits that name a slot of its connection.
 pub(crate) const INDEX_BITS: u32 = 12;
 /// Number of a token's bits that count how often its connection has used the slot (its lap).
 pub(crate) const LAP_BITS: u32 = 32 - INDEX_BITS;
@@ -79,7 +79,7 @@ impl Place {
         Place { region, page, fragment: 0 }
     }
 
-    /// Whether a slot can hold the place.
+    /// Whether the word of a slot has enough bits for the place.
     pub(crate) const fn fits(self) -> bool {
         self.page < REGION_PAGES_MAX && self.fragment < FRAGMENTS_MAX
     }

@@ -54,7 +54,7 @@ impl SlotWord {
         (self.0 >> LAP_AT & LAP_MASK) as u32
     }
 
-    /// Whether `token`, which names this slot, is out now.
+    /// Whether the reference that `token` stands for is held now. `token` must name this slot.
     pub(crate) const fn holds(self, token: Token) -> bool {
         let expected = IN_USE >> LAP_AT | token.lap() as u64;
         (self.0 >> LAP_AT) & (IN_USE >> LAP_AT | LAP_MASK) == expected

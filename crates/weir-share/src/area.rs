@@ -106,8 +106,8 @@ impl Window {
         // Other programs' pages must not be in this program's core files. SAFETY: the mapping was
         // just made; the advice changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontDump) };
-        // A child is no client, and may later belong to another user. SAFETY: the mapping was just
-        // made; the advice changes no content.
+        // Keep the mapping out of child processes: a child is no client, and may later run as
+        // another user. SAFETY: the mapping was just made; the advice changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontFork) };
         Ok(Window { start: NonNull::new(start.cast()).expect("mmap never returns null"), bytes })
     }
@@ -156,8 +156,8 @@ impl Area {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let (start, bytes) = (memory.as_ptr().cast(), memory.len());
-        // A child is no client, and may later belong to another user. SAFETY: the mapping was just
-        // made; the advice changes no content.
+        // Keep the mapping out of child processes: a child is no client, and may later run as
+        // another user. SAFETY: the mapping was just made; the advice changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontFork) };
         Ok(Area { memory, layout })
     }
@@ -219,7 +219,7 @@ impl Area {
     /// Loads entry `number` of a ring, counted from the connection's beginning.
     #[inline]
     pub fn load(&self, ring: Ring, number: u32) -> [u64; ENTRY_WORDS] {
-        // Each word is written out: `each_ref` and `map` compile to two calls a word.
+        // Load each word by a call of its own: `each_ref` and `map` compile to two calls a word.
         let words = self.words(ring, number);
         let load = |at: usize| words[at].load(Ordering::Relaxed);
         [load(0), load(1), load(2), load(3)]

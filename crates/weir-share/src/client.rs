@@ -29,8 +29,8 @@ pub struct Options {
     /// Time that the client spins for a completion before it sleeps.
     pub spin: Duration,
     /// Whether to read pages in the stores' memory without a copy, if the server allows it. This
-    /// process can then read every page of the volume. The stores' memory lives as long as the
-    /// mapping here.
+    /// process can then read every page of the volume. The stores' memory stays taken as long as
+    /// this process has it mapped.
     pub in_place: bool,
 }
 
@@ -43,7 +43,7 @@ impl Default for Options {
 /// The reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No server listens there.
+    /// No server listens at the path.
     #[error("cannot connect to the share server at {path}; is `weir serve --share` running?")]
     Connect {
         /// The path of the server's socket.
@@ -112,7 +112,7 @@ impl Lease {
         self.token
     }
 
-    /// The place of the page.
+    /// The place of the page: a frame of the area, or a slot of a window.
     pub fn spot(&self) -> Spot {
         self.spot
     }
@@ -163,8 +163,8 @@ impl Client {
         let Options { frames, entries, in_place, .. } = options;
         let hello = Hello { version: VERSION, frames, entries, in_place };
         match send(&socket, &hello.encode(), &[]) {
-            // A server without a free seat sends a message and closes the socket before it has read
-            // anything. So read the message.
+            // A server without room for another client sends its refusal, and closes the socket
+            // before it has read anything. So read the refusal.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             sent => sent?,
         }
@@ -253,7 +253,7 @@ impl Client {
 
     #[inline]
     fn ask(&mut self, submission: Submission) -> Result<(), Error> {
-        // One entry is reserved for returns, so that frames can always be returned.
+        // One entry of the ring is reserved for returns, so that frames can always be returned.
         let entries = self.area.layout().entries();
         if self.in_flight + 1 >= entries.max(2) || !self.has_room(1) {
             return Err(Error::Full { entries });
@@ -275,10 +275,10 @@ impl Client {
         self.submitted = self.submitted.wrapping_add(1);
     }
 
-    /// The content of a page.
+    /// The content of a leased page.
     ///
     /// # Panics
-    /// Panics for a lease of another client that has more frames or windows than this one.
+    /// Panics for another client's lease, if its frame or window does not exist in this client.
     #[inline]
     pub fn page(&self, lease: &Lease) -> &PageBytes {
         let at = match lease.spot {
@@ -305,7 +305,7 @@ impl Client {
     }
 
     /// Returns a frame with the next [`Client::submit`]. Frames that are returned in the order in
-    /// which they came go as one entry.
+    /// which they came take one ring entry together.
     ///
     /// # Errors
     /// Fails with [`Error::Gone`] when the server is gone.
@@ -364,8 +364,8 @@ impl Client {
 
     fn publish(&mut self) -> Result<(), Error> {
         self.area.written(Ring::Submissions).store(self.submitted, Ordering::Release);
-        // The server first notes that it sleeps, and then looks at the ring. So one of both sides
-        // notices the other.
+        // The server first notes that it sleeps, and then looks at the ring. This client first
+        // writes the ring, and then looks at the note. So at least one of both notices the other.
         fence(Ordering::SeqCst);
         if self.area.server_asleep().load(Ordering::Relaxed) != 0 {
             self.area.server_asleep().store(0, Ordering::Relaxed);
@@ -409,7 +409,7 @@ impl Client {
     /// Fails with [`Error::Gone`] when the server goes away meanwhile.
     #[inline]
     pub fn wait(&mut self) -> Result<Completion, Error> {
-        // Usually a completion is there already. To read the clock takes longer than to take it.
+        // Usually a completion is there already, and taking it is cheaper than reading the clock.
         if let Some(completion) = self.poll()? {
             return Ok(completion);
         }
@@ -424,8 +424,8 @@ impl Client {
             if begun.elapsed() >= self.spin {
                 break;
             }
-            // The server may wait for this very CPU, since the scheduler likes to wake it on its
-            // client's CPU.
+            // Give up the CPU: the scheduler often wakes the server on its client's CPU, where the
+            // server must wait for this thread.
             std::thread::yield_now();
         }
         loop {
@@ -438,7 +438,7 @@ impl Client {
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
             rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
             if !take_rings(&self.socket)? {
-                // A completion that came before the server's end counts.
+                // The server is gone. A completion that it sent before is still returned.
                 return self.poll()?.ok_or(Error::Gone);
             }
         }

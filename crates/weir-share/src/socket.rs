@@ -13,7 +13,7 @@ use rustix::net::{
 /// Largest number of descriptors of a message.
 const FDS: usize = 2 + crate::wire::WINDOWS_MAX as usize;
 
-/// Sends one message, with at most as many descriptors as a welcome has.
+/// Sends one message, with at most as many descriptors as the server's welcome can have.
 ///
 /// # Errors
 /// Fails with the error of `sendmsg`; with `EPIPE` instead of a signal when the other side is gone.
@@ -29,10 +29,11 @@ pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
     if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// Sends the byte that wakes a client. It never waits, whatever the socket's own flags. If no more
-/// bytes fit, the client has enough to wake up for.
+/// Sends the byte that wakes a client. It never waits, whatever the socket's own flags. If the byte
+/// does not fit, enough others wait there to wake the client.
 pub fn ring(socket: impl AsFd) {
-    // If the client has gone, the end of its socket will be noticed.
+    // An error is ignored: if the client has gone, the server notices the end of the socket
+    // elsewhere.
     let _ = rustix::net::send(socket, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
@@ -44,7 +45,7 @@ pub fn take_rings(socket: impl AsFd) -> io::Result<bool> {
     use rustix::io::Errno;
     loop {
         match recv(&socket, &mut [0; 1], RecvFlags::DONTWAIT) {
-            // The server closed with this client's greeting unread in its queue.
+            // A reset: the server closed the socket before it had read this client's greeting.
             Ok((0, _)) | Err(Errno::CONNRESET) => return Ok(false),
             Ok(_) | Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(true),

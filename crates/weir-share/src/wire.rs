@@ -51,8 +51,8 @@ impl Hello {
         bytes
     }
 
-    /// Decodes the message. `None` if it is none: wrong length, wrong magic, or other bytes than
-    /// zeros where zeros belong.
+    /// Decodes the message. `None` if its length or magic number is wrong, or a reserved byte is
+    /// not zero.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HELLO_BYTES] = bytes.try_into().ok()?;
         let flags = half(bytes, 20);
@@ -101,7 +101,7 @@ impl Welcome {
         bytes
     }
 
-    /// Decodes the message; `None` if the bytes are no message.
+    /// Decodes the message. `None` if its length or magic number is wrong.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; WELCOME_BYTES] = bytes.try_into().ok()?;
         (word(bytes, 0) == MAGIC).then(|| Welcome {
@@ -147,13 +147,13 @@ pub enum Op {
 pub struct Submission {
     /// The operation.
     pub op: Op,
-    /// A number of the client's that comes back with the completion.
+    /// A number that the client chooses, and that comes back with the completion.
     pub tag: u32,
     /// The page's number in the volume.
     pub page: u64,
     /// The token, if the operation has one.
     pub token: u32,
-    /// The number of tokens or pages.
+    /// The number of tokens to return, or of pages to discard.
     pub count: u32,
 }
 
@@ -165,8 +165,7 @@ impl Submission {
         [first, self.page, u64::from(self.count) << 32 | u64::from(self.token), 0]
     }
 
-    /// Decodes the entry. `None` for an unknown operation, or other bytes than zeros where zeros
-    /// belong.
+    /// Decodes the entry. `None` if its operation is unknown, or a reserved byte is not zero.
     #[inline]
     pub fn decode([first, page, tokens, reserved]: [u64; ENTRY_WORDS]) -> Option<Self> {
         let op = match first as u32 {
@@ -191,31 +190,31 @@ pub struct Completed {
     /// frame. -EINVAL: there is no such page. -EBADF: the client does not hold the token, or it
     /// stands for a page of a window. -EROFS: only reading is allowed.
     pub status: i32,
-    /// The new token, if there is one.
+    /// The token of the page or frame that the completion hands out, if it does.
     pub token: u32,
-    /// The place that the token stands for.
+    /// The place of the token's page or frame.
     pub spot: Spot,
 }
 
 /// The place of a lent page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Spot {
-    /// The completion is of another kind of operation.
+    /// The completion hands out no page or frame.
     Nowhere,
     /// The page is in this frame of the area, which the client may write.
     Frame(u32),
     /// The page is in a store's memory, `slot` pages from its beginning; the client may only read
     /// it.
     Window {
-        /// The number of the window, in the order of the welcome.
+        /// The number of the window, in the order of the welcome's descriptors.
         window: u32,
-        /// The page's number from the window's beginning.
+        /// The slot in the window, counted in pages from the window's beginning.
         slot: u32,
     },
 }
 
 impl Spot {
-    /// The frame, and window and slot, as the words of an entry.
+    /// A ring entry's words for the place: the frame, and the window with the slot.
     fn words(self) -> (u32, u64) {
         match self {
             Spot::Nowhere => (NO_FRAME, 0),

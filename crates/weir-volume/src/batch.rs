@@ -1,20 +1,19 @@
-//! A batch that a lane is about to do, counted by store. A store chooses how to do the batch by how
-//! much comes to it.
+//! The counts of a coming batch by store. A store chooses how to do its part by these counts.
 
 use crate::Volume;
 use crate::entry::{Place, STORES_MAX};
 use crate::lane::StoreLane;
 use weir_core::PageNo;
 
-/// The reads and writes of a batch, while they are counted. The counts are a hint: pages may move
-/// before they are read. An uncounted page may be read or written, and a counted one may not.
+/// Counts a batch's reads and writes by store, to announce them. The counts are only a hint: a page
+/// can move before it is read, and the batch need not have exactly the counted pages.
 pub struct BatchCounts<'a> {
     volume: &'a Volume,
     stores: &'a mut [StoreLane],
     reads: [usize; STORES_MAX],
     writes: usize,
-    /// The store of the last new slot. It is most likely the next slot's store too, unless it
-    /// becomes full.
+    /// The store of the last claimed slot. Most likely it has the next slot too, unless it becomes
+    /// full.
     taker: usize,
 }
 

@@ -5,13 +5,13 @@ use crate::sync::{AtomicUsize, OnceLock, Ordering};
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Items of a block. A model has one, so that its second item needs a new block.
+/// Number of items of a block. In a loom model it is 1, so that the second item needs a new block.
 const BLOCK: usize = if cfg!(loom) { 1 } else { 64 };
 
 /// A row of items that grows by blocks.
 pub(crate) struct Blocks<T> {
     first: Arc<Block<T>>,
-    /// Number of items that were ever asked for. Looks through the row end there.
+    /// Number of items up to the last that was ever asked for. A look through the row ends there.
     asked: AtomicUsize,
 }
 
@@ -20,7 +20,7 @@ struct Block<T> {
     next: OnceLock<Arc<Block<T>>>,
 }
 
-/// One item of the row.
+/// One item of a row. It keeps the item's block alive.
 pub(crate) struct Item<T> {
     block: Arc<Block<T>>,
     at: usize,
@@ -31,8 +31,8 @@ impl<T: Default> Blocks<T> {
         Blocks { first: Block::new(), asked: AtomicUsize::new(0) }
     }
 
-    /// The item at `index`. Makes the blocks up to it, so only a thread that may allocate asks for
-    /// an item that nobody has asked for before.
+    /// The item at `index`. Makes the blocks up to it. So only a thread that may allocate asks for
+    /// an item for the first time.
     pub fn item(&self, index: usize) -> Item<T> {
         let mut block = &self.first;
         for _ in 0..index / BLOCK {

@@ -18,7 +18,7 @@ pub enum ChunkState {
     GivenBack,
 }
 
-/// A store's chunks by state.
+/// Numbers of a store's chunks by state.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct ChunkCounts {
     /// Number of slots of a whole chunk.
@@ -40,7 +40,7 @@ pub struct ChunkStatus {
     pub chunk: u32,
     /// The chunk's state.
     pub state: ChunkState,
-    /// The chunk's slots; the last chunk of a store may have fewer than the others.
+    /// Number of the chunk's slots; the last chunk of a store may have fewer than the others.
     pub slots: u32,
     /// Number of slots that hold a page.
     pub used: u32,
@@ -54,23 +54,23 @@ pub struct ChunkStatus {
 pub struct Note {
     /// Whether the governor gave the chunk back, and not a client.
     pub unasked: bool,
-    /// Whether the chunk is away because the machine sleeps, or is about to.
+    /// Whether the chunk was given back because the machine sleeps, or is about to.
     pub asleep: bool,
 }
 
-/// A chunk's state in its word of shared memory, behind the slot records. It tells the next daemon
-/// which chunks this one gave back.
+/// A chunk's states, as they are stored in its word of shared memory, behind the slot records. The
+/// word tells the next daemon which chunks this one gave back.
 const HELD: u64 = 0;
 const EMPTYING: u64 = 1;
 const GIVEN_BACK: u64 = 2;
-/// The bits of the word that hold the state.
+/// The bits of a chunk's word that hold its state.
 const STATE: u64 = 0xff;
 /// The bit of a [`Note`] in the word of a chunk that is not held: the governor had it given back.
 const UNASKED: u64 = 0x100;
-/// The bit of a [`Note`] in the word: the machine sleeps.
+/// The bit of a [`Note`] in a chunk's word: the chunk was given back because the machine sleeps.
 const ASLEEP: u64 = 0x200;
 
-/// Slots of one chunk. A store that gives nothing back is one chunk.
+/// Number of slots of one chunk. A store that cannot give memory back is one chunk.
 fn slots_of_chunk(store: &dyn Store) -> u32 {
     store.reclaim().map_or_else(|| store.slots(), Reclaim::chunk_slots).max(1)
 }
@@ -89,7 +89,8 @@ impl Tier {
         }
     }
 
-    /// Changes a chunk's state, unless it is not in state `from`.
+    /// Changes a chunk's state from `from` to `to`. Returns false, and changes nothing, if the
+    /// chunk is in another state.
     pub fn step(&self, chunk: u32, from: ChunkState, to: ChunkState) -> bool {
         let code = |state| match state {
             ChunkState::Held => HELD,
@@ -109,12 +110,12 @@ impl Tier {
             let asleep = if note.asleep { ASLEEP } else { 0 };
             (now & STATE != HELD).then_some(now & !(UNASKED | ASLEEP) | unasked | asleep)
         };
-        // A chunk that is held has no note.
+        // A chunk that is held gets no note.
         let _ = self.records.chunk_word(chunk).fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
-    /// Takes the chunks over from an earlier daemon. A chunk that it gave back stays given back,
-    /// and a chunk that it was emptying is open again.
+    /// Takes the chunks over from an earlier daemon. A chunk that the daemon gave back stays given
+    /// back, and a chunk that it was emptying is open again.
     pub fn adopt_chunks(&self) {
         for chunk in 0..count(&*self.store) {
             let Some(slots) = self.chunk(chunk) else { continue };
@@ -125,8 +126,8 @@ impl Tier {
                 }
                 ChunkState::GivenBack => {
                     self.records.close(extents(&slots));
-                    // A store that was opened anew may have taken the memory again. If the store
-                    // cannot release it, the memory stays unused.
+                    // The next daemon's store may hold memory for this chunk again. If it cannot
+                    // release that memory, the memory stays unused.
                     let _ = self.release(chunk);
                 }
             }
@@ -188,15 +189,16 @@ impl Pool {
         self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
     }
 
-    /// Notes why these chunks are given back, or are about to be. So the governor can take its own
-    /// chunks again, even after the daemon has died. Taking a chunk deletes its note.
+    /// Notes why these chunks are given back, or are about to be. So the governor can take those
+    /// again that it gave back itself, even after the daemon has died. Taking a chunk deletes its
+    /// note.
     pub fn note(&self, store: usize, chunks: &[u32], note: Note) {
         let Some(tier) = self.tiers.get(store) else { return };
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
-    /// Number of slots that the stores have beyond the need of the volumes' sizes. That many can be
-    /// given back. Slots of lost members do not count.
+    /// Number of slots that the stores have beyond those for the volumes' pages and the slack. That
+    /// many can be given back. Slots of lost members do not count.
     pub fn spare_slots(&self) -> u32 {
         let needed = self.needed_slots(&self.ranges());
         self.open_slots().saturating_sub(needed)

@@ -1,8 +1,8 @@
 //! Lanes that were dropped with operations under way.
 //!
-//! A store may still write into slots that such a lane had claimed, and read slots that its pin
-//! holds. No thread waits for that: the lane's stores move to its seat, which stays taken. A lane
-//! that needs slots polls the stores of closing lanes. A worker, or the next thread that opens a
+//! A store may still write into slots that a dropped lane had claimed, and read slots that the
+//! lane's pin holds. No thread waits for that: the lane's accesses to the stores move to its seat,
+//! which stays taken. A lane that needs slots polls them. A worker, or the next thread that opens a
 //! lane, frees the seat by [`close_lanes`](Pool::close_lanes). Nothing that was under way is
 //! published.
 
@@ -20,8 +20,8 @@ pub(crate) struct Closing {
     stores: Box<[StoreLane]>,
     ops: Box<[Op]>,
     runs: Box<[Run]>,
-    /// Slots of writes that a store did not answer in time. Those writes may still change the
-    /// slots.
+    /// Number of slots of writes that a store did not answer in time. Those writes may still change
+    /// the slots.
     unsettled: usize,
     /// Whether the stores have ended every operation. Then a worker drops this record. The drop may
     /// wait for a disk, and it frees memory, so an I/O thread must not do it.
@@ -70,7 +70,7 @@ impl Closing {
         }
     }
 
-    /// Takes the answers of the stores.
+    /// Takes the stores' answers to the operations of the dropped lane that had this seat.
     fn step(&mut self, pool: &Pool, seat: usize, now: Instant) {
         if self.ended {
             return;
@@ -94,14 +94,14 @@ impl Closing {
 }
 
 impl Pool {
-    /// Keeps the seat of a dropped lane until its stores are done.
+    /// Keeps the seat of a dropped lane taken until the stores have ended the lane's operations.
     pub(crate) fn close(&self, seat: usize, closing: Closing) {
         *self.seats.seat(seat).closing.lock().unwrap_or_else(PoisonError::into_inner) = Some(closing);
         self.closing.fetch_add(1, Ordering::Release);
     }
 
     /// Frees slots and pins of dropped lanes' operations that the stores have finished. Never
-    /// waits, and frees no memory: a lane whose write finds no slot calls it too.
+    /// waits, and frees no memory, because an I/O thread calls it when a write finds no slot.
     pub(crate) fn step_closing(&self, now: Instant) {
         self.each_closing(|seat, closing| {
             if let Some(closing) = closing {
@@ -110,8 +110,9 @@ impl Pool {
         });
     }
 
-    /// Does the same, and also frees the seats of lanes whose stores have finished. Closing a
-    /// store's lane may wait, so only workers and threads that open a lane call this.
+    /// Takes the stores' answers for dropped lanes, and frees the seats of lanes whose operations
+    /// have all ended. Closing a store's lane may wait, so only workers and threads that open a
+    /// lane call this.
     pub fn close_lanes(&self, now: Instant) {
         self.each_closing(|seat, it| {
             if let Some(closing) = it {
@@ -145,7 +146,8 @@ impl Pool {
     fn free_unpublished(&self, store: usize, slot: Slot) {
         let records = &self.tiers[store].records;
         match records.occupant(slot).and_then(Occupant::fill) {
-            // The page was to be published in a pack with others that are published.
+            // The slot has a published pack, in which this page was to be published too. The pack's
+            // other pages stay.
             Some(_) => self.retire_unpublished(store, slot),
             None => records.free_slot(slot, 0),
         }

@@ -1,14 +1,14 @@
 //! Compaction: moves pages of half-empty packs together.
 //!
 //! A pack's slot is free when the last of its pages has gone. If pages are replaced in random
-//! order, packs grow sparse and hold slots for little. So compaction empties the sparsest packs.
-//! Their pages go into new packs without being compressed again, and each is published by itself,
-//! like any page that moves. Readers and writers go on. A page that is written meanwhile needs no
-//! move any more.
+//! order, packs grow sparse, and a whole slot holds few pages. So compaction empties the sparsest
+//! packs. Their pages go into new packs without being compressed again, and each is published by
+//! itself, like any page that moves. Readers and writers go on. A page that is written meanwhile
+//! need not be moved any more.
 //!
-//! A pool never needs compaction to keep its promise (see ARCHITECTURE.md). So it is done when it
-//! pays: at worst, emptying two packs frees one slot. It takes no memory. In a full store it takes
-//! only one additional slot at a time.
+//! A pool has a slot for each page without compaction. So compaction is done only when it pays: at
+//! worst, emptying two packs frees one slot. It allocates no memory, and in a full store it takes
+//! one additional slot at a time.
 
 use crate::Pool;
 use crate::records::Occupant;
@@ -16,7 +16,7 @@ use crate::status::LaneMetrics;
 use weir_core::Slot;
 use weir_core::metrics::Counter;
 
-/// The choice of packs to empty: packs as sparse as this, or sparser.
+/// Which packs are emptied: all that are at most this full.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sparse {
     /// Fill of the fullest pack that is emptied, in parts of [`WHOLE`].
@@ -36,19 +36,20 @@ impl Sparse {
     }
 }
 
-/// The fill of a full pack, in parts.
+/// The number of parts of a pack's fill: a full pack has all of them.
 const WHOLE: u32 = 16;
-/// Fuller packs stay: emptying them would move many pages for little.
+/// The largest fill of a pack that is emptied. To empty fuller packs would move many pages for
+/// little room.
 const FILL_MOST: u32 = 11;
 /// Least number of wasted slots that is worth compaction.
 const WASTE_LEAST: u64 = 32;
-/// Compaction begins when one of this many slots with packs is wasted. The first number is the
-/// usual one, and the second is for a store with little room.
+/// Compaction begins when the packs waste at least one in this many of their slots. The first
+/// number is the usual one, and the second is for a store with little room.
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
-/// A store has little room if fewer than one in this many slots are free.
+/// A store has little room if fewer than one in this many of its slots are free.
 const ROOM_ONE_IN: u32 = 16;
-/// Pages that must have left packs since the last look: at least the first number, and one for each
-/// group of packs. The second number is the size of a group.
+/// Number of pages that must have left packs since the last look: at least the first number, and at
+/// least one for each group of packs. The second number is the size of a group.
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
 
@@ -59,8 +60,8 @@ fn fill(occupant: Option<Occupant>) -> Option<u32> {
 }
 
 impl Pool {
-    /// Has every lane call `told` now and then while pages leave packs. It can be set once, for one
-    /// user.
+    /// Has every lane call `told` whenever many more pages have left packs. Only the first call
+    /// sets it.
     pub fn when_packs_are_left(&self, told: Box<dyn Fn() + Send + Sync>) {
         let _ = self.when_left.set(told);
     }
@@ -72,7 +73,8 @@ impl Pool {
     }
 
     /// Whether enough pages have left packs since the last look to make another look worthwhile. If
-    /// so, this call counts as the look. The caller stores `looked`, which is `None` at first.
+    /// so, this call counts as the look. `looked` is the caller's: `None` at first, then the number
+    /// of pages at the last look.
     pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
         let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(count(lane).get()))
@@ -106,12 +108,12 @@ impl Pool {
 }
 
 /// Chooses the packs to empty, from the number of packs of each fill. The packs that stay may waste
-/// half of the limit.
+/// half of the slots at which compaction begins.
 fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     let total: u64 = packs.iter().sum();
     let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);
-    // Both figures count parts of a slot: the waste now, and the waste that would be left once the
-    // packs up to `fill_most` are emptied.
+    // Waste is counted in [`WHOLE`]ths of a slot: that of now, and that which would be left once
+    // the packs up to `fill_most` are emptied.
     let waste: u64 = packs.iter().enumerate().map(wasted).sum();
     let whole = u64::from(WHOLE);
     if waste * one_in < total * whole {

@@ -75,15 +75,15 @@ impl Epochs {
         now
     }
 
-    /// Moves a pinned lane's pin on to an epoch that [`look`](Epochs::look) returned. The lane has
-    /// read everything that it found before that.
+    /// Moves a pinned lane's pin on to an epoch that [`look`](Epochs::look) returned. The lane's
+    /// reads of slots that it found before that call must have ended.
     #[inline]
     pub fn move_on(&self, pin: &Pin, epoch: u64) {
         pin.0.store(epoch, Ordering::Release);
     }
 
-    /// The epoch that tags a retired slot, to be read after a `SeqCst` operation has unlinked the
-    /// slot.
+    /// The epoch with which a slot is retired. Read it after a `SeqCst` operation has unlinked the
+    /// slot from the map.
     #[inline]
     pub fn now(&self) -> u64 {
         self.global.load(Ordering::SeqCst)
@@ -135,7 +135,8 @@ mod loom_tests {
             let reader = {
                 let (epochs, map, content) = (Arc::clone(&epochs), Arc::clone(&map), Arc::clone(&content));
                 thread::spawn(move || {
-                    // Its pin may be made, in a new block, while the other looks at the pins.
+                    // This thread may make its pin, in a new block, while the other thread looks at
+                    // all pins.
                     let pin = epochs.pin_of(1);
                     epochs.pin(&pin);
                     if map.load(Ordering::Acquire) == 1 {
@@ -155,8 +156,8 @@ mod loom_tests {
 
     #[test]
     fn loom_a_pin_that_moves_on_still_holds_back_what_was_found_since_it_looked() {
-        // Models a lane that always has reads under way. It has read all that it found before its
-        // look, and nothing that it has found since.
+        // Models a lane that always has a read under way. One read begins before `look` and ends
+        // before `move_on`. The other begins after `look` and ends last.
         loom::model(|| {
             let epochs = Arc::new(Epochs::new());
             let map = Arc::new(AtomicU64::new(1));

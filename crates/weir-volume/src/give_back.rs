@@ -13,11 +13,10 @@ use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, PageNo};
 use weir_store::Fault;
 
-/// How long a task waits for lanes that are in the middle of something, or for stores, before it
-/// gives up.
+/// How long a task waits for the batches of other lanes, or for stores, before it fails.
 pub(crate) const LANES_WAIT: Duration = Duration::from_secs(10);
 
-/// The reason why a chunk stays.
+/// The reason why a chunk was not given back.
 #[derive(Debug, thiserror::Error)]
 pub enum GiveBackError {
     /// There is no such store or chunk.
@@ -39,7 +38,7 @@ pub enum GiveBackError {
     /// The pool promises its size, and could not keep that promise without this chunk.
     #[error("the other stores are too small by {}: give the volume more backing first", ByteSize(u64::from(*.missing) * PAGE_SIZE as u64))]
     NoRoom {
-        /// Slots that would be missing.
+        /// Number of slots that the other stores lack to keep the promise.
         missing: u32,
     },
     /// Some pages can neither be read nor moved. The chunk stays, so that they are not lost for
@@ -54,7 +53,8 @@ pub enum GiveBackError {
         "what the daemon before had begun to write is still under way; try again when the disk has done it"
     )]
     Settling,
-    /// A lane has been busy for longer than any operation should take.
+    /// A lane, a store or a borrower has kept the task waiting for longer than any operation should
+    /// take.
     #[error("a lane has been busy for {LANES_WAIT:?}")]
     Busy,
     /// [`Mover::stop`](crate::Mover::stop) ended the task.
@@ -71,9 +71,11 @@ impl Pool {
     /// [`cancel_give_back`](Pool::cancel_give_back) opens it again.
     ///
     /// # Errors
-    /// Fails when a chunk cannot be given back, or the pool's size needs the chunks.
+    /// Fails when a chunk cannot be given back, or when the pool could not keep its promised size
+    /// without the chunks.
     pub fn begin_give_back(&self, store: usize, chunks: &[u32]) -> Result<(), GiveBackError> {
-        // A slot in quarantine belongs to no page, so no move would ever empty it.
+        // A slot in quarantine looks used and belongs to no page. So moving pages would never empty
+        // its chunk.
         self.end_quarantines();
         if self.tiers.get(store).is_some_and(Tier::is_quarantined) {
             return Err(GiveBackError::Settling);
@@ -88,7 +90,7 @@ impl Pool {
             tier.records.close(extents(&slots));
             Ok(())
         });
-        // No volume grows meanwhile.
+        // This lock keeps volumes from growing while their need is compared with the slots.
         let ranges = self.ranges();
         let needed = self.needed_slots(&ranges);
         let result = result.and_then(|()| match needed.saturating_sub(self.open_slots()) {

@@ -20,8 +20,8 @@ use weir_core::{PageNo, Slot};
 use weir_device::View;
 use weir_store::{OpenError, OpenErrorKind, Share};
 
-/// The bit of a slot's byte that is set once the map no longer names the slot. The slot's return
-/// then frees it.
+/// The bit of a lent slot's byte that is set once the map no longer names the slot. The last return
+/// of the slot then frees it.
 const UNLINKED: u8 = 1 << 7;
 /// Largest number of borrowers that one slot can have at once.
 const TIMES_MAX: u8 = UNLINKED - 1;
@@ -38,9 +38,9 @@ impl Lent {
         &self.0[slot.0 as usize]
     }
 
-    /// Counts one more borrower of a slot; only the one lender calls this. `None`: the slot has as
-    /// many borrowers as it can have. `Some(true)`: it had none before. The caller must read the
-    /// map again afterwards.
+    /// Counts one more borrower of a slot; only the pool's one lender calls this. Returns `None` if
+    /// the slot has [`TIMES_MAX`] borrowers, else whether this is its first. The caller must then
+    /// check that the map still names the slot.
     fn lend(&self, slot: Slot) -> Option<bool> {
         let byte = self.byte(slot);
         let times = byte.load(Ordering::Relaxed) & TIMES_MAX;
@@ -53,8 +53,8 @@ impl Lent {
         Some(times == 0)
     }
 
-    /// Returns whether a slot that was just unlinked from the map may be freed. If not, its return
-    /// frees it.
+    /// Whether a slot may be freed that was just unlinked from the map. If it is lent, it may not,
+    /// and its last return frees it.
     #[inline]
     pub fn may_free(&self, slot: Slot) -> bool {
         fence(Ordering::SeqCst);
@@ -92,7 +92,7 @@ impl fmt::Debug for Lent {
 /// The state of a slot after a return.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Back {
-    /// The slot has more borrowers.
+    /// Other borrowers still have the slot.
     More,
     /// The borrower was the last one, and the page still lies in the slot.
     Last,
@@ -117,14 +117,14 @@ pub struct Lender {
 
 /// The answer to a request for a page.
 pub enum Loan<'a> {
-    /// The page lies there, verified, and stays unchanged until [`Lender::give`].
+    /// The page lies in this slot, verified, and stays unchanged until [`Lender::give`].
     Lent {
         /// The store's index.
         store: usize,
-        /// The slot.
+        /// The slot in that store.
         slot: Slot,
     },
-    /// The page cannot be lent, or not now. This is the view of it that a reader gets.
+    /// The page cannot be lent, at least not now. [`Guard::view`] shows it so.
     Shown(View<'a>),
 }
 
@@ -175,7 +175,7 @@ impl Lender {
 
 impl Drop for Lender {
     fn drop(&mut self) {
-        // A slot that was not returned stays lent, and keeps its room.
+        // Slots that were not returned stay lent. So the lender's part of the slack stays taken.
         if self.out == 0 {
             self.pool.seats.give_slack(self.most);
             self.pool.lending.store(false, std::sync::atomic::Ordering::Release);
@@ -307,7 +307,7 @@ mod loom_tests {
                 assert_eq!(lent.lend(Slot(0)), Some(true));
                 if map.load(Ordering::SeqCst) == 1 {
                     // The slot is borrowed now, so nothing frees it until it is returned. (Before
-                    // this, the pin keeps it.)
+                    // that a lane's pin keeps it, which this model does not have.)
                     assert_eq!(free.load(Ordering::SeqCst), 0, "freed under its borrower");
                 }
                 if lent.give(Slot(0)) == Back::LastAndFree {

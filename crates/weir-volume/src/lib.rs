@@ -100,8 +100,8 @@ use weir_store::{OpenError, OpenErrorKind, Store};
 pub struct Config {
     /// Pages that all volumes may have together.
     pub pages: u32,
-    /// Lanes that may be open at once. [`slack`](Config::slack) is for so many, and a lane or a
-    /// [`Lender`] takes its part of it.
+    /// Largest number of lanes that may be open at once. [`slack`](Config::slack) has a part for
+    /// each, which a lane takes when it is opened. A [`Lender`] takes a part of it too.
     pub lanes: usize,
     /// Operations that each lane may have in flight at slow stores.
     pub depth: usize,
@@ -109,12 +109,14 @@ pub struct Config {
 
 impl Config {
     /// Slots that the stores need together, so that a write always finds one. Each page takes one
-    /// slot. A write in flight takes a new one, and its old one until that may be reused.
+    /// slot. A write under way takes a new slot, and the page's old slot stays taken until it may
+    /// be reused.
     pub fn slots(&self) -> u32 {
         self.pages.saturating_add(self.slack())
     }
 
-    /// The part of [`slots`](Config::slots) that is for writes under way, whoever has lanes open.
+    /// The part of [`slots`](Config::slots) that is for writes under way. It does not depend on the
+    /// number of open lanes.
     pub fn slack(&self) -> u32 {
         u32::try_from(self.lanes).unwrap_or(u32::MAX).saturating_mul(self.lane_slots())
     }
@@ -176,10 +178,10 @@ pub enum CreateError {
     NoRoom {
         /// Pages asked for, beside those that volumes have.
         pages: u32,
-        /// Pages that are left.
+        /// Number of pages that the pool has room for.
         free: u32,
     },
-    /// No range of free page numbers is that long.
+    /// No range of free page numbers is long enough.
     #[error(
         "no page numbers for {} lie side by side free, at most for {}: make the volume smaller, or remove another",
         pages_as_size(*.pages), pages_as_size(*.longest)
@@ -193,7 +195,7 @@ pub enum CreateError {
     /// The new size could not be noted for the next daemon.
     #[error("cannot note the volume for the next daemon")]
     Note(#[source] std::io::Error),
-    /// A volume was to shrink, or to go, while somebody holds it.
+    /// A volume cannot shrink or be removed while somebody holds it.
     #[error("the volume is in use, and shrinks or goes only when nobody uses it: close what uses it first")]
     InUse,
     /// An earlier daemon's pages do not fit this configuration.
@@ -209,10 +211,11 @@ fn pages_as_size(pages: u32) -> ByteSize {
 pub struct Pool {
     config: Config,
     map: Map,
-    /// The pages that volumes have. Only a mover's lane asks for this lock: the others know that
-    /// their volume is there.
+    /// The page numbers of each volume. Of all lanes only movers take this lock: any other lane
+    /// holds its volume, whose pages are there.
     ranges: Mutex<Ranges>,
-    /// The holder of this lock changes a volume's size, which takes memory and a keeper's answer.
+    /// The lock of whoever changes a volume's size. It can be held for long, since the change takes
+    /// memory and waits for the keeper.
     changing: Mutex<()>,
     tiers: Vec<Tier>,
     epochs: Epochs,
@@ -223,7 +226,7 @@ pub struct Pool {
     compression: OnceLock<Compression>,
     /// The clock that times sampled operations.
     stopwatch: OnceLock<fn() -> Instant>,
-    /// The number of lanes that are closing.
+    /// Number of dropped lanes that still have their seats.
     closing: AtomicUsize,
     /// The callback that is told when pages have left packs.
     when_left: OnceLock<Box<dyn Fn() + Send + Sync>>,
@@ -358,7 +361,7 @@ impl Pool {
         self.map_bytes() + records.sum::<usize>() as u64
     }
 
-    /// Whether map and records are locked in RAM, as swap needs.
+    /// Whether map and records are locked in RAM, as they must be for a swap device.
     pub fn is_locked(&self) -> bool {
         self.map.memory().is_locked() && self.tiers.iter().all(|tier| tier.records.memory().is_locked())
     }

@@ -1,10 +1,10 @@
 //! The pin of a lane: slots that the lane finds in the map must stay unchanged until its reads have
 //! ended.
 //!
-//! A lane may have reads under way all the time, so its pin cannot wait for a moment without reads.
-//! Reads are counted in two groups: those of the pin's epoch, and those begun since.
-//! When the first group has ended, the pin moves on to the epoch in which the second began. Writes
-//! need no pin: no other lane claims the slot that a lane has claimed.
+//! A lane may have reads under way all the time, so its pin cannot wait until there are none. Reads
+//! are counted in two groups: those of the pin's epoch, and those begun since. When the first group
+//! has ended, the pin moves on to the epoch in which the second began. Writes need no pin: no other
+//! lane claims the slot that a lane has claimed.
 
 use crate::epoch::{Epochs, Pin};
 
@@ -13,11 +13,12 @@ use crate::epoch::{Epochs, Pin};
 pub(crate) struct Looking {
     /// The epoch of the pin.
     pinned: Option<u64>,
-    /// Number of reads under way that were found in the pin's epoch.
+    /// Number of reads under way whose slots were looked up in the pin's epoch.
     older: usize,
-    /// The epoch of slots that lookups find now: the pin's epoch or a later one.
+    /// The epoch in which the lane looks slots up in the map now: the pin's epoch or a later one.
     now: u64,
-    /// Number of reads under way that were found in that epoch, if it is a later one.
+    /// Number of reads under way whose slots were looked up in epoch `now`, if that is later than
+    /// the pin's.
     newer: usize,
 }
 
@@ -55,7 +56,8 @@ impl Looking {
         self.now
     }
 
-    /// Counts a read that has ended, and whose content was taken.
+    /// Counts a read that has ended, and whose content was taken. `began` is the epoch that
+    /// [`begin`](Looking::begin) returned for it.
     #[inline]
     pub fn end(&mut self, began: u64, epochs: &Epochs, pin: &Pin) {
         if self.pinned == Some(began) {

@@ -1,11 +1,11 @@
 //! The page map: one [`Entry`] a page, in memory that a keeper can hold beyond the daemon's death.
 //!
-//! It has a word for every number that a page can have, and memory for those alone that volumes
-//! have. That memory is taken part by part, before the pages are used. A look at any other word
+//! It has an address for the entry of every page number, and memory only for those that volumes
+//! have. That memory is taken part by part, before the pages are used. To read any other entry
 //! would take memory too: see [`Pool::entry`](crate::Pool::entry).
 //!
-//! The last word counts the volumes and growths that there ever were. It lies here because it must
-//! outlive the daemon as the generations do that come from it.
+//! The map's last word counts the volumes and growths that there ever were. The first generations
+//! of new pages come from it, so it must outlive the daemon as they do.
 
 use crate::entry::{Entry, Place};
 use crate::ranges::{PAGES_MAX, PART, Ranges, generation, whole};
@@ -20,17 +20,17 @@ const _: () = assert!(PART as usize * size_of::<Entry>() == PAGE_SIZE);
 #[derive(Debug)]
 pub(crate) struct Map {
     memory: Memory,
-    /// Bytes that the system did not take back.
+    /// Bytes of the map's memory that the system refused to take back.
     refused: AtomicU64,
 }
 
-/// The place of these pages' words: offset and length.
+/// The place of the entries of `pages` in the map's memory: offset and length in bytes.
 pub(crate) fn words(pages: &Range<u32>) -> (usize, usize) {
     (pages.start as usize * 8, (pages.end - pages.start) as usize * 8)
 }
 
 impl Map {
-    /// Bytes of address space.
+    /// Bytes of address space that a map takes.
     pub const BYTES: usize = PAGES_MAX as usize * 8 + PAGE_SIZE;
 
     pub fn new() -> io::Result<Self> {
@@ -48,41 +48,43 @@ impl Map {
         &self.memory
     }
 
-    /// Bytes that the system did not take back.
+    /// Bytes of the map's memory that the system refused to take back.
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Takes the memory of new pages, which begin with a generation of their own. Nobody uses them
-    /// yet. On failure a part of the memory may be taken.
+    /// Takes memory for the entries of new pages, which nobody uses yet. They are empty, and have a
+    /// first generation of their own. On failure a part of the memory may have been taken.
     pub fn take(&self, pages: Range<u32>) -> io::Result<()> {
         let (offset, bytes) = words(&pages);
         let start = offset / PAGE_SIZE * PAGE_SIZE;
         self.memory.take_more(start, offset + bytes - start)?;
         let birth = self.raw(PAGES_MAX as usize).fetch_add(1, Ordering::Relaxed);
         let born = Entry::new(Place::Empty, generation(birth));
-        // A part may have its words still: see `give`.
+        // Some entries may still have old values: see `give`.
         for page in pages.map(PageNo).filter(|page| self.load(*page) != born) {
             self.set(page, born);
         }
         Ok(())
     }
 
-    /// Empties whole parts, and gives their memory back. Nobody uses their pages. Where the system
-    /// refuses, they are emptied by hand, and count as [refused](Map::refused).
+    /// Empties the entries of `pages`, which are whole parts of the map, and gives the memory back
+    /// to the system. Nobody may be using the pages. If the system refuses, the entries are emptied
+    /// one by one, and their bytes count as [refused](Map::refused).
     pub fn give(&self, pages: Range<u32>) {
         let (offset, bytes) = words(&pages);
         if pages.is_empty() || self.memory.punch(offset, bytes).is_ok() {
             return;
         }
-        // If not even that can be asked, the words stay until `take` sets them.
+        // If the system does not even tell which parts have memory, the entries keep their values
+        // until `take` sets them.
         let _ = self.each_part(&pages, |kept| {
             self.refused.fetch_add(words(&kept).1 as u64, Ordering::Relaxed);
             kept.for_each(|page| self.set(PageNo(page), Entry::default()));
         });
     }
 
-    /// Calls `of` with those of these pages whose words have memory.
+    /// Calls `of` with each range of `pages` whose entries have memory.
     fn each_part(&self, pages: &Range<u32>, mut of: impl FnMut(Range<u32>)) -> io::Result<()> {
         let (offset, bytes) = words(pages);
         self.memory.each_part(offset, bytes, |at, bytes| {
@@ -97,18 +99,20 @@ impl Map {
         ranges.gaps().try_for_each(|gap| self.each_part(&gap, &mut look))
     }
 
-    /// Empties every word that belongs to none of these ranges, and gives its memory back. Nobody
-    /// uses the map yet.
+    /// Empties every entry of pages that belong to none of these ranges, and gives its memory back.
+    /// Nobody uses the map yet.
     pub fn keep_only(&self, ranges: &Ranges) {
         for gap in ranges.gaps() {
             let start = whole(gap.start).min(gap.end);
-            // The last part of a range is its own.
+            // A gap can begin within a range's last part, whose memory stays. So empty the entries
+            // there one by one.
             (gap.start..start).for_each(|page| self.set(PageNo(page), Entry::default()));
             self.give(start..gap.end);
         }
     }
 
-    /// A page's word, or the one behind them all.
+    /// The word of page `at`. With [`PAGES_MAX`], the last word of the map, which counts volumes
+    /// and growths.
     #[inline]
     fn raw(&self, at: usize) -> &AtomicU64 {
         assert!(at <= PAGES_MAX as usize, "word {at} of {PAGES_MAX}");
@@ -184,7 +188,7 @@ mod tests {
         assert_eq!(map.load(PageNo(511)), stored(511));
         assert!((512..600).all(|page| map.load(PageNo(page)).place() == Place::Empty));
         assert_eq!(map.refused(), PAGE_SIZE as u64);
-        // Pages that were left in any way are new ones too.
+        // `take` makes these entries new too, whatever they were.
         map.take(300..900).expect("memory");
         assert_eq!(map.load(PageNo(299)), stored(299));
         assert!((300..900).all(|page| map.load(PageNo(page)).place() == Place::Empty));

@@ -71,7 +71,7 @@ impl Tier {
         }
     }
 
-    /// Slots in extents that are open, of members that are not lost: the room that the store
+    /// Number of slots in open extents, of members that are not lost: the room that the store
     /// offers.
     pub fn open_slots(&self) -> u32 {
         self.records.open_slots(|extent| self.state_of(extent) != State::Lost)

@@ -31,18 +31,18 @@ pub enum Task {
     GiveBack {
         /// The store's index in the pool's order.
         store: usize,
-        /// The chunk.
+        /// The chunk's number in the store.
         chunk: u32,
     },
-    /// Moves pages out of one part of such a chunk, which is divided into equal parts. So several
-    /// movers can empty it together. Pages that stay are left to [`Task::GiveBack`], which follows
-    /// all parts.
+    /// Moves pages out of one part of a closed chunk. The chunk is divided into equal parts, so
+    /// that several movers can empty it together. Pages that stay are left to [`Task::GiveBack`],
+    /// which follows all parts.
     MoveOut {
         /// The store's index in the pool's order.
         store: usize,
-        /// The chunk.
+        /// The chunk's number in the store.
         chunk: u32,
-        /// The part's number, and the number of parts.
+        /// The number of the part to empty, from 0, and the number of parts.
         part: (u32, u32),
     },
     /// Promotes pages of a store, as many as one batch takes and the faster stores have room for.
@@ -61,21 +61,22 @@ pub enum Task {
         store: usize,
         /// The first slot that the task looks at: 0 at first, then [`Mover::next`].
         next: u32,
-        /// The packs to empty.
+        /// Which packs to empty.
         sparse: Sparse,
     },
 }
 
-/// The needs of a task after a step.
+/// The outcome of one step of a task.
 #[derive(Debug)]
 #[must_use]
 pub enum Step {
     /// The task goes on at the next step, and waits for nothing.
     More {
-        /// Number of pages that were moved since the last step with this result.
+        /// Number of pages that were moved since the last step that returned `More`.
         moved: u32,
     },
-    /// The next step would do nothing before this event. The task gives up at this time.
+    /// The next step has nothing to do before this event. The task fails if the event has not come
+    /// by this time.
     Waits(Awaited, Instant),
     /// The task has ended. After an error each page lies in its old slot or in its new one.
     Ended(Result<Moved, GiveBackError>),
@@ -88,15 +89,15 @@ pub enum Awaited {
     Stores,
     /// The ends of batches that other lanes have begun, which mostly take microseconds.
     Lanes,
-    /// Programs that use pages in place to return them. They may take as long as they like, and
-    /// each look goes through the whole chunk.
+    /// The return of lent slots by programs that use them in place. These may take as long as they
+    /// like, and each look goes through the whole chunk.
     Loans,
 }
 
 /// The result of a task.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Moved {
-    /// Pages moved.
+    /// Number of pages that the task moved.
     pub pages: u32,
     /// Whether there is more to do, from [`Mover::next`] on.
     pub more: bool,
@@ -111,11 +112,11 @@ pub struct Mover {
     next: u32,
 }
 
-/// A task under way.
+/// The task that a mover is doing, and its state.
 struct Job {
     task: Task,
     phase: Phase,
-    /// The slots that the task looks at, or the page numbers.
+    /// The slots, or the page numbers, that the task has to look at.
     range: Range<u32>,
     /// Largest number of moves in a batch.
     batch: u32,
@@ -125,27 +126,28 @@ struct Job {
     /// Number of pages moved in this batch, and by the whole task.
     moved: u32,
     total: u32,
-    /// Whether this pass has met a slot in use.
+    /// Whether this pass over the chunk has met a slot in use.
     left: bool,
-    /// A page of an opened pack that found the lane full.
+    /// A page of an opened pack, and its slot. The lane was full when the page was to be moved.
     held: Option<(PageNo, Slot)>,
-    /// The time of the first step.
+    /// The time of the task's first step.
     began: Option<Instant>,
     /// The time when the present wait began.
     since: Option<Instant>,
     stops: bool,
 }
 
-/// The state of a task. A batch that is full [settles](Phase::Settle) before the next state.
+/// The state of a task. When a batch is full, the task [settles](Phase::Settle) it before it goes
+/// on to the next state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     /// Waits until every lane has ended its batch. The epoch is the one in which the wait began.
     Lanes(Option<u64>),
-    /// Waits in the same way, once no page is left in the chunk.
+    /// Waits as [`Phase::Lanes`] does, once no page is left in the chunk.
     LastLanes(Option<u64>),
     /// Moves the pages of slots, from this slot on.
     Slots(u32),
-    /// Moves the pages that lie in these slots, from this page number on.
+    /// Moves the pages that lie in the task's slots. The search goes on at this page number.
     Pages(u32),
     /// Packs in slots from this one on are opened. The second number counts those opened so far.
     Open(u32, u32),
@@ -157,7 +159,7 @@ enum Phase {
     Release,
 }
 
-/// The state after a batch.
+/// The phase that follows once a batch has settled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Next {
     Slots(u32),
@@ -292,8 +294,8 @@ impl Mover {
                 let tier = pool.tiers.get(from).ok_or(GiveBackError::NoChunk { store: from, chunk: 0 })?;
                 let room = pool.tiers[..from].iter().map(Tier::free_online).fold(0, u32::saturating_add);
                 let batch = depth.min(room.saturating_sub(pool.config.slack()));
-                // A pack's record does not say whose it is; the map does. It is searched volume by
-                // volume.
+                // A pack's record does not name the pack's pages; only the page map does. So the
+                // map is searched, one volume at a time.
                 let packs = tier.records.has_packs();
                 let volume = if packs { pool.ranges().from(next) } else { None };
                 let (next, end) =
@@ -359,15 +361,16 @@ impl Mover {
         }
     }
 
-    /// Goes on once every lane has ended the batch that it was in.
+    /// Waits until every lane has ended the batch that it was in when the wait began.
     fn await_lanes(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
         let (Phase::Lanes(begun) | Phase::LastLanes(begun)) = job.phase else { unreachable!("it waits") };
         let is_last = matches!(job.phase, Phase::LastLanes(_));
-        // This lane's own batch ends first.
+        // End this mover's own batch first, or its own pin would be waited for too.
         self.lane.submit();
         let pool = Arc::clone(self.pool());
         let epoch = begun.unwrap_or_else(|| pool.epochs.now());
-        // A dropped lane may hold slots here without a pin.
+        // A dropped lane may hold slots of the chunk without a pin, so take care of dropped lanes
+        // first.
         pool.close_lanes(now);
         if pool.epochs.safe() <= epoch {
             job.phase = if is_last { Phase::LastLanes(Some(epoch)) } else { Phase::Lanes(Some(epoch)) };
@@ -415,8 +418,8 @@ impl Mover {
         self.go_on(job, now)
     }
 
-    /// Moves pages from `at` on that lie in the chunk's slots. A promotion moves those in its
-    /// store.
+    /// Moves pages with numbers from `at` on that lie in the chunk's slots. For a promotion, moves
+    /// those that lie in its store.
     fn move_pages(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
         let pool = Arc::clone(self.pool());
         let store = job.task.store();
@@ -434,7 +437,8 @@ impl Mover {
                     job.phase = Phase::Pages(page.0);
                     return self.await_room(job, now);
                 }
-                // The numbers up to the next volume are looked at too.
+                // No page in this range lies there: the search goes on behind it. Numbers up to the
+                // next volume count as searched.
                 Err(next) => at = next,
             }
         }
@@ -488,7 +492,7 @@ impl Mover {
 
     /// Moves the pages of the packs that were opened.
     fn gather(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
-        // Pages may have left these packs meanwhile, so that nothing is left to compact.
+        // A pack's pages may all have left it since it was read. Then there is nothing to move.
         while let Some((page, slot)) = job.held.take().or_else(|| self.lane.opened()) {
             let here = Place::Stored { store: job.task.store(), slot };
             if !self.begin_move(job, page, here) {
@@ -625,7 +629,7 @@ impl Mover {
     }
 }
 
-/// The end of what a task upwards looks at.
+/// The end of the slots, or of the page numbers, that a promotion looks at.
 fn end_of(pool: &Pool, tier: &Tier) -> u32 {
     if tier.records.has_packs() { pool.ranges().end() } else { tier.records.slots() }
 }
@@ -644,7 +648,7 @@ impl Job {
         matches!(self.task, Task::MoveUp { .. })
     }
 
-    /// Waits for an event, and gives up after the longest time that the event can take.
+    /// Has the task wait for an event. Fails if the task has waited longer than [`LANES_WAIT`].
     fn waits(&mut self, awaited: Awaited, now: Instant) -> Result<Step, GiveBackError> {
         let until = *self.since.get_or_insert(now) + LANES_WAIT;
         if now > until { Err(GiveBackError::Busy) } else { Ok(Step::Waits(awaited, until)) }
@@ -653,13 +657,13 @@ impl Job {
     /// Decides what follows a pass over a chunk.
     fn end_pass(&mut self, moved: u32, now: Instant) -> Result<Step, GiveBackError> {
         if !self.left {
-            // Since the last wait, lanes may have freed slots here that other lanes still read. So
-            // wait once more.
+            // Since the last wait, lanes may have freed slots of the chunk that other lanes still
+            // read. So wait once more.
             self.phase = Phase::LastLanes(None);
             return Ok(Step::More { moved });
         }
-        // A lane that claimed a slot here before the chunk was closed publishes or frees it before
-        // its pin ends.
+        // A lane may have claimed a slot of the chunk before the chunk was closed. It publishes or
+        // frees the slot before its pin ends. So wait for all pins, and pass over the chunk again.
         self.phase = Phase::Lanes(None);
         if self.passed > 0 {
             return Ok(Step::More { moved });

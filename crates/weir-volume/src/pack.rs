@@ -15,12 +15,12 @@ use crate::compress::Compression;
 use crate::ranges::PAGES_MAX;
 use weir_core::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo};
 
-/// Largest number of pages in a pack: a lost slot loses this many pages.
+/// Largest number of pages in a pack, and so of pages that are lost with one slot.
 pub(crate) const MEMBERS_MAX: usize = 32;
-/// Bytes of the largest compressed page that goes into a pack: two of them fill one.
+/// Largest number of bytes of a compressed page that goes into a pack: two such pages fill one.
 pub(crate) const MEMBER_MAX: usize = (PAGE_SIZE - HEAD) / 2 - PLACE;
 const HEAD: usize = 2;
-/// The bytes of the pack's head for each page.
+/// Bytes that a pack's head has for each page: the page's number, and where its bytes start.
 const PLACE: usize = 6;
 
 /// The checksum of a pack. Its head is part of the content, so the checksum also covers which pages
@@ -29,7 +29,7 @@ pub(crate) fn checksum(pack: &PageBytes) -> Checksum {
     Checksum::of(pack, PageNo(PAGES_MAX), 0)
 }
 
-/// Finds a page in a pack.
+/// Finds a page in a pack. Returns the algorithm and the page's compressed bytes.
 pub(crate) fn find(pack: &PageBytes, page: PageNo) -> Option<(Compression, &[u8])> {
     let compression = Compression::of_code(pack[0])?;
     let places = pack[HEAD..].chunks_exact(PLACE).take(usize::from(pack[1]).min(MEMBERS_MAX));
@@ -62,7 +62,7 @@ pub(crate) struct OpenPack {
     bytes: Box<Page>,
     pages: usize,
     start: usize,
-    /// The pack had no room for one more page.
+    /// Whether a page has not fitted into the pack.
     full: bool,
 }
 
@@ -91,12 +91,13 @@ impl OpenPack {
         self.pages < MEMBERS_MAX && HEAD + (self.pages + 1) * PLACE + length <= self.start
     }
 
-    /// Notes that `length` bytes did not fit.
+    /// Notes that a page of `length` bytes was refused. If it did not fit, the pack is full.
     pub fn refuse(&mut self, length: usize) {
         self.full |= !self.has_room(length);
     }
 
-    /// The number of pages like these that fit: the pages in the pack, once another was refused.
+    /// Number of pages that the pack has room for, if all have the average size of those in it.
+    /// Once a page did not fit, it is the number of pages in the pack.
     pub fn room(&self) -> usize {
         if self.full || self.pages == 0 {
             return self.pages;

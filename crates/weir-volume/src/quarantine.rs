@@ -1,16 +1,16 @@
 //! Slots in quarantine: no lane may use them, because a write of a dead daemon may still change
 //! them.
 //!
-//! Such a write went to a slot that was claimed and not yet published: its record is in use and the
-//! map does not name it. If the slot were used at once, the device would decide which of two writes
-//! comes last. Slots that the map names, and free slots, are safe: a write is published, and its
-//! old slot freed, only after it has ended.
+//! A slot is in quarantine if its record is in use and the map does not name it: a write of the
+//! dead daemon had claimed it, and was not published. If the slot were used at once, the device
+//! would decide which of two writes comes last. Slots that the map names, and free slots, are safe:
+//! a write is published, and its old slot freed, only after it has ended.
 //!
-//! A quarantined slot looks used until its store says that the dead daemon's I/O is over. One
-//! daemon leaves at most as many as it can have operations under way.
-//! [`Config::slack`](crate::Config::slack) includes room for these. If daemon after daemon dies
-//! over a disk that hangs, each may have fewer writes under way there. So the slots in quarantine
-//! and new ones stay within that room.
+//! A quarantined slot looks used until its store says that the dead daemon's I/O is over. A daemon
+//! leaves at most as many such slots as it can have operations under way, and
+//! [`Config::slack`](crate::Config::slack) has room for these. If several daemons die one after
+//! another over a disk that hangs, each may have fewer writes under way there than the one before.
+//! So the slots of all of them fit into that room.
 
 use crate::lane::HINTS;
 use crate::{Pool, Tier};
@@ -41,20 +41,20 @@ impl Tier {
         self.quarantine.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether no write of an earlier daemon can still change a slot. A store that cannot tell
-    /// counts as not quiet.
+    /// Whether no write of an earlier daemon can still change a slot of this store. False if the
+    /// store cannot tell.
     pub(crate) fn is_quiet(&self) -> bool {
         self.store.survive().is_some_and(Survive::is_quiet)
     }
 
-    /// Frees the slots in quarantine, if the old I/O is over. Does not wait for a lock: one caller
-    /// is enough.
+    /// Frees the slots in quarantine, if the dead daemon's I/O is over. If another thread has the
+    /// lock, that thread frees them.
     fn end_quarantine(&self) {
         if !self.is_quarantined() || !self.is_quiet() {
             return;
         }
         if let Ok(mut slots) = self.quarantine.slots.try_lock() {
-            // This frees no memory, for it may run on an I/O thread.
+            // Frees no memory, because an I/O thread may run this.
             slots.drain(..).for_each(|slot| self.records.free_slot(slot, 0));
             self.quarantine.count.store(0, Ordering::Relaxed);
         }

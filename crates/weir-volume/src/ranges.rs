@@ -1,14 +1,14 @@
-//! The ranges of page numbers that volumes have. Numbers are plenty, and pages are not: a range is
-//! chosen so that its volume, and those beside it, can grow.
+//! The ranges of page numbers that volumes have. There are far more page numbers than pages. So
+//! each range is placed with free numbers behind it, and volumes can grow.
 
 use std::ops::Range;
 use weir_core::PageNo;
 
-/// Page numbers that records use for packs.
+/// Number of page numbers, the highest ones, with which slot records stand for packs.
 pub(crate) const PACKS: u32 = 1 << 13;
 /// Number of pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
 pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
-/// Pages whose words of the map are one page of memory.
+/// Number of pages whose entries are one page of memory: a part of the map.
 pub(crate) const PART: u32 = 512;
 
 /// The ranges in use, in order. Each begins with a [part](PART) of the map, and has its parts for
@@ -18,33 +18,34 @@ pub(crate) struct Ranges {
     all: Vec<Range<u32>>,
 }
 
-/// The end of the last part of the map that these pages lie in.
+/// Rounds the end of a range of pages up to a whole part of the map.
 pub(crate) fn whole(end: u32) -> u32 {
     end.next_multiple_of(PART)
 }
 
-/// The generation with which new pages begin: those of the volume, or of the growth, with this
-/// number. A mover may still be writing a page of a volume that had the same page numbers before.
-/// It must never take the new page for the old one. Steps of the golden ratio keep the generations
-/// of births that follow one another apart: even 1,000 of them are 25,000 writes from each other.
+/// The first generation of the pages of a new volume, or of a volume's growth. `birth` counts
+/// volumes and growths. A mover may still be writing a page of an earlier volume with the same page
+/// number, and must not take the new page for the old one. Steps of the golden ratio keep
+/// successive births apart: 1,000 of them are at least 25,000 generations from each other.
 pub(crate) fn generation(birth: u64) -> u32 {
     (birth as u32).wrapping_mul(0x9e37_79b9) >> 6
 }
 
 impl Ranges {
-    /// The pages of all ranges.
+    /// Number of pages of all ranges together.
     pub fn pages(&self) -> u32 {
         self.all.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// The numbers between the ranges.
+    /// The ranges of page numbers that no volume has.
     pub fn gaps(&self) -> impl Iterator<Item = Range<u32>> {
         let starts = std::iter::once(0).chain(self.all.iter().map(|range| range.end));
         let ends = self.all.iter().map(|range| range.start).chain([PAGES_MAX]);
         starts.zip(ends).map(|(start, end)| start..end)
     }
 
-    /// The words of the map that belong to all ranges.
+    /// Number of the map's words that have memory: the ranges', and the rest of each range's last
+    /// part.
     pub fn words(&self) -> u64 {
         self.all.iter().map(|range| u64::from(whole(range.end) - range.start)).sum()
     }
@@ -64,8 +65,8 @@ impl Ranges {
         self.all.last().map_or(0, |range| range.end)
     }
 
-    /// A free range for so many pages, in the middle of the longest; `Err` is its length. The first
-    /// of all begins at page 0.
+    /// Finds a free range for `pages` pages, in the middle of the longest free one; the first range
+    /// of all begins at page 0. `Err` is the length of the longest free range, which is too short.
     pub fn find(&self, pages: u32) -> Result<Range<u32>, u32> {
         let free = self.gaps().map(|gap| (whole(gap.start), gap.end)).max_by_key(|(start, end)| end - start);
         let (start, end) = free.expect("there is an end behind the last range");
@@ -75,8 +76,8 @@ impl Ranges {
         Ok(first..first + pages)
     }
 
-    /// Takes this range. `false`: another volume has one of its pages, or of the map's parts that
-    /// they lie in.
+    /// Adds a volume's range. Returns `false` if the range is empty, does not begin with a part of
+    /// the map, or shares a part with another volume.
     pub fn insert(&mut self, range: Range<u32>) -> bool {
         let at = self.all.partition_point(|it| it.end <= range.start);
         let end = self.all.get(at).map_or(PAGES_MAX, |next| next.start);
@@ -89,13 +90,13 @@ impl Ranges {
         true
     }
 
-    /// The most pages that the range which begins there can have.
+    /// Largest number of pages to which the range that begins at `first` can grow.
     pub fn most(&self, first: u32) -> u32 {
         let next = self.all.iter().find(|range| range.start > first);
         next.map_or(PAGES_MAX, |next| next.start) - first
     }
 
-    /// Changes the end of the range that begins there; with no pages it is free.
+    /// Changes the number of pages of the range that begins at `first`; with 0 the range is free.
     pub fn resize(&mut self, first: u32, pages: u32) {
         self.all.iter_mut().filter(|it| it.start == first).for_each(|it| it.end = first + pages);
         self.all.retain(|range| !range.is_empty());

@@ -11,9 +11,9 @@
 //! +---+--------------------------------------------- +
 //! ```
 //!
-//! The last [`PACKS`] page numbers do not name a page but a [pack](crate::pack). They say how many
-//! pages the pack has room for, and how many of its pages the map names. The last page to leave
-//! frees the slot.
+//! A record whose page number is one of the last [`PACKS`] stands for a [pack](crate::pack). The
+//! number tells how many pages the pack has room for, and how many of its pages the map names. The
+//! last page that leaves a pack frees its slot.
 //!
 //! The records are the free list as well. A slot is claimed by a compare-and-exchange on its
 //! record, and a retired slot carries its epoch in it. That costs no more memory, and leaves
@@ -30,15 +30,15 @@ use weir_core::{Checksum, Memory, PageNo, Slot};
 
 /// Slots of an extent, which are counted together: 4 MiB of pages, 8 KiB of records.
 pub(crate) const EXTENT_SLOTS: u32 = 1024;
-/// Most records, and most extents, that a search for a run looks at.
+/// Largest number of records, and of extents, that one search for a run of free slots looks at.
 const LOOKS_MAX: u32 = 8192;
 const EXTENTS_MAX: u32 = 256;
-// The last numbers are values of a pack's record: every room with every count.
+// A pack's record has a page number of its own for each pair of room and count of pages.
 const _: () = assert!(PACKS == 64 * PACK_COUNTS);
-/// Number of values of a pack's count of pages, with zero.
+/// Number of values that a pack's count of pages can have, 0 included.
 const PACK_COUNTS: u32 = 128;
-/// Added to the count of a pack until all its pages are published. So the pack stays whole until
-/// then, and no lane takes it for a published one.
+/// Added to a pack's count of pages until all its pages are published. So the count cannot reach 0
+/// before that, and other lanes see that the pack is not yet published.
 const UNPUBLISHED: u32 = 64;
 /// The value that one page adds to a record's count of pages.
 const ONE_PAGE: u64 = 1 << 32;
@@ -87,9 +87,9 @@ impl Occupant {
 /// The outcome of [`Records::retire`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Retired {
-    /// The slot is free.
+    /// Whether the slot is free now.
     pub freed: bool,
-    /// The slot holds, or held, a pack.
+    /// Whether the slot holds, or held, a pack.
     pub pack: bool,
 }
 
@@ -101,9 +101,9 @@ pub(crate) struct Records {
     /// The number of free slots of each extent, with [`CLOSED`]. It is never too low: a slot is
     /// counted before it is freed, and uncounted after it was claimed.
     extents: Box<[AtomicU32]>,
-    /// The counts of lent slots, if slots are lent.
+    /// For each slot its number of borrowers, once slots can be lent.
     lent: OnceLock<Lent>,
-    /// Whether there are packs, so that no search looks for them when there are none.
+    /// Whether the store has packs, or can get some. Without packs no search looks for them.
     packs: AtomicBool,
 }
 
@@ -132,8 +132,8 @@ impl Records {
         Records { memory, slots, extents, lent: OnceLock::new(), packs: AtomicBool::new(false) }
     }
 
-    /// Frees every slot for which `referenced` is false, and counts anew. No other thread may be
-    /// using the records.
+    /// Frees every slot for which `referenced` is false, and counts the free slots anew. No other
+    /// thread may be using the records.
     pub fn keep_only(&mut self, referenced: impl Fn(Slot) -> bool) {
         for slot in (0..self.slots).map(Slot) {
             if !referenced(slot) {
@@ -175,7 +175,7 @@ impl Records {
         unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(slot.0 as usize) }
     }
 
-    /// The word of a chunk, which is stored with the records.
+    /// The word with a chunk's state, which is stored behind the records.
     pub fn chunk_word(&self, chunk: u32) -> &AtomicU64 {
         let at = self.slots as usize + chunk as usize;
         assert!((at + 1) * 8 <= self.memory.len(), "there is a word for each chunk");
@@ -192,18 +192,20 @@ impl Records {
         &self.memory
     }
 
-    /// Bytes of memory for counts, besides the records themselves.
+    /// Bytes of memory of the extents' counts, besides the records themselves.
     pub fn overhead_bytes(&self) -> usize {
         size_of_val(&*self.extents)
     }
 
-    /// The slot at which lane `lane` starts to search, where `lanes` divide the store.
+    /// The slot at which the search of lane `lane` starts. The starts of `lanes` lanes are spread
+    /// over the store.
     pub fn cursor(&self, lane: usize, lanes: usize) -> Cursor {
         let extent = self.extents.len() * (lane % lanes.max(1)) / lanes.max(1);
         Cursor(extent as u32 * EXTENT_SLOTS)
     }
 
-    /// Number of free slots, with those that wait for their epoch; exact while nothing changes.
+    /// Number of free slots, with the retired ones that wait for their epoch; exact while nothing
+    /// changes.
     pub fn free(&self) -> u32 {
         self.extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
     }
@@ -214,7 +216,7 @@ impl Records {
         counts.filter(|&(extent, free)| free & CLOSED == 0 && may(extent)).map(|(_, free)| free).sum()
     }
 
-    /// Number of [free](Records::free) slots of these extents alone.
+    /// Number of [free](Records::free) slots in these extents.
     pub fn free_in(&self, extents: std::ops::Range<u32>) -> u32 {
         let extents = &self.extents[extents.start as usize..extents.end as usize];
         extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
@@ -222,7 +224,8 @@ impl Records {
 
     /// Claims a free slot for `page` in an extent for which `may` is true. The search goes from
     /// `cursor` on, around the whole store. `safe` is a past result of
-    /// [`Epochs::safe`](crate::epoch::Epochs::safe). `None`: no free slot's epoch has passed.
+    /// [`Epochs::safe`](crate::epoch::Epochs::safe). `None`: no such slot was retired before that
+    /// epoch.
     pub fn claim(
         &self,
         cursor: &mut Cursor,
@@ -232,8 +235,8 @@ impl Records {
     ) -> Option<Slot> {
         let extents = self.extents.len() as u32;
         let start = (cursor.0 / EXTENT_SLOTS).min(extents.checked_sub(1)?);
-        // The first extent comes twice: first from the cursor on, and at the end the part before
-        // it.
+        // The extent of the cursor is searched twice: first from the cursor on, and last as a
+        // whole.
         for step in 0..=extents {
             let extent = (start + step) % extents;
             let count = &self.extents[extent as usize];
@@ -255,9 +258,10 @@ impl Records {
         None
     }
 
-    /// Finds a run of free slots for `want` pages that are written together, at most `most`, from
-    /// `cursor` on, in extents for which `may` is true. Else it returns the longest run that a
-    /// bounded search sees. The caller must claim each slot by itself: other lanes may be faster.
+    /// Finds a run of `want` to `most` free slots, for pages that are written together. The search
+    /// goes from `cursor` on, in extents for which `may` is true. If it finds no such run within
+    /// its bounds, it returns the longest that it saw. The caller must claim each slot by itself:
+    /// other lanes may be faster.
     pub fn find_run(
         &self,
         cursor: &mut Cursor,
@@ -303,7 +307,7 @@ impl Records {
         best
     }
 
-    /// Claims this slot, if it is free and its epoch has passed.
+    /// Claims this slot for `page`, if it is free and was retired before epoch `safe`.
     #[inline]
     pub fn try_claim(&self, slot: Slot, page: PageNo, safe: u64) -> bool {
         let Some(free) = self.claimable(slot, safe) else { return false };
@@ -311,7 +315,7 @@ impl Records {
         self.claim_if(slot, free, page)
     }
 
-    /// The record of a slot that can be claimed now.
+    /// The record of a free slot that can be claimed now, or `None`.
     #[inline]
     pub(crate) fn claimable(&self, slot: Slot, safe: u64) -> Option<u64> {
         let free = self.record(slot).load(Ordering::Relaxed);
@@ -319,7 +323,7 @@ impl Records {
         (free < safe && free & IN_USE == 0 && count.load(Ordering::Relaxed) & CLOSED == 0).then_some(free)
     }
 
-    /// Claims a slot whose record has not changed. Its extent may be closed by now: the worker that
+    /// Claims a slot whose record is still `free`. Its extent may be closed by now: the worker that
     /// closed it waits for this lane's pin.
     #[inline]
     pub(crate) fn claim_if(&self, slot: Slot, free: u64, page: PageNo) -> bool {
@@ -360,7 +364,7 @@ impl Records {
         weir_core::prefetch_value(self.record(slot));
     }
 
-    /// Begins to count lent slots.
+    /// Makes the counts of borrowers, unless they are there already.
     pub fn begin_lending(&self) {
         self.lent.get_or_init(|| Lent::new(self.slots));
     }
@@ -369,7 +373,7 @@ impl Records {
         self.lent.get()
     }
 
-    /// Records that there are packs, or will be.
+    /// Records that the store has packs, or can get some.
     pub fn begin_packs(&self) {
         self.packs.store(true, Ordering::Relaxed);
     }
@@ -393,7 +397,7 @@ impl Records {
         {
             return Retired { freed: false, pack };
         }
-        // The epoch is read now: every lane that left a pack before this one did so before this
+        // Read the epoch only now: every page that left the pack before was unlinked before this
         // moment.
         self.free_slot(slot, epoch());
         Retired { freed: true, pack }
@@ -423,7 +427,7 @@ impl Records {
         self.record(slot).store(epoch, Ordering::Release);
     }
 
-    /// Subtracts `by` pages from a pack's count, and returns how many are left.
+    /// Subtracts `by` from a pack's count of pages, and returns the count that is left.
     fn leave_pack(&self, slot: Slot, by: u32) -> u32 {
         let was = self.record(slot).fetch_sub(u64::from(by) * ONE_PAGE, Ordering::SeqCst);
         let of_pack = ((was >> 32) as u32 & PAGE_MASK).checked_sub(PAGES_MAX);
@@ -432,7 +436,8 @@ impl Records {
         pages - by
     }
 
-    /// Resets the counts of packs' pages, to count anew. No other thread may be using the records.
+    /// Resets each pack's count of pages, to count the pages anew. No other thread may be using the
+    /// records.
     pub fn forget_pack_pages(&self) {
         for slot in (0..self.slots).map(Slot) {
             if let Some(occupant) = self.occupant(slot)
@@ -445,8 +450,8 @@ impl Records {
         }
     }
 
-    /// Whether the record of `slot` allows the map to name it for `page`. A pack counts the page.
-    /// No other thread may be using the records.
+    /// Whether the record of `slot` allows the map to name the slot for `page`. If the slot has a
+    /// pack, counts the page in it. No other thread may be using the records.
     pub fn names(&self, slot: Slot, page: PageNo) -> bool {
         match self.occupant(slot) {
             Some(occupant) if occupant.is_pack() => {

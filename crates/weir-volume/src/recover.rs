@@ -56,7 +56,7 @@ impl Volume {
     }
 }
 
-/// One bit a slot.
+/// A set of slots, one bit for each.
 struct Bitmap(Vec<u64>);
 
 impl Bitmap {
@@ -87,11 +87,11 @@ impl Pool {
     }
 
     /// Takes over the pool that an earlier daemon left. That daemon must have ended: nothing here
-    /// keeps it from writing. `stores` must be the same, in the same order. `volumes` are the
-    /// [ranges](Volume::range) of its volumes. Pages of no volume are of one that was being made or
-    /// removed: they are dropped.
+    /// keeps it from writing. `stores` must be that daemon's, in the same order, and `volumes` the
+    /// [ranges](Volume::range) of its volumes. Other pages belong to volumes that were being made
+    /// or removed, and are dropped.
     ///
-    /// Returns the volumes in that order.
+    /// Returns the pool, its volumes in the order of `volumes`, and the number of lost pages.
     ///
     /// # Errors
     /// Fails when sizes or volumes do not fit, or a store does not survive its process.
@@ -265,8 +265,8 @@ impl Recovery {
     fn end(self, config: Config) -> TakenOver {
         let pool = Pool::assemble(config, self.map, self.tiers);
         *pool.ranges() = self.ranges;
-        // The first seat's counters include all earlier counts: no lane has been opened yet, so no
-        // other thread writes them.
+        // The first seat's counters begin with the pages that were taken over. No lane has been
+        // opened yet, so no other thread writes the counters.
         let metrics = pool.seats.seat(0).metrics(pool.tiers.len());
         metrics.stored.add(self.stored);
         metrics.filled.add(self.filled);
@@ -298,7 +298,8 @@ mod tests {
         let mut lane = volume.lane().expect("a lane");
         assert_eq!(lane.write(0, PageNo(3), &content), Progress::Done(Ok(())));
         lane.submit();
-        // Page 2 is looked at before page 3, and page 5 after it.
+        // Three pages name one slot, whose record names page 3. Page 2 is looked at before page 3,
+        // and page 5 after it.
         for page in [2, 5] {
             volume.map.set(PageNo(page), volume.map.load(PageNo(3)));
         }

@@ -1,9 +1,9 @@
 //! The seats of lanes, and the slack that they share.
 //!
-//! A lane's writes under way take slots that the pool has promised to nobody: its slack. A lane
-//! takes its share of it when it is opened, and gives it back when its last operation has settled.
-//! So no write finds the slack spent, and the size of the pool does not depend on the number of
-//! lanes that are open.
+//! A lane's writes under way take slots of the slack, which the pool has promised to no volume. A
+//! lane takes its part of the slack when it is opened, and gives it back when its last operation
+//! has settled. So no write finds the slack spent, and the size of the pool does not depend on the
+//! number of lanes that are open.
 
 use crate::blocks::{Blocks, Item};
 use crate::closing::Closing;
@@ -11,7 +11,7 @@ use crate::status::LaneMetrics;
 use crate::sync::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A lane's place: whether it is taken, its counters, and the operations that a dropped lane left.
+/// A lane's seat: whether it is taken, its counters, and the operations that a dropped lane left.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct LaneSeat {
@@ -24,7 +24,7 @@ pub(crate) struct LaneSeat {
 /// All seats of a pool.
 pub(crate) struct Seats {
     all: Blocks<LaneSeat>,
-    /// Slots of the slack that no lane and no lender has.
+    /// Number of slots of the slack that no lane and no lender has taken.
     slack: AtomicU32,
 }
 
@@ -33,7 +33,8 @@ impl Seats {
         Seats { all: Blocks::new(), slack: AtomicU32::new(slack) }
     }
 
-    /// Takes `slots` slots of the slack; `Err` says how many are left, which are fewer.
+    /// Takes `slots` slots of the slack. If fewer are left, takes none, and `Err` is the number
+    /// that is left.
     pub fn take_slack(&self, slots: u32) -> Result<(), u32> {
         let take = |left: u32| left.checked_sub(slots);
         self.slack.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).map(|_| ())
@@ -45,8 +46,8 @@ impl Seats {
 
     /// Takes the first free seat, for a lane that has its part of the slack.
     pub fn take(&self) -> usize {
-        // Only the mark of a taken seat is read, and nothing is written: the lane in the seat uses
-        // the same cache line.
+        // Of a taken seat only `taken` is read. Nothing is written there, because the lane in the
+        // seat uses the same cache line.
         let free = |seat: &usize| {
             let taken = &self.seat(*seat).taken;
             taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()

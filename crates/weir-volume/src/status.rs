@@ -34,14 +34,14 @@ pub(crate) struct LaneMetrics {
     pub unpacked: Counter,
     pub packs: Counter,
     pub unpacks: Counter,
-    /// Pages that became one repeated value, and pages that ceased to be.
+    /// Pages that became one repeated value, and pages that no longer are one; both numbers wrap.
     pub filled: Counter,
     pub unfilled: Counter,
     pub read_faults: Counter,
     pub write_faults: Counter,
-    /// Read faults because the content was not what had been written.
+    /// Number of reads that failed because the content did not match its checksum.
     pub corrupt: Counter,
-    /// Slots that were found only after waiting for other lanes.
+    /// Number of writes that had to wait for a slot.
     pub waits: Counter,
     /// Pages that a worker moved out of chunks that were given back, and pages that it promoted
     /// again.
@@ -56,7 +56,7 @@ impl LaneMetrics {
         LaneMetrics { traffic: (0..=stores).map(|_| Traffic::default()).collect(), ..LaneMetrics::default() }
     }
 
-    /// The counts of pages that lie in this place.
+    /// The counts for the store that `place` names, or for pages in no store.
     #[inline]
     pub fn traffic(&self, place: Place) -> &Traffic {
         match place {
@@ -65,22 +65,22 @@ impl LaneMetrics {
         }
     }
 
-    /// The counts of pages of this store, or of pages in no store.
+    /// The counts for this store, or with `None` those for pages in no store.
     #[inline]
     pub fn traffic_of(&self, store: Option<usize>) -> &Traffic {
         &self.traffic[store.unwrap_or(self.traffic.len() - 1)]
     }
 }
 
-/// A pool at one moment. Counts are since it was made; those of lanes at work may be a little
-/// behind.
+/// The status of a pool at one moment. Counts begin when the pool is made. Those of lanes at work
+/// may be a little behind.
 #[derive(Clone, Debug)]
 pub struct VolumeStatus {
     /// The pool's size in pages.
     pub pages: u32,
     /// Number of pages that lie in a slot of a store.
     pub stored: u64,
-    /// Number of these pages that lie compressed in packs.
+    /// Number of stored pages that lie compressed in packs.
     pub packed: u64,
     /// Number of slots that packs take; see [`packed`](VolumeStatus::packed).
     pub packs: u64,
@@ -117,7 +117,7 @@ pub struct VolumeStatus {
     pub stores: Vec<StoreStatus>,
 }
 
-/// A store of a pool at one moment.
+/// The status of one store of a pool at one moment.
 #[derive(Clone, Debug)]
 pub struct StoreStatus {
     /// The store's URL.
@@ -130,13 +130,13 @@ pub struct StoreStatus {
     pub slots: u32,
     /// Number of slots that hold a page.
     pub used: u32,
-    /// The chunks of the store: held, reserve, emptying, given back.
+    /// The numbers of the store's chunks by state.
     pub chunks: ChunkCounts,
     /// Number of pages read from the store.
     pub reads: u64,
     /// Number of pages written to the store; see [`reads`](StoreStatus::reads).
     pub writes: u64,
-    /// Latency of these reads, sampled.
+    /// Latency of the reads from this store, sampled.
     pub read_latencies: Distribution,
     /// Latency of these writes, sampled.
     pub write_latencies: Distribution,
@@ -197,13 +197,15 @@ impl Pool {
         }
     }
 
-    /// The counts of all lanes with the store at this index.
+    /// The sum of all lanes' counts for the store with index `at`. The index behind the last store
+    /// stands for pages in no store.
     fn summed(&self, at: usize) -> Summed {
         let mut sum = Summed::default();
         for Traffic { reads, writes, read_latencies, write_latencies } in
             self.seats.metrics().map(|lane| &lane.traffic[at])
         {
-            // A histogram has 4.7 KiB, and most lanes have never met most stores.
+            // A histogram has 4.7 KiB, and most lanes have never used most stores. So unused
+            // histograms are skipped.
             for (count, latencies, all, sampled) in [
                 (reads, read_latencies, &mut sum.reads, &mut sum.read_latencies),
                 (writes, write_latencies, &mut sum.writes, &mut sum.write_latencies),

@@ -45,8 +45,8 @@ thread_local! {
     static OTHERS: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
 }
 
-/// Has `others` run, in this thread, within each claim of a slot: between the look at a record and
-/// the exchange that claims it, where another processor may do anything. For simulators; a release
+/// Has `others` run, in this thread, within each claim of a slot, between the look at a record and
+/// the exchange that claims it. There another processor may do anything. For simulators; a release
 /// build leaves it out.
 #[cfg(all(debug_assertions, not(loom)))]
 pub fn run_within_claims(others: Option<fn()>) {

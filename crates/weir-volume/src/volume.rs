@@ -1,13 +1,13 @@
 //! Volumes: each has a range of its pool's page numbers for itself.
 //!
-//! A page of a volume is the page of the pool that lies as far behind the range's first. So a lane
-//! translates by one addition, and pages that follow one another in a volume do so in the pool.
-//! Records, checksums and packs name pages of the pool. So everything that moves pages serves all
-//! volumes at once.
+//! If a volume's range begins at page `first` of the pool, page `n` of the volume is page `first +
+//! n` of the pool. So a lane translates by one addition, and pages that follow one another in a
+//! volume do so in the pool. Records, checksums and packs name pages of the pool. So everything
+//! that moves pages serves all volumes at once.
 //!
 //! A range stays its volume's until [`Mover::remove`](crate::Mover::remove) has discarded the last
-//! page. Only a volume that nobody holds can shrink or be removed, and each lane holds its own. So
-//! nothing that is late can write to the pages of the next volume there.
+//! page. Only a volume that nobody holds can shrink or be removed, and each lane holds its volume.
+//! So no late write can reach a later volume that has the same page numbers.
 
 use crate::entry::{Entry, Place};
 use crate::lane::{self, Lane};
@@ -21,7 +21,7 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_store::{OpenError, Store};
 
-/// A volume: pages by number, from 0 on. What volumes share is asked of their [`Pool`].
+/// A volume: pages by number, from 0 on. Its [`Pool`] has what volumes share.
 #[derive(Debug)]
 pub struct Volume {
     pool: Arc<Pool>,
@@ -29,12 +29,12 @@ pub struct Volume {
     pages: AtomicU32,
 }
 
-/// A volume that loses its last pages, or all; [`Mover::remove`](crate::Mover::remove) goes on. If
-/// this is dropped before its end, the pages stay taken.
+/// The removal of a volume's last pages, or of all. [`Mover::remove`](crate::Mover::remove)
+/// continues it. If it is dropped before its end, the page numbers stay taken.
 #[derive(Debug)]
 pub struct Removal {
     volume: Arc<Volume>,
-    /// The pages that remain.
+    /// Number of pages that the volume keeps.
     rest: u32,
     /// The first page that is not discarded yet.
     next: u32,
@@ -57,7 +57,7 @@ impl Volume {
         Pool::create(config, stores)?.volume(config.pages)
     }
 
-    /// A volume of all numbers, for a mover.
+    /// A volume that has all page numbers of the pool, for a mover.
     pub(crate) fn whole(pool: &Arc<Pool>) -> Arc<Self> {
         Self::over(pool, 0..PAGES_MAX)
     }
@@ -67,7 +67,7 @@ impl Volume {
         Arc::new(Volume { pool: Arc::clone(pool), first: range.start, pages })
     }
 
-    /// The pool that keeps its pages.
+    /// The pool that keeps the volume's pages.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
@@ -88,10 +88,10 @@ impl Volume {
         self.first..self.first + self.pages()
     }
 
-    /// Opens a lane, which belongs to one thread. It takes [`Config::lane_slots`] of the slack.
-    /// Dropping it waits for nothing. It gives its part of the slack back at once, or, if a store
-    /// still works for it, [once that has ended](Pool::close_lanes). A write that was not handed
-    /// over by then takes no effect.
+    /// Opens a lane, which belongs to one thread. It takes [`Config::lane_slots`] of the slack. To
+    /// drop a lane waits for nothing. Its part of the slack is free again once the stores have
+    /// ended its operations; see [`Pool::close_lanes`]. A write whose completion was not handed
+    /// over before the drop takes no effect.
     ///
     /// # Errors
     /// Fails with [`OpenErrorKind::Slack`](weir_store::OpenErrorKind::Slack) when too few spare
@@ -100,17 +100,17 @@ impl Volume {
         Lane::open(Arc::clone(self), lane::PARTS, PAGE_SIZE)
     }
 
-    /// Adds empty pages at the end, up to a size of `pages`. Lanes may be open: they know the new
-    /// size when this returns. Before that `note` is called with the volume's range then. A daemon
-    /// that dies after it must not lose what is written to the new pages. A note that fails must
-    /// have noted nothing. It may take its time, and must not change a volume itself.
+    /// Adds empty pages at the end, up to a size of `pages`. Open lanes know the new size when this
+    /// returns. Before that, `note` is called with the volume's new range, and records it for the
+    /// next daemon: what is written to the new pages must survive this one. If `note` fails, it
+    /// must have recorded nothing. It can take long, and must not change a volume itself.
     ///
     /// # Errors
-    /// Fails as [`Pool::volume`] does, when another volume has the numbers behind it, or as `note`.
-    /// The size is what it was.
+    /// Fails as [`Pool::volume`] does, when another volume has the page numbers behind this one, or
+    /// when `note` fails. The size then stays as it was.
     ///
     /// # Panics
-    /// Panics when the volume is larger than that.
+    /// Panics when the volume has more than `pages` pages.
     pub fn grow(
         &self,
         pages: u32,
@@ -123,7 +123,8 @@ impl Volume {
         if new.is_empty() {
             return Ok(());
         }
-        // The numbers are this volume's from here on: nobody waits for memory or for a keeper.
+        // Reserve the page numbers first. So nobody waits for the lock of the ranges while memory
+        // is taken and the keeper answers.
         self.pool.reserve(more, |ranges| match ranges.most(self.first) {
             longest if pages > longest => Err(CreateError::NoRange { pages, longest }),
             _ => {
@@ -141,17 +142,17 @@ impl Volume {
         Ok(())
     }
 
-    /// Begins to take the last pages away, down to a size of `pages`; with 0 the volume is removed.
-    /// First `note` is called with the range that remains, while every page is still there. From
-    /// then on the last pages are gone, also for the next daemon, and [`Mover::remove`] discards
-    /// them. Nobody can open a lane until the [rest](Removal::rest) is there. About `note` see
-    /// [`grow`](Volume::grow).
+    /// Begins to shrink the volume to `pages` pages; with 0 the volume is removed. Calls `note`
+    /// first, with the range that remains, while every page is still there; see
+    /// [`grow`](Volume::grow). From then on the last pages count as gone, also for the next daemon,
+    /// and [`Mover::remove`] discards them. No lane can be opened until [`Removal::rest`] returns
+    /// the volume.
     ///
     /// # Errors
     /// Returns the volume, as it was, if anybody else holds it, as a lane does, or if `note` fails.
     ///
     /// # Panics
-    /// Panics when the volume is smaller than that.
+    /// Panics when the volume has fewer than `pages` pages.
     ///
     /// [`Mover::remove`]: crate::Mover::remove
     pub fn shrink(
@@ -174,12 +175,12 @@ impl Volume {
 }
 
 impl Pool {
-    /// Makes a volume of `pages` pages, which are all empty. Note it for the next daemon before it
-    /// is written to.
+    /// Makes a volume of `pages` pages, which are all empty. The caller must record its range for
+    /// the next daemon before anything is written to it.
     ///
     /// # Errors
-    /// Fails when the pool has promised too many pages to others, no range of free numbers is that
-    /// long, or there is no memory for the map.
+    /// Fails when the pool has promised too many pages to other volumes, no range of free page
+    /// numbers is long enough, or there is no memory for the map.
     pub fn volume(self: &Arc<Self>, pages: u32) -> Result<Arc<Volume>, CreateError> {
         if pages == 0 {
             return Err(CreateError::Shape { pages, stores: self.tiers.len() });
@@ -197,7 +198,7 @@ impl Pool {
         Ok(Volume::over(self, range))
     }
 
-    /// Takes numbers for so many more pages, if there is room for these.
+    /// Has `take` reserve page numbers, if the pool has room for `pages` more pages.
     fn reserve<T>(
         &self,
         pages: u32,
@@ -211,15 +212,17 @@ impl Pool {
         take(&mut ranges)
     }
 
-    /// Leaves the range that begins there only so many pages, and gives the rest's memory back.
+    /// Shrinks the range that begins at `first` and ends at `end` to `pages` pages. Gives back the
+    /// memory of the map's entries that are left over.
     fn give(&self, first: u32, pages: u32, end: u32) {
-        // Movers wait for this lock: none looks where the memory has just gone.
+        // This lock keeps movers from reading entries whose memory is given back: a read would take
+        // the memory again.
         let mut ranges = self.ranges();
         self.map.give(whole(first + pages)..whole(end));
         ranges.resize(first, pages);
     }
 
-    /// Pages that volumes may have beside those that they have.
+    /// Number of pages by which the pool's volumes can still grow together.
     pub fn free_pages(&self) -> u32 {
         self.room(&self.ranges())
     }
@@ -229,21 +232,22 @@ impl Pool {
         most.saturating_sub(ranges.pages())
     }
 
-    /// The entry of a page that some volume has. Movers ask for it so: a look at any other word of
-    /// the map would take memory.
+    /// A page's entry, or `None` if no volume has the page. Movers read entries by this, since
+    /// reading any other word of the map would take memory.
     pub(crate) fn entry(&self, page: PageNo) -> Option<Entry> {
         let ranges = self.ranges();
         ranges.has(page).then(|| self.map.load(page))
     }
 
-    /// Replaces the entry of a page that some volume has, if it is still `was`.
+    /// Replaces a page's entry in the map, if a volume has the page and the entry is still `was`.
+    /// Returns whether it did.
     pub(crate) fn replace(&self, page: PageNo, was: Entry, entry: Entry) -> bool {
         let ranges = self.ranges();
         ranges.has(page) && self.map.replace(page, was, entry)
     }
 
-    /// The first of these pages that a volume has and that lies where `there` says, with its place.
-    /// `Err`: the next page to look at.
+    /// Finds the first of `pages` that a volume has and whose place `there` accepts, and returns it
+    /// with its place. `Err` is the page at which to go on.
     pub(crate) fn find(
         &self,
         pages: Range<u32>,
@@ -261,7 +265,8 @@ impl Pool {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has changes of volumes come one after another, and so their notes.
+    /// Locks out other changes of volumes' sizes, so that changes and their notes come one after
+    /// another.
     fn changing(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -272,18 +277,19 @@ fn unmapped(pages: &Range<u32>, source: io::Error) -> CreateError {
 }
 
 impl Removal {
-    /// The pages to discard next, at most `most`.
+    /// The first page to discard next, and the number of pages, at most `most`.
     pub(crate) fn next(&self, most: u32) -> (PageNo, u32) {
         (PageNo(self.next), most.min(self.volume.range().end - self.next))
     }
 
-    /// Notes that so many pages were discarded. After the last another volume may take the range;
-    /// then this returns true.
+    /// Notes that `count` more pages were discarded. Returns true after the last page: then another
+    /// volume may take the range.
     pub(crate) fn advance(&mut self, count: u32) -> bool {
         self.next += count;
         let Range { start, end } = self.volume.range();
         let has_ended = self.next == end;
-        // A second end frees nothing: the range may be another's by then.
+        // If this is called again after the end, it frees nothing: another volume may have the
+        // range by then.
         if has_ended && end - start > self.rest {
             let pool = &self.volume.pool;
             self.next = start + self.rest;
@@ -297,8 +303,8 @@ impl Removal {
         &self.volume.pool
     }
 
-    /// The volume, with the pages that remain. `Err`: they are not all discarded yet. `None`: none
-    /// remains.
+    /// Returns the volume with the pages that it keeps, or `None` if it keeps none. `Err`: its last
+    /// pages are not all discarded yet.
     pub fn rest(self) -> Result<Option<Arc<Volume>>, Self> {
         match self.volume.pages() {
             pages if pages > self.rest => Err(self),

@@ -36,10 +36,11 @@ impl PageCounts for NoCounts {
     }
 }
 
-/// The index of each region's first page, in one array of all pages.
+/// For each region the index of its first page, in one array of the pages of all regions.
 #[derive(Clone, Debug)]
 struct Regions {
-    /// The first page and the number of pages of each region; absent regions have none.
+    /// For each region the index of its first page in that array, and its number of pages, which is
+    /// 0 for absent regions.
     spans: alloc::boxed::Box<[(usize, u32)]>,
 }
 

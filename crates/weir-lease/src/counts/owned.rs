@@ -1,4 +1,4 @@
-//! Counts with one owner: plain additions to bytes.
+//! Reference counts of one table's pages, which need no atomics.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -6,12 +6,13 @@ use alloc::vec::Vec;
 use super::{PageCounts, Regions};
 use crate::token::Place;
 
-/// The bit of a page's byte that is set if `rest` has a part of the page's count.
+/// The bit of a page's byte that tells that `rest` has another part of the page's count.
 const MORE: u8 = 1 << 7;
-/// The highest count of a byte alone.
+/// The highest count that a page's byte holds by itself.
 const FULL: u8 = MORE - 1;
-/// The count that moves to `rest` when a byte is full, and comes back when it is empty. It is half
-/// of the byte's range, so that a count that goes up and down by one does not move each time.
+/// The part of a page's count that moves to `rest` when the page's byte is full, and back when the
+/// byte is empty. It is half of the byte's range, so that a count that goes up and down by one does
+/// not move each time.
 const MOVED: u8 = 64;
 
 /// Counts of the pages that one table lends. Each page has a byte, so that the counts stay in the
@@ -26,20 +27,21 @@ pub struct OwnedCounts {
 }
 
 impl OwnedCounts {
-    /// Makes counts for regions of this many pages each, region 0 first; at most 256 regions.
+    /// Makes counts for the pages of at most 256 regions. `region_pages[n]` is the number of pages
+    /// of region `n`.
     pub fn new(region_pages: &[u32]) -> Self {
         let (regions, pages) = Regions::new(region_pages);
         OwnedCounts { regions, bytes: vec![0; pages], rest: vec![0; pages] }
     }
 
-    /// Number of references to a page that are out, or `None` if there is no such page.
+    /// Number of references to a page that are held now, or `None` if there is no such page.
     pub fn of(&self, place: Place) -> Option<u64> {
         let index = self.regions.index(place)?;
         Some(u64::from(self.bytes[index] & FULL) + u64::from(MOVED) * u64::from(self.rest[index]))
     }
 
-    /// Bytes of the counts if every page has had more than 127 references at once; a fifth of it if
-    /// none has.
+    /// Bytes of memory that the counts take if every page has had more than 127 references at once.
+    /// If none has, they take a fifth of that.
     pub fn bytes(&self) -> usize {
         size_of_val(&self.bytes[..]) + size_of_val(&self.rest[..]) + size_of_val(&self.regions.spans[..])
     }

@@ -1,4 +1,4 @@
-//! Counts that several tables share, each on its own thread.
+//! Reference counts that several tables share, each of them on a thread of its own.
 
 use super::{PageCounts, Regions};
 use crate::token::Place;
@@ -15,8 +15,8 @@ use {
     core::sync::atomic::{AtomicU32, Ordering, fence},
 };
 
-/// Largest number of references to one page: so far below the counter's end that threads cannot
-/// reach it together.
+/// Largest number of references to one page. It is half of the counter's range, so threads that
+/// count beyond it for a moment cannot make the counter overflow.
 const COUNT_MAX: u32 = u32::MAX / 2;
 
 /// Counts of pages that several tables lend. Give each table a clone. Each reference taken is one

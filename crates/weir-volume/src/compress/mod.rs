@@ -43,8 +43,8 @@ impl fmt::Display for Compression {
     }
 }
 
-/// Room for the worst case of a compressed page, by either algorithm: so neither has to check for
-/// its end.
+/// Number of bytes that hold any page compressed by either algorithm. So neither algorithm has to
+/// check for the end of its room.
 pub(crate) const WORST: usize = PAGE_SIZE + 1024;
 const _: () = assert!(WORST >= lz4_flex::block::get_maximum_output_size(PAGE_SIZE));
 
@@ -64,7 +64,7 @@ impl Codec {
     /// also those of the other algorithms.
     ///
     /// # Errors
-    /// Fails when there is no memory for it.
+    /// Fails when there is no memory for the codec.
     pub fn new(with: Option<Compression>, any: bool) -> io::Result<Self> {
         let compress = match with {
             None => None,

@@ -10,7 +10,7 @@ use zstd_sys as sys;
 /// cent.
 const LEVEL: i32 = 1;
 
-/// Memory for a context, aligned as zstd requires.
+/// Memory for a zstd context, aligned as zstd requires.
 struct Workspace(Box<[u64]>);
 
 impl Workspace {

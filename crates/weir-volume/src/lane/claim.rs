@@ -11,11 +11,11 @@ use weir_store::{Fault, State};
 /// Number of freed slots that a lane keeps in a list, to use them again while their memory is still
 /// in the cache.
 pub(crate) const HINTS: usize = 64;
-/// Number of pages written together from which slots side by side pay off: a copy engine and long
-/// reads handle neighbours at once.
+/// Least number of pages written together for which slots side by side pay off. A copy engine and
+/// long reads handle neighbours at once.
 pub(super) const LONG: usize = 16;
-/// Lengths of runs of slots: the longest that a lane plans to use, one that is long enough to stop
-/// the search, and the shortest that is better than any slot.
+/// Lengths of runs of free slots: the longest that a lane reserves, the one at which a search
+/// stops, and the shortest that is better than single slots.
 const RUN_MAX: u32 = 256;
 const RUN_FINE: u32 = 64;
 const RUN_LEAST: usize = 8;
@@ -26,7 +26,7 @@ pub(crate) const SLOT_WAIT: Duration = Duration::from_secs(2);
 #[derive(Debug, Default)]
 pub(super) struct SlotWait {
     phase: Phase,
-    /// A write has found no slot since the last poll.
+    /// Whether a write has found no slot since the last poll.
     asked: bool,
 }
 
@@ -39,8 +39,8 @@ enum Phase {
     Until(Instant),
     /// A write has waited as long as it may, and fails if it finds no slot now.
     Due(Instant),
-    /// The write has failed. Until this time, other writes of the batch fail without a wait of
-    /// their own, once the lane knows the time.
+    /// A write has waited in vain, and has failed. Until this time, another write of the batch that
+    /// finds no slot fails at the first poll, without a wait of its own.
     Refused(Instant),
     /// The next write that finds no slot fails without a wait.
     Refuses(Instant),
@@ -52,7 +52,8 @@ impl SlotWait {
         self.phase == Phase::Idle && !self.asked
     }
 
-    /// Records that a write has found no slot: it waits, or it fails.
+    /// Records that a write has found no slot. The write waits for one, or fails if its time is
+    /// over.
     fn ask(&mut self) {
         match self.phase {
             Phase::Due(until) | Phase::Refuses(until) => self.phase = Phase::Refused(until),
@@ -65,8 +66,8 @@ impl SlotWait {
         self.asked = false;
         self.phase = match self.phase {
             Phase::Until(_) | Phase::Due(_) => Phase::Idle,
-            // The next write without a slot may come an hour later. So its wait begins at the next
-            // poll.
+            // The next write without a slot may come an hour later, and must not fail at once. In
+            // `Refused` it waits for a poll first, which knows the time.
             Phase::Refuses(until) => Phase::Refused(until),
             phase => phase,
         };
@@ -96,26 +97,26 @@ pub(super) struct Hints {
 }
 
 impl Lane {
-    /// Claims a free slot in the first store that takes pages and has one. If all slots are taken,
-    /// other lanes are about to free some: every lane's pin ends, and the volume promised a slot
-    /// for each page. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it
-    /// holds slots that other lanes wait for.
+    /// Claims a free slot in the first store that takes pages and has one. If no slot is free,
+    /// other lanes will free some soon: the pool has a slot for each page, and every lane's pin
+    /// ends. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it holds slots
+    /// itself that other lanes wait for.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
-        // A worker that closes a chunk waits for the pins of lanes that may not have seen it
-        // closed. A poll also sends a pack, and at that time the lane may have no pin.
+        // A claim needs the lane's pin: a worker that closes a chunk waits for the pins of lanes
+        // that may not have seen that. A poll that sends a pack may come here without a pin.
         if !self.looking.is_pinned() {
             self.enter();
         }
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // The epoch that this lane has read may be old, or it has not read one yet.
+        // The epoch in `safe` may be out of date, or was never read. So read it, and try again.
         self.refresh_safe();
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // Waiting frees slots, but brings no store back. A page that is to be promoted does not
-        // wait: its present slot is good enough.
+        // If every store is lost, no wait brings one back. A promotion does not wait either: its
+        // page can stay in its present slot.
         let any_left = self.pool.tiers.iter().any(|tier| !tier.is_lost());
         if !self.holds_slots() && any_left && self.reach == self.stores.len() {
             if self.slot_wait.phase == Phase::Idle && !self.slot_wait.asked {
@@ -136,7 +137,8 @@ impl Lane {
         self.slot_wait.end();
     }
 
-    /// Continues the wait for a slot, if a write waits, and frees slots of closing lanes meanwhile.
+    /// Continues a write's wait for a slot. Frees slots in quarantine, slots of dropped lanes, and
+    /// slots whose late writes have settled.
     #[cold]
     pub(super) fn wait_for_slot(&mut self, now: Instant) {
         self.slot_wait.tick(now);
@@ -204,8 +206,8 @@ impl Lane {
                 if may_be_used && tier.records.waits_for_epoch(slot) {
                     break;
                 }
-                // Another lane has the slot, its chunk is closed, or its member takes no pages now:
-                // the next slot is as good.
+                // The slot of this hint is taken, its chunk is closed, or its member takes no pages
+                // now. Drop the hint, and try the next.
                 store.hints.pop();
             }
             if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe, may) {
@@ -238,7 +240,7 @@ impl Lane {
             self.long -= 1;
             return Some(slot);
         }
-        // Another lane took the slot, or its member takes no more pages.
+        // Another lane took the slot, or the slot's member takes no more pages. So give up the run.
         self.stores[at].run = 0..0;
         None
     }
@@ -479,7 +481,7 @@ mod tests {
         poll(&mut writer, begun + SLOT_WAIT + SHORT);
         holder.leave();
         assert_eq!(write(&mut writer, 1), Progress::Done(Ok(())));
-        // No owner polls a lane with nothing under way. Then slots are short again.
+        // A lane with nothing under way is not polled for a while. Then slots are short again.
         holder.enter();
         let shortage = (0..u32::MAX).find_map(|number| match write(&mut writer, number) {
             Progress::Done(Ok(())) => None,
@@ -517,7 +519,7 @@ mod tests {
         assert_eq!(ended, [(7, Err(Fault::Full))]);
     }
 
-    /// Writes 64 pages from `first` on, as a connection does that receives them at once.
+    /// Writes 64 pages from `first` on together, as a server does for one long request.
     fn write_piece(lane: &mut crate::Lane, first: u32, generation: u32) {
         let mut pages = vec![[0; PAGE_SIZE]; 64];
         for (page, number) in pages.iter_mut().zip(first..) {

@@ -15,7 +15,8 @@ impl Lane {
             store.lane.submit();
         }
         self.leave();
-        // Nothing is in flight at the store, so the time of the last poll is good enough.
+        // The stores that are polled have nothing in flight, so no deadline depends on the exact
+        // time: that of the last poll is good enough.
         if self.unsettled > 0
             && let Some(polled) = self.polled
         {
@@ -23,8 +24,8 @@ impl Lane {
         }
     }
 
-    /// Frees slots that have settled at stores without an operation under way, for which the owner
-    /// would not poll.
+    /// Frees slots whose late writes have settled, at stores where this lane has nothing in flight.
+    /// The lane's owner would not poll for such a store.
     #[cold]
     pub(super) fn settle_idle(&mut self, now: Instant) {
         for at in 0..self.stores.len() {
@@ -37,7 +38,7 @@ impl Lane {
         }
     }
 
-    /// Frees slots of writes that were late and can no longer change them.
+    /// Frees slots whose writes timed out and have settled since.
     fn free_settled(&mut self, at: usize) {
         let Lane { stores, pool, unsettled, .. } = self;
         stores[at].lane.settled(&mut |slot| {
@@ -105,7 +106,8 @@ impl Lane {
     }
 
     /// Takes the answers of one store. Reads are handed over at once, from where their content
-    /// lies. Other answers are noted for later, since the store's lane is borrowed by its own poll.
+    /// lies. Other answers are noted for later, because a store's lane takes no new operation while
+    /// it is polled.
     fn poll_store(&mut self, now: Instant, at: usize, done: &mut dyn FnMut(Done<'_>)) {
         let (pin, metrics) = (&self.pin, &self.metrics);
         let Lane { stores, ops, parts, runs, finished, pool, under_way, looking, packing, .. } = self;

@@ -13,7 +13,7 @@ use weir_store::Fault;
 /// alternating writes and reads, 16 timed only the reads.
 const SAMPLE_EVERY: u32 = 17;
 
-/// The start time of an operation that is timed, by its volume's stopwatch.
+/// The start time of an operation that is timed, and the clock that tells its end.
 #[derive(Clone, Copy)]
 pub(super) struct Started {
     at: Instant,
@@ -42,7 +42,7 @@ impl Lane {
 }
 
 impl LaneMetrics {
-    /// Counts a page that was read, or could not be read; `place` says where it lies or was found.
+    /// Counts the end of one page's read. `place` says in which store the page was found.
     #[inline]
     pub(super) fn read_ended(&self, place: Place, started: Option<Started>, result: Result<(), Fault>) {
         let traffic = self.traffic(place);
@@ -99,7 +99,7 @@ impl LaneMetrics {
     }
 
     /// Counts `pages` pages that were read together since `started`, if that is timed. `places`
-    /// says where they lay, and each page took its share of the time.
+    /// tells in which stores they lay. Each page counts with its share of the time.
     #[inline]
     pub(super) fn reads_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).reads.add(pages));
@@ -108,7 +108,8 @@ impl LaneMetrics {
         }
     }
 
-    /// Counts pages that were written together, in the same way.
+    /// Counts `pages` pages that were written together since `started`, if that is timed. `places`
+    /// tells in which stores they lie. Each page counts with its share of the time.
     pub(super) fn writes_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).writes.add(pages));
         if let Some(each) = each(pages, started) {
@@ -121,11 +122,11 @@ fn each(pages: u64, started: Option<Started>) -> Option<Duration> {
     started.filter(|_| pages > 0).map(|started| started.took() / pages as u32)
 }
 
-/// For some pages, the number in each store; the last number is of pages in no store.
+/// Counts of pages by the store in which they lie; the last count is of pages in no store.
 #[derive(Default)]
 pub(super) struct Places {
     counts: [Cell<u32>; STORES_MAX + 1],
-    /// A bit for each count that is not 0. Usually only one is set.
+    /// A bit for each store whose count is not 0. Usually only one is set.
     used: Cell<u32>,
     all: Cell<u32>,
 }
@@ -142,9 +143,9 @@ impl Places {
         self.all.set(self.all.get() + 1);
     }
 
-    /// Divides `pages` pages among the stores. If fewer pages are counted than were added, each
-    /// store gets its proportion: some pages were looked at for a request that was then answered in
-    /// another way. If more are counted, the others lay in no store.
+    /// Divides `pages` pages among the stores, in the proportion of the pages that were looked up
+    /// there. If more pages are counted than were looked up, the others count for no store. If
+    /// fewer are counted, some were looked up for a request that was then answered in another way.
     #[inline]
     fn share_out(&self, pages: u64, mut give: impl FnMut(Option<usize>, u64)) {
         let all = u64::from(self.all.get());

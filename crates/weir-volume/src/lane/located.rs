@@ -33,7 +33,8 @@ impl Pool {
             };
             if let Some(occupant) = self.tiers[store].records.occupant(slot) {
                 let packed = occupant.is_pack();
-                // A pack itself says whether the page is one of its pages.
+                // A pack's record names no page. The pack's content tells whether the page is in
+                // it.
                 let checksum = (packed || occupant.page == page).then_some(occupant.checksum);
                 return Located { page, entry, checksum, packed };
             }

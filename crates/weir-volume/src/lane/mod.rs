@@ -38,7 +38,7 @@ use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Fault, OpenError, Progress, Ticket};
 
-/// Partial writes that a lane may have under way; one more returns [`Progress::Full`].
+/// Number of partial writes that a lane may have under way; one more returns [`Progress::Full`].
 pub(crate) const PARTS: usize = 8;
 
 /// A lane of a [`Volume`]: reads, writes and discards pages, for one thread.
@@ -54,7 +54,7 @@ pub struct Lane {
     /// The volume's first page in the pool.
     first: u32,
     seat: usize,
-    /// The part of this lane that other threads read.
+    /// The lane's pin and its counts, which other threads read.
     pin: Item<Pin>,
     metrics: Arc<LaneMetrics>,
     pub(crate) stores: Box<[StoreLane]>,
@@ -100,7 +100,7 @@ pub struct Lane {
     /// Whether the last search found no run of free slots for the long write.
     barren: bool,
     until_sample: u32,
-    /// The packer, if the volume compresses.
+    /// The lane's memory for compression, if the pool has compressed pages.
     packing: Option<Box<Packing>>,
 }
 
@@ -109,8 +109,8 @@ pub(crate) struct StoreLane {
     pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,
     hints: Hints,
-    /// A run of slots side by side for a long write, which were free when they were found; and the
-    /// place where the next search starts.
+    /// A run of slots side by side, found free, for a long write; and the slot at which the next
+    /// search for a run starts.
     run: std::ops::Range<u32>,
     run_cursor: Cursor,
 }
@@ -139,8 +139,8 @@ enum Work {
         entry: Entry,
     },
     /// A partial write: first the old content is on its way in, from `from`, then the new content
-    /// is on its way out. (While a write of either kind waits in a pack, its entry has no place
-    /// yet.)
+    /// is on its way out. (While a whole or partial write waits in a pack, its new entry names no
+    /// slot yet.)
     Part {
         part: u32,
         from: Located,
@@ -233,16 +233,18 @@ impl Lane {
         &self.volume
     }
 
-    /// The page of the pool that is this page of the volume.
+    /// The number in the pool of this volume's page `page`.
     #[inline]
     pub(crate) fn at(&self, page: PageNo) -> PageNo {
         self.run_at(page, 1)
     }
 
-    /// The page of the pool with which a run of this many pages begins.
+    /// The number in the pool of this volume's page `first`. Checks that `count` pages from there
+    /// on lie in the volume.
     ///
     /// # Panics
-    /// Panics when the volume has no such pages: the next ones are another volume's.
+    /// Panics when the pages do not all lie in the volume. The pages behind it belong to other
+    /// volumes.
     #[inline]
     pub(crate) fn run_at(&self, first: PageNo, count: usize) -> PageNo {
         let pages = self.volume.pages();
@@ -259,7 +261,8 @@ impl Lane {
         }
     }
 
-    /// A batch to announce; `None` if no store would act differently for it.
+    /// Begins to count a batch, to announce it to the stores. `None` if no store uses such
+    /// announcements.
     pub fn batch(&mut self) -> Option<BatchCounts<'_>> {
         let heeded = self.stores.iter().any(|store| store.lane.heeds_plan());
         heeded.then(|| BatchCounts::new(&self.volume, &mut self.stores, self.taker))
@@ -340,8 +343,8 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Discards pages `first..first + count`: they read as zeros, and their slots are free. A write
-    /// that another lane began before may still reach a page that held nothing; see
+    /// Discards pages `first..first + count`: they read as zeros, and their slots are free. If a
+    /// page was empty already, a write that another lane began before may still take effect; see
     /// [`zero`](Lane::zero).
     pub fn discard(&mut self, first: PageNo, count: u32) {
         // When a whole device is discarded, most pages were never written: their part of the map
@@ -350,9 +353,8 @@ impl Lane {
         self.metrics().discards.add(u64::from(count));
     }
 
-    /// Makes pages `first..first + count` zeros that count as written, or, with `holes`, as
-    /// discarded. It counts as a write: an older write of a client that has gone cannot take effect
-    /// after it.
+    /// Makes pages `first..first + count` read as zeros. They count as written, or with `holes` as
+    /// discarded. An older write of a client that has gone cannot take effect after this.
     pub fn zero(&mut self, first: PageNo, count: u32, holes: bool) {
         let place = if holes { Place::Empty } else { Place::Fill(0) };
         self.replace_all(first, count, place, |_| true);
@@ -376,9 +378,9 @@ impl Lane {
     /// on, and end with [`Fault::Forsaken`]. It is for writes of a client that has gone. That
     /// client may have sent them again by another lane, and newer ones after them.
     ///
-    /// Call this before each poll while a client is missing. Then none of its writes takes effect
-    /// after a later one that it made by another lane. A write whose page another lane has written
-    /// since it began, or since the last poll, waits for the next poll.
+    /// Call `forsake` before each poll while a client is missing. Then no write of that client
+    /// takes effect after a later one that it made by another lane. A write whose page another lane
+    /// has written since it began, or since the last poll, waits for the next poll.
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.slot_wait.end();
         for op in &mut self.ops {
@@ -402,7 +404,7 @@ impl Lane {
         matches!(self.pool.map.load(self.at(page)).place(), Place::Empty | Place::Fill(0))
     }
 
-    /// Operations queued and not yet handed over.
+    /// Number of operations that were queued and whose completions were not handed over yet.
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
@@ -412,9 +414,9 @@ impl Lane {
         self.stores.iter().filter(|store| store.lane.in_flight() > 0).filter_map(|store| store.lane.wake_fd())
     }
 
-    /// Whether its owner must poll again after a rest, because no descriptor will announce the next
-    /// progress. Something is in flight, or a write waits for a slot. With nothing in flight, that
-    /// write returned [`Progress::Full`].
+    /// Whether the lane's owner must poll again after a short rest, because no descriptor announces
+    /// the lane's next progress. Then an operation is in flight without one, or a write that
+    /// returned [`Progress::Full`] is to be tried again.
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
             || self.asks_for_look
@@ -430,8 +432,8 @@ impl Lane {
         (self.in_flight, self.unsettled) = (0, 0);
     }
 
-    /// Pins this lane. If the lane is pinned already and no read needs the pin, the pin moves on:
-    /// so a long batch does not hold back the slots that it frees.
+    /// Pins this lane. If the lane is pinned already and no read needs the pin, the pin moves on to
+    /// the present epoch. So a long batch does not hold back slots that were freed during it.
     #[inline]
     fn enter(&mut self) {
         self.looking.enter(&self.pool.epochs, &self.pin);
@@ -452,7 +454,8 @@ impl Lane {
         self.idle_ops.last().copied().filter(|_| self.under_way < self.ops.len())
     }
 
-    /// Takes the next idle operation, which the caller has already used as a ticket.
+    /// Starts the operation that [`idle_op`](Lane::idle_op) has found, and whose index a store may
+    /// already have as its ticket. `ticket` is the caller's.
     fn start(&mut self, ticket: Ticket, started: Option<Started>, work: Work) {
         let op = self.idle_ops.pop().expect("the caller saw an idle operation");
         let begun = &mut self.ops[op as usize];
@@ -474,7 +477,7 @@ impl Lane {
 }
 
 impl Work {
-    /// Sets the place that a write goes to.
+    /// Sets the map entry that a write will publish.
     fn goes_to(&mut self, there: Entry) {
         match self {
             Work::Write { entry, .. } => *entry = there,
@@ -494,7 +497,7 @@ impl Work {
 }
 
 impl Op {
-    /// The run, if this operation is a run.
+    /// The index of this operation's run of pages, if it has one.
     pub(crate) fn run(&self) -> Option<u32> {
         match self.work {
             Work::Run { run } => Some(run),
@@ -502,7 +505,7 @@ impl Op {
         }
     }
 
-    /// The slot that the store is writing, and that is not published yet.
+    /// The store's index and the slot that this operation writes, if they are not published yet.
     pub(crate) fn unpublished(&self) -> Option<(usize, Slot)> {
         if let Carried::Leads { store, slot, .. } = self.carried {
             return Some((store, slot));
@@ -531,7 +534,7 @@ impl Drop for Lane {
             return pool.free_seat(*seat);
         }
         // Writes under way hold slots that no other lane knows of, and reads need the lane's pin.
-        // The volume takes care of both.
+        // So the pool keeps both until the stores have ended the operations.
         let (stores, ops, runs) = (std::mem::take(stores), std::mem::take(ops), std::mem::take(runs));
         let mut closing = Closing::new(pool, stores, ops, runs, self.unsettled);
         finished.drain(..).for_each(|(op, result)| closing.end_single(pool, op, result));

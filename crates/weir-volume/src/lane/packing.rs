@@ -27,7 +27,7 @@ pub(super) struct Packing {
     /// The first and the last of the operations that wait in the open pack.
     first: u32,
     last: u32,
-    /// A page's compressed bytes; they begin at the front.
+    /// Buffer for one page's compressed bytes, which begin at its front.
     small: Box<[u8; WORST]>,
     page: Box<PageBytes>,
     /// Number of pages that have left packs since the lane last told the volume.
@@ -48,10 +48,11 @@ pub(super) const EVERY_MEMBER: PageNo = PageNo(u32::MAX);
 pub(super) enum Carried {
     /// The operation is in no pack.
     No,
-    /// The operation waits in the open pack, or behind another one in a pack that is on its way.
-    /// `next` is the operation behind it.
+    /// The operation waits in the open pack, or in a pack that is being written and that another
+    /// operation leads. `next` is the operation behind it.
     Waits { next: Option<u32> },
-    /// The operation is the first of a pack on its way to this slot.
+    /// The operation is the first one of a pack that is being written to this slot. `next` is the
+    /// one behind it.
     Leads { store: usize, slot: Slot, next: Option<u32> },
 }
 
@@ -61,15 +62,15 @@ pub(super) enum Packed {
     Joined,
     /// The page must be written uncompressed.
     Not,
-    /// The lane must be polled first.
+    /// The pack has no room for the page before the lane has been polled.
     Full,
 }
 
 impl Packing {
-    /// Makes the packing of a lane of this volume; `None` if nothing is compressed.
+    /// Makes a lane's memory for compression; `None` if the pool has no compressed pages.
     ///
     /// # Errors
-    /// Fails when there is no memory for it.
+    /// Fails when there is no memory for compression.
     pub fn of(pool: &Pool) -> io::Result<Option<Box<Self>>> {
         if !pool.tiers.iter().any(|tier| tier.records.has_packs()) {
             return Ok(None);
@@ -165,8 +166,8 @@ impl Lane {
         }
     }
 
-    /// Does the same for a partial write whose base holds the old content, verified. If it does not
-    /// join a pack, the base is expanded.
+    /// Puts the page of a partial write into the open pack, if it shrinks enough. The write's base
+    /// holds the old content, verified. If the page does not join the pack, the base is expanded.
     pub(super) fn pack_part(&mut self, op: u32, part: u32, from: &Located) -> Result<Packed, Fault> {
         let Some(packing) = &mut self.packing else { return Ok(Packed::Not) };
         let state = &mut self.parts[part as usize];
@@ -190,7 +191,7 @@ impl Lane {
         Ok(self.pack(op, from.page, &base))
     }
 
-    /// Adds the compressed bytes in `small` to the open pack.
+    /// Adds the compressed page in `small` to the open pack, for operation `op`.
     fn join(&mut self, op: u32, page: PageNo, length: usize) -> Packed {
         let Some(packing) = &mut self.packing else { return Packed::Not };
         let Some(compression) = packing.codec.compression() else { return Packed::Not };
@@ -212,7 +213,7 @@ impl Lane {
         Packed::Joined
     }
 
-    /// Sends the open pack to its store. Returns `false` if it must wait for a poll.
+    /// Sends the open pack to its store. Returns `false` if the pack must wait for the next poll.
     pub(super) fn close_pack(&mut self) -> bool {
         let Some((op, pages)) = self.packing.as_ref().map(|packing| (packing.first, packing.open.pages()))
         else {
@@ -341,7 +342,8 @@ impl Lane {
         }
     }
 
-    /// The generation of a page in a pack, counted from the entry at the start of its write.
+    /// The generation of the page that an operation has in a pack. It follows from the page's entry
+    /// at the start of the write.
     fn generation_in_pack(&self, op: u32) -> u32 {
         match self.ops[op as usize].work {
             Work::Write { entry, .. } => entry.generation(),
@@ -355,7 +357,8 @@ impl Lane {
         }
     }
 
-    /// Counts a page that has left a pack. Every so often it tells the volume, for the compaction.
+    /// Counts a page that has left a pack. Tells the pool after every [`TELL_EVERY`] pages, because
+    /// compaction may pay then.
     #[cold]
     pub(super) fn left_pack(&mut self) {
         let Some(packing) = &mut self.packing else { return };
@@ -405,7 +408,8 @@ impl Lane {
         }
     }
 
-    /// Notes which pages of the pack in a part's base still lie there.
+    /// Notes which pages of a pack still lie in its slot. The pack is in the base of partial write
+    /// `part`.
     pub(super) fn note_members(&mut self, part: u32) {
         let Lane { packing: Some(packing), parts, pool, .. } = self else { return };
         let Part { base, moving, .. } = &parts[part as usize];
@@ -455,7 +459,7 @@ mod tests {
                 panic!("it was published")
             };
             packs.push(slot);
-            // A lane has found the first page there, and then all pages are written anew.
+            // A reader may have found the first page in the pack before all pages are written anew.
             reader.enter();
             assert_eq!(other.write(0, page, &[0; PAGE_SIZE]), Progress::Done(Ok(())));
             other.submit();

@@ -1,4 +1,4 @@
-//! Partial writes: the old content comes in, is patched, and goes out to a new slot. A page that
+//! Partial writes: a page's old content is read, patched, and written to a new slot. A page that
 //! moves is a partial write with an empty patch.
 
 use super::count::Started;
@@ -75,8 +75,8 @@ impl Lane {
         }
     }
 
-    /// Has the next poll restart a partial write whose page another lane has written. Before that
-    /// the owner checks that the client is still there.
+    /// Has the next poll restart a partial write whose page another lane has written. Until then
+    /// the lane's owner can notice that the write's client has gone.
     pub(super) fn begin_part_again(&mut self, op: u32) -> Progress {
         if let Work::Part { to, .. } = &mut self.ops[op as usize].work {
             *to = None;
@@ -84,19 +84,21 @@ impl Lane {
         Progress::Full
     }
 
-    /// Continues a partial write as far as possible without waiting. With [`Progress::Full`] the
-    /// next poll continues. `answer` is the store's answer to the half under way.
+    /// Continues a partial write as far as possible without waiting. `answer` is the store's answer
+    /// to the read or the write that was under way. After [`Progress::Full`] the next poll tries
+    /// again.
     pub(super) fn advance_part(&mut self, op: u32, mut answer: Option<Result<(), Fault>>) -> Progress {
         loop {
             let Work::Part { part, from, to } = self.ops[op as usize].work else {
                 unreachable!("operation {op} is no partial write")
             };
             match (answer.take(), to) {
-                // Nothing is under way: begin, or begin again, with the page's content now.
+                // No read or write of this operation is under way: begin with the page's present
+                // content.
                 (None, _) => {
                     self.enter();
                     let moving = self.parts[part as usize].moving;
-                    // The volume of a page that moves may have gone.
+                    // The volume of a page that moves may have been removed meanwhile.
                     let there = |place| self.pool.entry(from.page).is_some_and(|it| it.place() == place);
                     if moving.is_some_and(|place| !there(place)) {
                         return Progress::Done(Ok(()));

@@ -8,8 +8,8 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Fault, Progress};
 
-/// Number of polls that an overtaken write waits, so that its client's end is noticed, while other
-/// lanes go on writing its page.
+/// Largest number of polls for which a write waits while other lanes go on writing its page.
+/// Meanwhile the lane's owner can notice that the write's client has gone.
 const LOOKS_MAX: u8 = 16;
 
 pub(super) enum Written {
@@ -23,7 +23,8 @@ pub(super) enum Written {
 
 impl Lane {
     /// Writes `bytes` to `page` as `generation`. If the store finishes at once, publishes the page
-    /// under `condition`. Returns the new entry with the outcome; no entry if no slot was found.
+    /// under `condition`, as [`publish`](Lane::publish) says. Returns the outcome, and the page's
+    /// new entry if a slot was found.
     pub(super) fn write_from(
         &mut self,
         op: u32,
@@ -38,8 +39,8 @@ impl Lane {
             return (if published { Written::Published } else { Written::Overtaken }, entry);
         }
         let Some((store, slot)) = self.claim(page) else {
-            // With operations under way, this lane itself may hold slots back: they must be polled
-            // first. Otherwise other lanes may, and the write waits.
+            // If this lane has operations under way, they may hold slots, so the caller must poll
+            // them first. Otherwise other lanes may hold slots, and the write waits for one.
             let full = if self.holds_slots() || self.waits_for_slot() {
                 Written::Full
             } else {
@@ -47,8 +48,8 @@ impl Lane {
             };
             return (full, Entry::default());
         };
-        // Prefetch the record of the slot that the next write most likely uses. Writing memory that
-        // is not in the cache takes longer than the rest of a write.
+        // Prefetch the slot that the next write most likely uses. Writing to memory that is not in
+        // the CPU's cache takes longer than the rest of a write.
         if let Some(next) = self.stores[store].hints.first() {
             self.stores[store].lane.prepare(next);
         }
@@ -139,10 +140,9 @@ impl Lane {
     }
 
     /// Publishes the page that a slow store has written for `op`. If another lane has written the
-    /// page since, the client of `op` may have gone, and may itself have sent that newer write. So
-    /// the entry gets a new number and is returned. The owner checks first that the client is
-    /// there, and the next poll tries again. After [`LOOKS_MAX`] polls the client was there often
-    /// enough.
+    /// page meanwhile, the same client may have sent that newer write, after it left this lane. So
+    /// the lane's owner must first check that the client is still there. For that the entry gets a
+    /// new generation and is returned, and the next poll tries again, at most [`LOOKS_MAX`] times.
     pub(super) fn publish_slow(&mut self, op: u32, page: PageNo, mut entry: Entry) -> Option<Entry> {
         while !self.publish(page, entry, None) {
             let now = self.pool.map.load(page).next_generation();
@@ -154,14 +154,15 @@ impl Lane {
         None
     }
 
-    /// Makes the next poll continue `op`, whose store has finished.
+    /// Makes the next poll try again to publish the write of `op`, whose page another lane has
+    /// overtaken.
     pub(super) fn wait_for_look(&mut self, op: u32) {
         self.ops[op as usize].looks += 1;
         self.overtaken.push(op);
     }
 
-    /// Frees the slot of an entry whose write has failed with `fault`. It is free at once, or, if
-    /// the write may still change it, once that write has settled.
+    /// Frees the slot of an entry whose write has failed with `fault`. If the write may still
+    /// change the slot, it is freed once the write has settled.
     pub(super) fn unclaim_failed(&mut self, entry: Entry, fault: Fault) {
         match (fault, entry.place()) {
             (Fault::Timeout, Place::Stored { .. }) => self.unsettled += 1,
@@ -169,7 +170,8 @@ impl Lane {
         }
     }
 
-    /// Frees the slot of an entry that was never published, or its place in a pack.
+    /// Frees the slot of an entry that was never published. If the slot has a pack, the entry's
+    /// page only leaves the pack.
     pub(super) fn unclaim(&self, entry: Entry) {
         if let Place::Stored { store, slot } = entry.place() {
             self.pool.retire_unpublished(store, slot);
@@ -178,14 +180,15 @@ impl Lane {
 }
 
 impl Pool {
-    /// Frees a slot that the map has not named, or one page's place in a pack. Lanes may have read
-    /// other pages of that pack.
+    /// Frees a slot that the map never named. If the slot has a pack, only one page leaves it:
+    /// other pages of the pack may have been published and read.
     pub(crate) fn retire_unpublished(&self, store: usize, slot: Slot) {
         let records = &self.tiers[store].records;
         records.retire(slot, || if records.has_packs() { self.epochs.now() } else { 0 });
     }
 
-    /// Returns `entry`, which is not yet published, with generation `generation`.
+    /// Gives `entry`, which is not yet published, the generation `generation`. Renews the checksum
+    /// in the slot's record too.
     #[cold]
     pub(super) fn renew(&self, page: PageNo, entry: Entry, generation: u32) -> Entry {
         if let Place::Stored { store, slot } = entry.place() {

@@ -13,7 +13,7 @@ use weir_store::{Done, Fault, Ticket};
 
 /// Largest number of runs that a lane may have under way; further pages go by single operations.
 pub(super) const RUNS: usize = 16;
-/// The longest run: as many pages as [`Run::late`] has bits.
+/// Largest number of pages of a run: as many as [`Run::late`] has bits.
 const RUN_PAGES: usize = u64::BITS as usize;
 /// Distance, in pages, at which a page is prefetched.
 const AHEAD: usize = 2;
@@ -28,8 +28,8 @@ pub(crate) struct Run {
     answered: usize,
     /// The first fault of a write's pages.
     fault: Option<Fault>,
-    /// A bit for each page of a write that was not answered in time. Those writes may still change
-    /// their slots.
+    /// Of a write: a bit for each page that the store did not answer in time. The write may still
+    /// change such a page's slot.
     late: u64,
     entries: [Entry; RUN_PAGES],
     checksums: [Checksum; RUN_PAGES],
@@ -82,7 +82,7 @@ impl Run {
         (at, result.and_then(|()| located.verify(bytes.ok_or(Fault::Lost)?)))
     }
 
-    /// The slot of a page that is written.
+    /// Of a write: the store and slot of the page at index `at`.
     pub(crate) fn slot(&self, at: usize) -> Option<(usize, Slot)> {
         match self.entries[at].place() {
             Place::Stored { store, slot } if self.is_write => Some((store, slot)),
@@ -162,7 +162,8 @@ impl Lane {
             return 0;
         }
         self.enter();
-        // If no slot is free, a single write can wait for one.
+        // If no slot is free, begin nothing: the caller then writes single pages, which can wait
+        // for a slot.
         let Some((store, slot)) = self.claim_now(first) else { return 0 };
         let place = |at: usize| Place::Stored { store, slot: Slot(slot.0 + at as u32) };
         let page = |at: usize| PageNo(first.0 + at as u32);
@@ -198,7 +199,7 @@ impl Lane {
         taken
     }
 
-    /// Number of further pages that may be under way.
+    /// Number of pages that this lane can begin to read or write besides those under way.
     fn room_under_way(&self) -> usize {
         self.ops.len().saturating_sub(self.under_way)
     }
@@ -235,7 +236,7 @@ impl Lane {
         for at in 0..count {
             let entry = self.runs[run as usize].entries[at];
             match fault {
-                // A page that is published already has no entry here.
+                // An earlier poll has published this page of the run, and cleared its entry here.
                 _ if entry == Entry::default() => {}
                 // The whole run takes effect, or none of it.
                 None => {

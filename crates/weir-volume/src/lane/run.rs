@@ -16,13 +16,13 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
 use weir_device::View;
 
-/// Pages of a group: enough to make the wait cheap, and few compared to the freed slots that a lane
-/// remembers.
+/// Number of pages that are written as one group: enough that one wait for all costs little each,
+/// and few compared to the freed slots that a lane remembers.
 const GROUP: usize = 16;
-/// Shorter rows of pages are written one by one as fast.
+/// Fewer pages in a row than this are read or written one by one just as fast.
 pub(crate) const LEAST: usize = 4;
 
-/// Distance, in pages, at which a page is prefetched.
+/// How many pages ahead of the present one a page is prefetched.
 const AHEAD: usize = 2;
 
 impl Lane {
@@ -59,7 +59,8 @@ impl Lane {
         if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
             return 0;
         }
-        // This is most likely the store that takes the pages; a wrong guess costs one claim.
+        // The store of the last claim most likely takes these pages too. If it does not, one claim
+        // was in vain.
         if !self.stores[self.taker].lane.writes_past_caches() {
             return 0;
         }

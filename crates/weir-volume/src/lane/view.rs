@@ -12,9 +12,9 @@ use weir_store::Fault;
 /// slot that is freed meanwhile, so it should not live longer than a millisecond or two.
 pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
-    /// The guard's start time, if the guard belongs to the sample that is timed.
+    /// The guard's start time, if the guard is one of the sampled operations that are timed.
     started: Option<Started>,
-    /// The places of the pages that it has shown.
+    /// The number of shown pages in each store.
     shown: Places,
 }
 
@@ -28,7 +28,7 @@ impl Lane {
 }
 
 impl Guard<'_> {
-    /// A read of the page without I/O. A page shown as bytes has been verified.
+    /// Shows a page without I/O. A page shown as bytes has been verified.
     pub fn view(&self, page: PageNo) -> View<'_> {
         self.show(&self.lane.pool.locate(self.lane.at(page)))
     }
@@ -36,7 +36,7 @@ impl Guard<'_> {
     #[inline]
     pub(crate) fn show(&self, located: &Located) -> View<'_> {
         let view = self.find(located);
-        // A page that the view cannot show must be read, and is counted then.
+        // A page that cannot be shown is read by the caller, and is counted there.
         if !matches!(view, View::Elsewhere) {
             self.shown.add(located.entry.place());
         }
@@ -79,8 +79,8 @@ impl Guard<'_> {
         }
     }
 
-    /// Counts `pages` pages that were shown by this guard, with `faults` failures. If the guard is
-    /// timed, each page took its share of the time.
+    /// Counts `pages` pages as read through this guard, and `faults` as failed. If the guard is
+    /// timed, its time is divided equally among the pages.
     pub fn count_reads(&self, pages: u64, faults: u64) {
         let metrics = self.lane.metrics();
         metrics.read_faults.add(faults);
