@@ -8,7 +8,7 @@ use weir_core::ByteSize;
 #[derive(Debug, thiserror::Error)]
 #[error("store {store}: {what}")]
 pub struct OpenError {
-    /// The kind of the reason.
+    /// The kind of reason why the opening failed.
     pub kind: OpenErrorKind,
     /// The store's URL.
     pub store: String,
@@ -20,12 +20,13 @@ pub struct OpenError {
     pub source: Option<Error>,
 }
 
-/// The kind of an error, by which a caller decides. The sentence is for people and may change.
+/// The kind of an error, by which a caller decides what to do. The sentence is for people and may
+/// change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OpenErrorKind {
     /// Memory or room of that many bytes could not be had: a smaller store may be possible.
     NoMemory {
-        /// Bytes asked for.
+        /// Number of bytes that were asked for.
         wanted: u64,
         /// Bytes that were available, if known.
         had: u64,
@@ -41,7 +42,7 @@ pub enum OpenErrorKind {
         /// Number of slots that were free.
         left: u32,
     },
-    /// The system denies this process access.
+    /// The system denies this process access to the file, disk or card.
     Denied,
     /// The request does not fit the file or device: it is another kind of file, has foreign
     /// content, or has pages of another version.

@@ -79,8 +79,8 @@ pub trait Store: Send + Sync + fmt::Debug {
         0
     }
 
-    /// The state of a member. The volume asks for it at each write, so it must take no more than a
-    /// load.
+    /// The state of a member. The volume asks for it at each write, so it must take no longer than
+    /// one load from memory.
     fn state(&self, member: u32) -> State;
 
     /// The reason why the kernel must not swap onto the store, with the next step; `None` if it

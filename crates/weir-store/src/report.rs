@@ -38,9 +38,9 @@ pub struct Condition {
     pub ways: Vec<&'static str>,
     /// Each fast path that does not work, and why.
     pub missing: Vec<(&'static str, String)>,
-    /// The time of the last change.
+    /// The time when the member's state last changed.
     pub since: SystemTime,
-    /// The reason for the last change; `None` if the member was only opened.
+    /// The reason for the last change of the state; `None` if the member was only opened.
     pub why: Option<String>,
     /// Whether this process cannot reach what the member holds, but a new process could.
     pub wants_another_process: bool,
@@ -51,7 +51,7 @@ pub struct Condition {
 pub struct Joined {
     /// The name of the store, or of the card of a store with several.
     pub store: String,
-    /// The time of each stage.
+    /// Each stage of the opening, with its time.
     pub stages: Vec<(&'static str, Duration)>,
     /// The part that is missing, and why. `None` if every part is open.
     pub missing: Option<String>,

@@ -9,8 +9,8 @@
 //! | `redis://host:port,host:port?size=8GiB` | engines that speak the Redis protocol ([`RemoteUrl`]) |
 //! | `sim:seed=1,read_error=1e-4` | memory that fails as told, for tests ([`SimUrl`]) |
 //!
-//! Each kind of store parses its own part, in its own module. A new kind adds a variant here, its
-//! parser there, and an arm in [`open`](crate::open()).
+//! Each kind of store parses its part of a URL in its own module. A new kind needs a variant in
+//! this file, a parser in its module, and an arm in [`open`](crate::open()).
 //!
 //! ```
 //! use weir_store::StoreUrl;
@@ -75,7 +75,7 @@ pub enum UrlProblem {
     UnknownKey {
         /// The key that was given.
         key: String,
-        /// The known keys.
+        /// The keys that this kind of store knows.
         accepted: &'static [&'static str],
     },
     /// The text has a key twice.
@@ -106,7 +106,7 @@ impl StoreUrl {
     /// Makes every path of the URL absolute, for a process in another directory.
     ///
     /// # Errors
-    /// Fails when this process is in a directory that is gone.
+    /// Fails when this process's working directory no longer exists.
     pub fn absolute(mut self) -> std::io::Result<Self> {
         let paths = match &mut self {
             StoreUrl::File(file) => std::slice::from_mut(&mut file.path),

@@ -189,7 +189,8 @@ pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
     assert!(memory.take(chunks).is_err(), "there is no chunk {chunks}");
 }
 
-/// An operation on a slot that the store does not have ends with a fault. No other operation does.
+/// An operation on a slot that the store does not have ends with a fault. Operations on the store's
+/// own slots still succeed.
 pub fn a_slot_outside_the_store_is_a_fault(store: &dyn Store) {
     let mut lane = Watched::open(store, 8);
     let inside = Slot(store.slots() - 1);

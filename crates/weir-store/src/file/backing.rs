@@ -473,8 +473,8 @@ fn zeros() -> Vec<Page> {
     vec![Page::zeroed(); (4 << 20) / PAGE_SIZE]
 }
 
-/// Whether the path lies in /dev, on the same file system, where only devices belong. A file there
-/// would take memory and stay after Weir.
+/// Whether the path lies in /dev and on that file system, which is for devices only. A file there
+/// would take memory, and stay after Weir.
 fn is_for_devices(path: &Path) -> bool {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = parent.canonicalize().unwrap_or_else(|_| parent.to_owned());

@@ -173,7 +173,7 @@ impl FileLane {
     }
 
     /// Takes a staging page for an operation, queues the operation, and returns the page's number.
-    /// Without a free page, returns what to answer.
+    /// Without a free page, returns the operation's answer.
     fn queue(
         &mut self,
         ticket: Ticket,

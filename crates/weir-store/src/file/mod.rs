@@ -121,7 +121,7 @@ impl<'a> Layout<'a> {
             encrypt: url.encrypt,
             overwrite: url.overwrite,
             unit: url.unit,
-            // A chunk is the same range of every member.
+            // A chunk takes the same range of bytes on every member.
             chunk: ByteSize(FileUrl::CHUNK.0.next_multiple_of(round)),
         })
     }
@@ -379,8 +379,8 @@ impl Survive for FileStore {
             }
             cipher.iter().try_for_each(|cipher| keep.hold(KEY, cipher.secret(), true))?;
         }
-        // Hand over the pipes also after a takeover: they have changed. The keeper holds the rest
-        // already.
+        // Hand over the pipes after a takeover too: they have changed. The keeper holds the files
+        // and the key already.
         quiet.pipes().try_for_each(|(name, fd)| keep.hold(&name, fd, false))
     }
 

@@ -42,8 +42,8 @@ impl FileStore {
     /// pages in turns, `unit` bytes at a time. The end of a member that fills no unit is left out.
     ///
     /// # Errors
-    /// Fails when one does not exist, is in use, is neither a file nor a block device, or is
-    /// shorter than a unit.
+    /// Fails when a path does not exist, is in use, or is neither a file nor a block device. Also
+    /// fails when a member is shorter than a unit.
     pub fn open_members(paths: &[PathBuf], unit: ByteSize) -> Result<Self, OpenError> {
         let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
         let name = names.join(",");

@@ -55,7 +55,7 @@ impl Staging {
         Some(page)
     }
 
-    /// Gives a page back.
+    /// Frees a staging page.
     pub(super) fn give(&mut self, page: usize) {
         debug_assert!(self.used[page / 64] & 1 << (page % 64) != 0, "page {page} is given back twice");
         self.used[page / 64] &= !(1 << (page % 64));
@@ -66,14 +66,14 @@ impl Staging {
         self.used[page / 64] & 1 << (page % 64) != 0
     }
 
-    /// The address of a page.
+    /// The address of a staging page.
     pub(super) fn address(&self, page: usize) -> *mut u8 {
         assert!(page < self.pages, "a page of the staging area");
         // SAFETY: the page is inside the mapping, as the assertion says.
         unsafe { self.memory.as_ptr().add(page * PAGE_SIZE) }
     }
 
-    /// The content of a page.
+    /// The content of a staging page.
     ///
     /// # Safety
     /// No I/O on the page may be in flight.

@@ -1,4 +1,4 @@
-//! The alarm that wakes the thread which makes copies anew.
+//! The alarm that wakes the thread which copies pages to nodes that lack them.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;

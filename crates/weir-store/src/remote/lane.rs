@@ -47,7 +47,7 @@ pub(super) struct RemoteLane {
 struct Operation {
     ticket: Ticket,
     slot: Slot,
-    /// The stamp of a write.
+    /// The stamp of a write; `None` for a read.
     stamp: Option<u64>,
     /// The number of the latest attempt. The lane ignores answers to earlier ones.
     attempt: u32,

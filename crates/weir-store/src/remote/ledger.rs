@@ -11,7 +11,7 @@ use weir_core::Slot;
 
 /// The bit of a slot's word that marks the first copy. The bit below it marks the second.
 const FIRST: u64 = 1 << 63;
-/// The bits of a stamp.
+/// The bits of a slot's word that hold the stamp.
 const STAMP: u64 = (1 << (64 - COPIES_MAX)) - 1;
 
 /// The entries of all slots of a store.

@@ -70,7 +70,7 @@ pub struct RemoteCounts {
     pub copied: u64,
     /// Number of pages of which a copy is missing now.
     pub lacking: u64,
-    /// Number of copies that were gone with a node's earlier process.
+    /// Number of copies that were lost when a node's process was replaced.
     pub gone: u64,
     /// Number of operations that a cluster referred to another node.
     pub redirected: u64,
@@ -185,7 +185,7 @@ impl RemoteStore {
         }
     }
 
-    /// Ends the thread that makes copies anew.
+    /// Ends the thread that copies pages to nodes that lack them.
     fn stop_rebuild(&self) {
         self.core.alarm.close();
         let thread = self.rebuilder.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -66,7 +66,7 @@ pub(super) struct Core {
     /// The stamp of the store's latest write.
     pub(super) last_stamp: AtomicU64,
     pub(super) counts: Counts,
-    /// Wakes the thread that makes copies anew.
+    /// Wakes the thread that copies pages to nodes that lack them.
     pub(super) alarm: Alarm,
     /// The nodes of a cluster; `None` if the nodes are no cluster.
     pub(super) cluster: Option<Cluster>,
@@ -92,9 +92,9 @@ pub(super) struct Counts {
     pub(super) lost: AtomicU64,
     /// Number of writes that left out a copy, because the copy's node was away.
     pub(super) degraded: AtomicU64,
-    /// Number of copies that were made anew.
+    /// Number of copies that were made anew on nodes that lacked them.
     pub(super) copied: AtomicU64,
-    /// Number of copies that were gone with a node's earlier process.
+    /// Number of copies that were lost when a node's process was replaced.
     pub(super) gone: AtomicU64,
     /// Number of operations that a cluster referred to another node.
     pub(super) redirected: AtomicU64,

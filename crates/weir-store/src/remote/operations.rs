@@ -15,7 +15,7 @@ use weir_core::{Page, PageBytes, Slot};
 /// All operations of a lane.
 pub(super) struct Operations {
     cells: Box<[Cell]>,
-    /// A bit for each operation that has an answer.
+    /// A bit for each operation, set when the operation has an answer.
     answered: Box<[AtomicU64]>,
     bell: OwnedFd,
 }
@@ -34,7 +34,7 @@ struct Content {
     ask: Option<usize>,
     /// Number of nodes that have yet to answer this attempt.
     left: u32,
-    /// The best answer so far. One copy that was kept makes a write succeed.
+    /// The best answer to the operation so far. One copy that was kept makes a write succeed.
     result: Option<Result<(), Fault>>,
 }
 

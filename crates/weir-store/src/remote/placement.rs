@@ -13,7 +13,7 @@ pub(super) const HASH_SLOTS: usize = 1 << 14;
 /// while a node is away, only the extents on it take no new pages.
 const EXTENT: u32 = 1024;
 
-/// The nodes of each extent.
+/// The nodes that keep each extent of slots.
 #[derive(Debug)]
 pub(super) struct Placement {
     extents: Box<[[u16; COPIES_MAX]]>,
@@ -123,14 +123,14 @@ fn hash_slot(tag: &str) -> u16 {
     crc % HASH_SLOTS as u16
 }
 
-/// FNV-1a, 64 bits.
+/// The hash FNV-1a, with 64 bits.
 fn fnv1a(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     })
 }
 
-/// The finaliser of SplitMix64.
+/// Mixes the bits of a hash. This is the last step of SplitMix64.
 fn mix(bits: u64) -> u64 {
     let z = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

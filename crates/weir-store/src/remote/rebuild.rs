@@ -1,5 +1,5 @@
-//! The policy of the copies that are made anew: which slots, and when. A pure function of the time
-//! that its caller gives.
+//! Decides which slots are copied to nodes that lack their pages, and when. It is a pure function
+//! of the time that its caller gives.
 
 use std::time::{Duration, Instant};
 use weir_core::Slot;

@@ -27,7 +27,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// Time between two requests for a cluster's map while one of its nodes is away.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 
-/// The thread that copies.
+/// The thread that copies pages to nodes that lack them.
 pub(super) struct Rebuilder {
     core: Arc<Core>,
     senders: Senders,

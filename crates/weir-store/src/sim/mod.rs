@@ -188,7 +188,8 @@ impl Sim {
     }
 
     /// Cuts the power. Each slot written since the last flush then holds one of its contents since
-    /// that flush. `choose` picks one for each slot, and gets the number of contents.
+    /// that flush. For each slot, `choose` gets the number of contents, and returns the index of
+    /// one.
     pub fn cut_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, contents) in std::mem::take(unflushed) {
@@ -232,22 +233,22 @@ impl Sim {
         change(&mut hold(&self.shared.cells[slot.0 as usize]).page);
     }
 
-    /// Makes the store hang like a disk that retries, or ends that. While it hangs, due operations
+    /// Sets whether the store hangs, as a disk does that retries. While it hangs, due operations
     /// end with [`Fault::Timeout`], and such writes land afterwards. Only operations that take
     /// polls or time can hang.
     pub fn hang(&self, hangs: bool) {
         self.shared.hangs.store(hangs, Ordering::SeqCst);
     }
 
-    /// Puts the store out of reach, or back: it is [`State::Unreachable`], and it
+    /// Sets whether the store is out of reach: then it is [`State::Unreachable`], and it
     /// [hangs](Sim::hang).
     pub fn part(&self, is_away: bool) {
         self.shared.is_away.store(is_away, Ordering::SeqCst);
         self.hang(is_away);
     }
 
-    /// Makes the store's owner want memory back, or no longer: the store is [`State::Draining`]
-    /// then.
+    /// Sets whether the owner of the store's memory wants it back. If so, the store is
+    /// [`State::Draining`].
     pub fn drain(&self, drains: bool) {
         self.shared.drains.store(drains, Ordering::SeqCst);
     }

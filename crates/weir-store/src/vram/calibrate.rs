@@ -16,7 +16,7 @@ const STRIDE: u32 = 7;
 const BATCH: usize = 32;
 /// Number of neighbouring pages in the batch that measures the link.
 const RUN: usize = 256;
-/// Time for one figure.
+/// Time for which one cost is measured.
 const FIGURE: Duration = Duration::from_millis(5);
 /// Number of threads that share a path when its limit is measured: three fill an H200's window,
 /// eight its link.

@@ -45,7 +45,7 @@ struct Trial {
 impl Contest {
     /// Returns the path to use until the next look, after `pages` were moved in `elapsed`.
     /// `contenders` begins with the path that has the lowest measured cost. `None`: there is no
-    /// choice.
+    /// contender.
     pub fn step(&mut self, elapsed: Duration, pages: u64, contenders: &[Path]) -> Option<Path> {
         if contenders.len() < 2 {
             self.pause();
@@ -128,8 +128,8 @@ fn same(a: &[Path], b: &[Path]) -> bool {
     a.len() == b.len() && a.iter().all(|path| b.contains(path))
 }
 
-/// The fastest path. The last winner, or else the first path, stays unless another is faster by the
-/// margin.
+/// Returns the fastest path. The last winner, or the first path if none has won yet, only loses to
+/// a path that is faster by [`MARGIN`].
 fn winner(contenders: &[Path], rates: &[f64], before: Option<Path>) -> Path {
     let favourite = before.unwrap_or(contenders[0]);
     let handicapped = |(path, rate): &(Path, f64)| if *path == favourite { rate * MARGIN } else { *rate };

@@ -30,7 +30,7 @@ pub(super) const ONLINE: u8 = 0;
 const DRAINING: u8 = 1;
 const LOST: u8 = 2;
 
-/// One card's memory.
+/// One card as a store.
 pub struct Gpu {
     pub(super) url: String,
     pub(super) uuid: [u8; 16],
@@ -316,8 +316,8 @@ impl Gpu {
         }
     }
 
-    /// Notes and reports that the condition has changed, and why. Only threads that may wait call
-    /// it.
+    /// Notes that the card's condition has changed, and why, and calls the callbacks. Only threads
+    /// that may wait call this.
     pub(super) fn turn(&self, why: Option<String>) {
         *self.turn.lock().unwrap_or_else(PoisonError::into_inner) = Turn::now(why);
         let tell = self.tell.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -325,7 +325,8 @@ impl Gpu {
         tell.iter().for_each(|tell| tell(&condition));
     }
 
-    /// Has `tell` called at each change of the condition, and now if there was one.
+    /// Has `tell` called at each change of the card's condition. If there was a change already,
+    /// calls it at once too.
     pub(super) fn when_changed(&self, tell: &TellChange) {
         self.tell.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(tell));
         let condition = self.condition();
@@ -531,8 +532,8 @@ impl Gpu {
     /// Clears a chunk's memory, and gives it back.
     ///
     /// # Errors
-    /// Fails when a lane still uses the chunk, or the card did not clear it. The chunk is still
-    /// held then.
+    /// Fails when a lane still uses the chunk, or the card did not clear it. The chunk then keeps
+    /// its memory.
     pub fn release(&self, chunk: u32) -> Result<(), Fault> {
         if chunk as usize >= self.chunks.count() {
             return Err(Fault::Io(libc::EINVAL));

@@ -191,7 +191,7 @@ impl GpuLane {
         }
     }
 
-    /// Takes the parts that were opened since.
+    /// Takes the lane's late parts from its cell.
     #[cold]
     #[inline(never)]
     fn join(&mut self) {

@@ -31,7 +31,7 @@ use weir_core::swap_safety::{self, Children};
 /// Longest time that the closing of a store waits for a driver that is being opened.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
-/// The opening of one card's late parts.
+/// The opening of one card's late parts, as far as it has come.
 #[derive(Default)]
 pub struct Late {
     progress: Mutex<Progress>,
@@ -52,7 +52,7 @@ struct Progress {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The parts that are to be opened.
+/// The settings by which the late parts of a card are opened.
 pub struct Opening {
     pub options: VramUrl,
     pub drivers: Drivers,
@@ -318,7 +318,7 @@ impl Default for PartsCell {
 }
 
 impl PartsCell {
-    /// Leaves the parts in the cell, once; returns them if the lane is closed.
+    /// Puts a lane's parts into its cell, once. Returns them if the lane has closed the cell.
     fn fill(&self, parts: Parts) -> Option<Parts> {
         // SAFETY: the lane does not access the parts before FULL, and only one thread fills the
         // cell.
@@ -339,7 +339,8 @@ impl PartsCell {
         self.close()
     }
 
-    /// Closes the cell, since the lane goes or has its parts. Returns parts that are left in it.
+    /// Closes the cell when its lane is dropped, or has its parts. Returns parts that are left in
+    /// the cell.
     pub fn close(&self) -> Option<Parts> {
         if self.state.swap(CLOSED, Ordering::AcqRel) != FULL {
             return None;

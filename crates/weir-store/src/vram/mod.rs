@@ -99,7 +99,7 @@ pub(crate) enum Trouble {
     /// The process has no descriptor left.
     #[error("no file descriptor is left: raise the limit on open files")]
     NoDescriptor,
-    /// The machine has neither driver.
+    /// The machine has neither CUDA nor Vulkan.
     #[error("neither Vulkan nor CUDA is there")]
     NoDriver,
     /// A lane did not finish its operations in flight.

@@ -36,9 +36,9 @@ unsafe impl Sync for Nvml {}
 pub struct MemoryInfo {
     /// Bytes of the card's memory in total.
     pub total: u64,
-    /// Bytes that are free.
+    /// Bytes of the card's memory that are free.
     pub free: u64,
-    /// Bytes that are in use.
+    /// Bytes of the card's memory that are in use.
     pub used: u64,
 }
 
@@ -154,7 +154,7 @@ impl Nvml {
 pub struct Told {
     /// The card's PCI address as the kernel writes it.
     pub address: String,
-    /// The card's memory.
+    /// The card's memory in bytes: free, in use, and in total.
     pub memory: MemoryInfo,
     /// Whether a display is connected to the card.
     pub display: bool,

@@ -55,7 +55,7 @@ pub struct VramUrl {
     pub size: Option<ByteSize>,
     /// Bytes of a chunk: a power of two, from 1 MiB to 4 GiB.
     pub chunk: ByteSize,
-    /// Bytes of free device memory that are left to others.
+    /// Bytes of device memory that stay free for the card's other users.
     pub floor: ByteSize,
     /// The mode of the resident kernel.
     pub ring: RingMode,

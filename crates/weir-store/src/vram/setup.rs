@@ -44,7 +44,7 @@ struct Room {
     bytes: u64,
     ring: Option<Arc<Ring>>,
     stages: Vec<(&'static str, Duration)>,
-    /// Whether CUDA and NVML may come later.
+    /// Whether CUDA and NVML may be opened after the first operations.
     late: bool,
 }
 
@@ -190,7 +190,7 @@ impl Found {
         ring(options, &self.source, cuda, self.owner.as_ref().is_some_and(|owner| owner.display), hot)
     }
 
-    /// Takes the card's memory.
+    /// Takes memory of the card for all chunks.
     fn reserve(&self, options: &VramUrl, url: &str) -> Result<Room, OpenError> {
         let fail = |kind, what: String| OpenError::new(kind, url, what);
         let short = |wanted, had, what| fail(OpenErrorKind::NoMemory { wanted, had }, what);

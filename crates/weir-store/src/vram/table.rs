@@ -59,11 +59,11 @@ pub struct Cost {
 /// The batch that is about to be done.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchShape {
-    /// Number of pages, with those in flight.
+    /// Number of the batch's pages, and of the lane's pages in flight.
     pub pages: usize,
     /// Whether most pages are neighbours.
     pub neighbours: bool,
-    /// Number of threads at work, with this one.
+    /// Number of threads that use the card, with this one.
     pub busy: usize,
     /// Whether the resident kernel is on the card.
     pub ring: bool,
@@ -100,7 +100,7 @@ impl Table {
         self.costs[path as usize][direction as usize]
     }
 
-    /// The same table without the missing paths.
+    /// The same costs, without those of paths that the card lacks.
     pub fn only(mut self, has: impl Fn(Path) -> bool) -> Self {
         for path in Path::ALL.into_iter().filter(|&path| !has(path)) {
             self.costs[path as usize] = [None; 2];

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 const TICK_BUSY: Duration = Duration::from_millis(1);
 const TICK_IDLE: Duration = Duration::from_millis(20);
 const TICK_ASLEEP: Duration = Duration::from_secs(1);
-/// The thread sleeps for long after this time without a page.
+/// After this time without a page, the watching thread only looks each [`TICK_ASLEEP`].
 const QUIET: Duration = Duration::from_secs(1);
 /// The load counts as heavy if at least this many pages moved between two looks of the watching
 /// thread.

@@ -119,7 +119,7 @@ impl Hot {
         }
     }
 
-    /// The pin at `index`.
+    /// Pin number `index`: the chunks that one lane uses.
     #[inline]
     pub fn pin(&self, index: usize) -> &Pin {
         &self.pins()[index]
@@ -231,7 +231,7 @@ impl Site {
 /// The two paths whose operations complete later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Way {
-    /// Batches of the copy engine.
+    /// The copy engine, which does operations in batches.
     Engine = 0,
     /// The ring, which the resident kernel serves.
     Ring = 1,
@@ -269,7 +269,7 @@ impl Pin {
         self.inside.store(self.inside.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// Notes whether this lane writes neighbouring slots.
+    /// Notes whether this lane writes runs of neighbouring slots.
     #[inline]
     pub fn note_runs(&self, runs: bool) {
         self.runs.store(runs, Ordering::Relaxed);

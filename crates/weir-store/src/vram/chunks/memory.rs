@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
-/// The source of chunks' memory.
+/// The drivers from which chunks get their memory.
 #[derive(Debug)]
 pub struct Source {
     /// The Vulkan device that gives mapped memory, if there is one.

@@ -112,7 +112,7 @@ impl Chunks {
         Some(pin)
     }
 
-    /// The pin at `index`.
+    /// Pin number `index`: the chunks that one lane uses.
     pub fn pin(&self, index: usize) -> &Pin {
         self.hot.pin(index)
     }

@@ -300,8 +300,8 @@ impl BatchLane {
             let at = (self.ended % BATCHES as u64) as usize;
             let Some(outcome) = self.outcome(now, at) else { break };
             if outcome.is_err() && self.context.is_lost() {
-                // The owner of this lane ends the operations that are left, since it may have
-                // another path.
+                // The owner of this lane ends the operations that are left. It may have another
+                // path for them.
                 return;
             }
             let end = self.batches[at].end;

@@ -70,7 +70,7 @@ pub enum Refusal {
     NoSuchIndex {
         /// The index that the URL names.
         asked: usize,
-        /// The number of cards.
+        /// The number of cards that were found.
         have: usize,
     },
 }

@@ -97,7 +97,7 @@ impl Device {
     /// Opens a Vulkan device on `card`.
     ///
     /// # Errors
-    /// Fails when the driver refuses.
+    /// Fails when the driver refuses to open the device.
     fn open(entry: ash::Entry, instance: ash::Instance, card: Card) -> Result<Self, VulkanError> {
         let physical = card.physical;
         // SAFETY: `physical` belongs to `instance`; every create-info outlives its call.

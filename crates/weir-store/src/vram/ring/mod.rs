@@ -168,7 +168,8 @@ impl Ring {
         self.state.load(Ordering::Relaxed) == RESIDENT
     }
 
-    /// Number of waits that looked like another context's time slice, since the last call.
+    /// Number of waits since the last call that were so long that another context must have had a
+    /// time slice.
     pub fn take_stalls(&self) -> u32 {
         self.cells.iter().map(|cell| cell.stalls.swap(0, Ordering::Relaxed)).sum()
     }

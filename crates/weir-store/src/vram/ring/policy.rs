@@ -24,7 +24,7 @@ pub struct Seen {
     pub uncovered: bool,
 }
 
-/// The watcher's next step.
+/// The next step of the watching thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// Do nothing.
