@@ -7,13 +7,13 @@ use std::str::FromStr;
 /// An address to listen on or to connect to.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Address {
-    /// A socket in the file system.
+    /// A unix socket, by its path in the file system.
     Unix(PathBuf),
     /// A host (name or address) and a port.
     Tcp {
         /// The host, without the brackets of an IPv6 address.
         host: String,
-        /// The port, from 1.
+        /// The port, 1 to 65535.
         port: u16,
     },
 }

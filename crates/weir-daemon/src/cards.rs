@@ -30,13 +30,13 @@ pub enum Looked {
 pub struct Seen {
     /// The cards that the drivers know.
     pub cards: Vec<Card>,
-    /// The reason why there is no card.
+    /// The reason why the drivers know no card.
     pub refused: Option<String>,
     /// Vulkan drivers that cannot be loaded.
     pub broken: Vec<Broken>,
 }
 
-/// A card.
+/// A card, as its drivers describe it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Card {
     /// The card's name.
@@ -50,7 +50,7 @@ pub struct Card {
 /// A Vulkan driver that cannot be loaded.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Broken {
-    /// The file that names the driver.
+    /// The file that names the driver to the loader.
     pub file: String,
     /// The loader's error.
     pub why: String,

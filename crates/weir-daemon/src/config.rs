@@ -13,7 +13,7 @@ use weir_volume::Compression;
 /// A daemon's configuration. The default has no store and no front end yet.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Config {
-    /// The stores of its pages, the fastest first.
+    /// The stores of the daemon's pages, the fastest first.
     pub stores: Vec<StoreUrl>,
     /// The stores below the others. Pages go there when the others are full, or give their memory
     /// back.
@@ -56,7 +56,7 @@ pub struct Config {
 /// The settings of the NBD server.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Nbd {
-    /// The addresses at which the server listens.
+    /// The addresses at which the NBD server listens.
     pub addresses: Vec<Address>,
     /// Number of connections at a time. Each has a thread, and takes memory from the start.
     pub connections: u16,
@@ -78,7 +78,7 @@ pub struct Fuse {
 /// The settings of the share server, which gives pages to local programs.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Share {
-    /// The path of the server's socket.
+    /// The path of the share server's socket.
     pub path: PathBuf,
     /// Whether clients may read pages in the memory of the host stores.
     pub in_place: bool,

@@ -29,7 +29,7 @@ pub struct VolumeOptions<'a> {
     pub size: Option<ByteSize>,
     /// The number of threads that will use the volume.
     pub lanes: usize,
-    /// Pages that each thread moves at a time in slow stores.
+    /// Number of pages that each thread moves at a time in slow stores.
     pub depth: usize,
     /// The compression algorithm, if there is one.
     pub compress: Option<Compression>,

@@ -343,9 +343,9 @@ pub struct MemoryOptions {
 /// An amount of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Amount {
-    /// All memory that there is.
+    /// All memory that the daemon can give back or take.
     All,
-    /// This much memory.
+    /// A number of bytes.
     Size(ByteSize),
 }
 

@@ -140,7 +140,7 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
     ("weir-man", &[("weir man /usr/local/share/man/man1", "A page for each command.")]),
 ];
 
-/// The examples of a page.
+/// The examples of a man page.
 pub fn of(page: &str) -> Vec<(String, String)> {
     let found = EXAMPLES.iter().find(|(name, _)| *name == page).map_or(&[][..], |(_, examples)| examples);
     found.iter().map(|(command, about)| ((*command).to_owned(), (*about).to_owned())).collect()

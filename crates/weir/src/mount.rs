@@ -27,7 +27,7 @@ use weir_volume::Volume;
 const SIZE: ByteSize = ByteSize(1 << 30);
 /// Time that requests under way may take when the disk ends.
 const GRACE: Duration = Duration::from_secs(2);
-/// Pages that one thread moves at a time in a slow store.
+/// Number of pages that one thread moves at a time in a slow store.
 const DEPTH: usize = 64;
 /// The line that the inner process prints once the disk is mounted.
 const READY: &[u8] = b"ready\n";

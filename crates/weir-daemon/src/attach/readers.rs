@@ -19,7 +19,7 @@ pub struct Readers {
 }
 
 impl Readers {
-    /// The readers of `/dev/nbd<device>`.
+    /// Finds the kernel's reader threads for `/dev/nbd<device>`.
     pub fn of(device: u32) -> Readers {
         Readers::at(device, Path::new("/proc"))
     }

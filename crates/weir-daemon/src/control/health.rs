@@ -4,12 +4,12 @@ use super::Status;
 use super::status::Protection;
 use weir_core::PAGE_SIZE;
 
-/// A problem, and the next step.
+/// A problem, and what a user can do about it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
     /// The thing that has the problem, and what is wrong with it.
     pub what: String,
-    /// The next step.
+    /// The next step for a user who has the problem.
     pub next: &'static str,
 }
 

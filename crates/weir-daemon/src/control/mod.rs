@@ -50,7 +50,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// The system's run-time directory. `weir on` keeps its files there.
 pub const SYSTEM: &str = "/run/weir";
 
-/// The socket in a run-time directory.
+/// The control socket's file name in a run-time directory.
 pub const SOCKET: &str = "control.sock";
 
 /// Longest request, in bytes.
@@ -161,7 +161,7 @@ pub struct Progress {
     pub bytes: u64,
     /// Bytes of memory that the whole request will give back or take.
     pub total_bytes: u64,
-    /// Pages moved for the request so far.
+    /// Number of pages moved for the request so far.
     pub pages: u64,
 }
 
@@ -174,9 +174,9 @@ pub struct Moved {
     /// them now. The governor takes them later.
     #[serde(default)]
     pub left_bytes: u64,
-    /// Pages moved for the request.
+    /// Number of pages moved for the request.
     pub pages: u64,
-    /// The time that the request took.
+    /// Seconds that the request took.
     pub seconds: f64,
 }
 

@@ -24,7 +24,7 @@ pub struct Program {
     pub single_pages: u64,
     /// Bytes of the blocks that have room in the stores.
     pub stored_bytes: u64,
-    /// Page faults that the pager has resolved.
+    /// Number of page faults that the pager has resolved.
     pub faults: u64,
     /// Page faults a second over the last second or more.
     pub faults_per_s: f64,
@@ -38,7 +38,7 @@ pub struct Program {
     pub prefetch_hit_rate: Option<f64>,
     /// Number of blocks that could not be read back from a store.
     pub lost_blocks: u64,
-    /// Evictions that have ended.
+    /// Number of evictions that have ended.
     pub evictions: u64,
     /// The state of the program's store: `online`, `full` or `failed`.
     pub store: String,

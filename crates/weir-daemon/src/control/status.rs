@@ -70,7 +70,7 @@ pub struct Volume {
     pub filled: u64,
     /// Number of pages that were never written, or were discarded.
     pub free: u64,
-    /// Memory for the page map and the slot records.
+    /// Bytes of memory for the page map and the slot records.
     pub map_bytes: u64,
     /// The gain of compression, if pages are or were compressed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -107,21 +107,22 @@ pub struct Store {
     pub conditions: Vec<Condition>,
     /// Number of the store's slots: pages that it has room for.
     pub slots: u64,
-    /// Number of slots in use.
+    /// Number of the store's slots that are in use.
     pub slots_used: u64,
-    /// The size of the store's chunks.
+    /// The size of the store's chunks in bytes.
     pub chunk_bytes: u64,
     /// The store's chunks, counted by state.
     pub chunks: Chunks,
-    /// Reads of pages that lay in the store, including reads that failed. Daemons before 0.1.0 of
-    /// November 2026 do not send it.
+    /// Number and latencies of the reads of pages that lay in the store, including reads that
+    /// failed. Daemons before 0.1.0 of November 2026 do not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read: Option<Traffic>,
-    /// Writes to the store. Daemons before 0.1.0 of November 2026 do not send it.
+    /// Number and latencies of the writes to the store. Daemons before 0.1.0 of November 2026 do
+    /// not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write: Option<Traffic>,
-    /// The part of all reads whose page lay in the store; null before the first read. Pages of one
-    /// repeated value lie in no store.
+    /// The fraction of all reads whose page lay in the store; null before the first read. Pages of
+    /// one repeated value lie in no store.
     #[serde(default)]
     pub hit_rate: Option<f64>,
 }
@@ -185,7 +186,7 @@ pub struct Io {
 /// sample, exact to 6 %.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Traffic {
-    /// Number of pages.
+    /// Number of pages read or written.
     pub pages: u64,
     /// The median latency in microseconds; null before the first page.
     pub p50_us: Option<f64>,
@@ -239,9 +240,9 @@ struct Look {
 pub struct Export {
     /// The front end's kind: `nbd`, `ublk`, `fuse` or `share`.
     pub kind: String,
-    /// The address, as `--nbd`, `--fuse` or `--share` took it, or the block device.
+    /// The front end's address, as `--nbd`, `--fuse` or `--share` took it, or the block device.
     pub address: String,
-    /// Connections in use now; for a block device, its queues.
+    /// Number of connections in use now; for a block device, of its queues.
     pub connections: u64,
     /// Largest number of connections that can be in use.
     pub connections_most: u64,
@@ -453,7 +454,7 @@ impl fmt::Display for Background {
     }
 }
 
-/// The columns of a terminal.
+/// Columns of a terminal's line.
 const COLUMNS: usize = 80;
 /// Columns that a line's name takes. A line that is too long goes on in the next line, from this
 /// column on.

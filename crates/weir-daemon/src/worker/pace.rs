@@ -26,7 +26,7 @@ pub fn is_in_use(pages: u64, time: Duration) -> bool {
 /// Runs a task of a mover, by the machine's clock. Tells `goes_on` how many pages each step moved.
 ///
 /// # Errors
-/// The reason why the task ended early.
+/// Fails with the reason for which the task ended early.
 pub fn drive(
     mover: &mut Mover,
     task: Task,

@@ -32,16 +32,16 @@ pub enum Request {
     Status,
     /// Write all dirty pages home.
     Flush,
-    /// Change where writes go.
+    /// Change the cache's mode: where writes go.
     Mode {
-        /// The mode to change to.
+        /// The mode from now on.
         mode: String,
     },
     /// Write all dirty pages home, and end.
     Detach,
 }
 
-/// A line of an answer.
+/// One line of the cache's answer to a request.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Answer {
     schema: u32,

@@ -25,7 +25,7 @@ use weir_log::{Cleaner, Log};
 use weir_store::Room;
 use weir_system::signals;
 
-/// Operations that each thread may have in flight.
+/// Number of operations that each thread may have in flight.
 const DEPTH: usize = 64;
 /// Time that requests under way may take when the file is unmounted.
 const GRACE: Duration = Duration::from_secs(10);

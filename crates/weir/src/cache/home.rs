@@ -17,7 +17,7 @@ use weir_system::loop_device::LoopDevice;
 /// Bytes of a log's segment. The disks of a striped log take its segments in turns.
 const SEGMENT: ByteSize = ByteSize(1 << 20);
 
-/// The home behind a cache.
+/// The home behind a cache, as `--home` names it.
 #[derive(Clone, PartialEq, Debug)]
 pub enum HomeUrl {
     /// A disk or file without a log: page n lies at n.
@@ -68,7 +68,7 @@ impl HomeUrl {
     }
 }
 
-/// An open home.
+/// A home whose disks are open.
 pub struct Home {
     /// The home's disks.
     pub disks: Arc<FileStore>,

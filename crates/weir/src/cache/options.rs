@@ -83,7 +83,7 @@ impl Control {
     }
 }
 
-/// A new cache.
+/// The options of a new cache.
 #[derive(Debug, Clone, Args)]
 pub struct CreateOptions {
     #[command(flatten)]

@@ -31,7 +31,7 @@ pub struct Room {
     pub swapped: ByteSize,
     /// Memory that the kernel calls available (`MemAvailable`).
     pub available: ByteSize,
-    /// Bytes free on other swap devices.
+    /// Bytes that are free on the swap devices that stay on.
     pub other_swap: ByteSize,
 }
 

@@ -113,7 +113,7 @@ const SPARE_CONNECTIONS: u16 = 2;
 /// The front end that was chosen.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Chosen {
-    /// The front end.
+    /// The chosen front end.
     pub front: Front,
     /// Kernel modules that must be loaded before the front end works.
     pub modules: Vec<&'static str>,

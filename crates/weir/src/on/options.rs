@@ -187,7 +187,7 @@ pub enum FrontChoice {
 /// The store for the pages.
 #[derive(Debug, Clone, PartialEq)]
 pub enum StoreChoice {
-    /// Memory of the GPUs, with options as in its URL.
+    /// Memory of the GPUs, with the options of a vram URL.
     Vram(VramUrl),
     /// Host memory.
     Host,
@@ -202,7 +202,7 @@ pub enum BackingChoice {
     Auto,
     /// No backing.
     None,
-    /// This backing.
+    /// The file or block device that the user named.
     At(Backing),
 }
 

@@ -77,7 +77,7 @@ pub fn control_socket(directory: &Path) -> PathBuf {
     directory.join(control::SOCKET)
 }
 
-/// The file of a FUSE mount.
+/// The file that a daemon in `directory` serves by FUSE.
 pub fn fuse_file(directory: &Path) -> PathBuf {
     directory.join("disk")
 }

@@ -28,7 +28,7 @@ pub enum Step {
         /// The file's path.
         path: PathBuf,
     },
-    /// A daemon with its keeper.
+    /// A daemon that Weir started, with its keeper.
     Daemon {
         /// The directory of the daemon's configuration, sockets and log.
         directory: PathBuf,
@@ -37,7 +37,7 @@ pub enum Step {
         /// The keeper's process, if no unit runs the daemon.
         process: Option<Process>,
     },
-    /// A block device.
+    /// A block device that Weir made of a daemon's volume.
     Device {
         /// The device's path, such as `/dev/nbd0`.
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum Step {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         by: Option<u32>,
     },
-    /// A kernel setting.
+    /// A kernel setting that Weir changed.
     Setting {
         /// The setting's file, below `/proc/sys` or `/sys`.
         path: PathBuf,
@@ -58,7 +58,7 @@ pub enum Step {
         before: String,
         /// The setting's value after the change.
         after: String,
-        /// The reason for the change.
+        /// The reason for the change of the setting.
         why: String,
     },
     /// systemd units that may not start while Weir is on, masked until the next boot at most.

@@ -10,7 +10,7 @@ use weir_core::PAGE_SIZE;
 use weir_core::metrics::Latencies;
 use weir_export::nbd::client::{Client, ClientError, Operation};
 
-/// Requests in flight at most.
+/// Largest number of requests in flight.
 const DEPTH: u64 = 8;
 /// Largest number of pages in flight: well below a socket's buffer, so that neither side waits for
 /// the other to read.
@@ -44,7 +44,7 @@ pub struct Tally {
     pub pages: [u64; 4],
     /// For each of [`KINDS`]: times from sending a request to having its answer.
     pub latencies: [Latencies; 4],
-    /// Requests that the server answered with an error.
+    /// Number of requests that the server answered with an error.
     pub errors: u64,
     /// Number of pages with other content than expected.
     pub mismatches: u64,
@@ -72,7 +72,7 @@ struct Request {
     pages: Range<u32>,
 }
 
-/// A connection with its pages.
+/// An NBD connection, with the expected content of its pages.
 #[derive(Debug)]
 pub struct Connection {
     client: Client,
