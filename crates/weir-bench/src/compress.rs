@@ -139,7 +139,7 @@ impl Replaced {
         let (mut looked, mut moved, mut gather_us, mut write_us) = (None, 0, 0.0, 0.0);
         let turns = pages / BATCH * 4;
         for turn in 0..turns {
-            // A page may be drawn twice. It then has the later content.
+            // The draw may give a page twice. The page then has the content that was written last.
             let batch: Vec<u32> = (0..BATCH)
                 .map(|at| (mix(u64::from(turn) << 32 | u64::from(at)) % u64::from(pages)) as u32)
                 .collect();
@@ -282,7 +282,7 @@ impl Contents {
                 let pages = (self.program.len() / PAGE_SIZE).max(1);
                 let from = self.program.chunks(PAGE_SIZE).nth(page as usize / 4 % pages).unwrap_or(&[]);
                 bytes[..from.len()].copy_from_slice(from);
-                // The page's number makes each page different.
+                // The content begins with the page's number, so that all pages differ.
                 bytes[..4].copy_from_slice(&page.to_le_bytes());
             }
             1 => numbers(&mut bytes, seed, (1 << 24) - 1),

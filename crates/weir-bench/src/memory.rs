@@ -111,8 +111,8 @@ pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
         .rows
         .push(Row::lower("map", "bytes_per_page", per_page(volume.map_bytes())).goal(Goal::Value(8.0)));
     let per_slot = (stated - volume.map_bytes()) as f64 / f64::from(config.slots());
-    // The records and the few words of each chunk take whole pages, of which the last is only
-    // partly filled. So the goal allows one page more.
+    // The slot records, and the few words for each chunk, take whole pages of memory. The last of
+    // these pages is only partly filled, so the goal allows one page more.
     let goal = 8.01 + PAGE_SIZE as f64 / f64::from(config.slots());
     report.rows.push(Row::lower("records", "bytes_per_slot", per_slot).goal(Goal::Value(goal)));
     report.rows.push(Row::lower("whole_process", "bytes_per_page", per_page(grown)));

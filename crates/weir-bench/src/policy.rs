@@ -126,8 +126,8 @@ fn opt(trace: &[u32], frames: usize) -> usize {
         } else if coming.len() == frames {
             let last: (usize, &u32) = *coming.last().expect("frames are full");
             if last.0 < next[now] {
-                // The next use of the new page comes after that of every cached page. So the new
-                // page is not cached.
+                // The new page is used again later than every cached page. So the optimal policy
+                // does not cache it.
                 continue;
             }
             coming.remove(&last);
@@ -161,7 +161,7 @@ impl Zipf {
         let sum = self.sums.last().copied().unwrap_or(0.0);
         let at = (splitmix(state) >> 11) as f64 / (1u64 << 53) as f64 * sum;
         let rank = self.sums.partition_point(|sum| *sum < at) as u32;
-        // Pages of neighbouring ranks are not neighbours.
+        // Multiply, so that pages of neighbouring ranks are not neighbours in the volume.
         rank.wrapping_mul(0x9e37_79b1) % self.sums.len() as u32
     }
 }

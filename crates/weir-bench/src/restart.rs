@@ -232,7 +232,8 @@ impl Scene {
         rustix::process::kill_process(daemon, rustix::process::Signal::KILL).map_err(std::io::Error::from)?;
         let mut gone = None;
         loop {
-            // The old daemon's socket may still accept a connection that nobody serves.
+            // After the kill the old daemon's socket may still accept a connection that nobody
+            // serves.
             if gone.is_none() && self.daemon() != Some(daemon) {
                 gone = Some(since.elapsed());
             }

@@ -30,8 +30,8 @@ pub fn run(options: &Cli) -> Result<(), Failure> {
         })?;
     }
     match &options.bench {
-        // These commands change nothing on the machine, or are children of a command that has a
-        // guard.
+        // These commands run without a guard: they change nothing on the machine, or are children
+        // of a command that has one.
         Bench::Show { .. }
         | Bench::SwapTouch { .. }
         | Bench::FaultTouch { .. }
@@ -221,7 +221,7 @@ fn failed(error: &dyn std::error::Error) -> Failure {
 }
 
 fn block_plan(options: &BenchBlockOptions) -> block::Plan {
-    // nbdkit is the only control so far.
+    // nbdkit is so far the only server that the benchmark can run beside Weir.
     let BlockControl::Nbdkit = options.against;
     block::Plan {
         size: options.size,
@@ -271,7 +271,7 @@ fn fault_plan(options: &BenchFaultOptions) -> fault::Plan {
 }
 
 fn give_back_plan(options: &BenchGiveBackOptions) -> give_back::Plan {
-    // Add some room for writes under way.
+    // Beside the device's pages the store below needs some room for writes under way.
     let below = format!("host:{}", options.size.0 + (64 << 20));
     give_back::Plan {
         weir: weir_bench::weir(),

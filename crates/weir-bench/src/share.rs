@@ -267,10 +267,10 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     rows(&mut report, "_asleep", &asleep, None);
     let used = measure(&volume, plan, Terms { whole: true, ..spinning })?;
     rows(&mut report, "_used", &used, None);
-    // On one CPU only rates are measured: single requests would measure little besides their two
-    // context switches.
+    // The measurements below are of rates alone, so one read for the latency will do.
     let rates = Plan { singles: 1, ..plan.clone() };
-    // Of all depths, spinning and asleep, only the best rate of each transport counts.
+    // Try all depths, each with spinning and with sleeping servers. The best rate of each transport
+    // counts.
     let mut most = [0.0f64; 3];
     for depth in DEPTHS {
         for spin in [plan.spin, Duration::ZERO] {
@@ -358,7 +358,7 @@ impl OneCpu {
     fn enter() -> Self {
         let all = sched_getaffinity(None).unwrap_or_default();
         let mut one = CpuSet::new();
-        // Use the last CPU: interrupts prefer the first.
+        // Use the last CPU, because the system handles most interrupts on the first.
         let last = (0..CpuSet::MAX_CPU).rev().find(|&cpu| all.is_set(cpu)).unwrap_or(0);
         one.set(last);
         // If the system refuses the pinning, all CPUs are used, which favours neither transport.

@@ -34,7 +34,7 @@ pub enum Failure {
 /// Prints the outcome if needed, and returns the exit code.
 pub fn end(outcome: Result<(), Failure>) -> ExitCode {
     match outcome {
-        // Standard output may have refused the output.
+        // The work was done, but standard output may have refused what it printed.
         Ok(()) => all_printed().map_or_else(Failure::report, |()| ExitCode::SUCCESS),
         Err(Failure::Said) => all_printed().err().unwrap_or(Failure::Said).report(),
         Err(failure) => failure.report(),
@@ -65,7 +65,8 @@ impl Failure {
             Failure::Said => ExitCode::from(1),
             Failure::Ended(code) => ExitCode::from(code),
             Failure::Asked(text) => {
-                // Standard output may be closed (`weir --help | head -1`): nothing is lost then.
+                // If standard output is closed (`weir --help | head -1`), nothing is lost. So an
+                // error is not reported.
                 let _ = text.print();
                 ExitCode::from(text.exit_code() as u8)
             }

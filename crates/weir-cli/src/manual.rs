@@ -29,7 +29,8 @@ pub fn pages(
     examples: impl Fn(&str) -> Vec<(String, String)>,
 ) -> Result<(), Failure> {
     let shown = directory.display();
-    // Make only the last directory: a missing one above it is a mistake in the path.
+    // Make only the last directory of the path. If one above it is missing, the path is probably
+    // wrong.
     match fs::create_dir(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
             return Err(Failure::Failed(format!(
@@ -60,7 +61,7 @@ fn names(command: &Command, name: &str) -> Vec<String> {
 fn add_examples(directory: &Path, name: &str, examples: &[(String, String)]) -> io::Result<()> {
     let mut section = ".SH EXAMPLES\n".to_owned();
     for (command, about) in examples {
-        // A dash and a backslash mean something else in roff.
+        // Escape dashes and backslashes, which have a meaning of their own in roff.
         let command = command.replace('\\', "\\\\").replace('-', "\\-");
         section += &format!(".TP\n\\fB{command}\\fR\n{about}\n");
     }

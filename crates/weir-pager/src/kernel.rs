@@ -12,7 +12,8 @@ use std::os::unix::fs::FileExt as _;
 use std::time::{Duration, Instant};
 use weir_core::PageBytes;
 
-/// Requests of userfaultfd are as `ioctl_userfaultfd(2)` has them, for missing pages only.
+/// The pager's requests to userfaultfd have the meaning that `ioctl_userfaultfd(2)` describes. They
+/// only fill missing pages.
 pub(crate) trait Kernel {
     /// Reserves address space for this thread's own memory, aligned to a block. A child does not
     /// inherit it.
@@ -106,8 +107,8 @@ pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
     // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
     let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
     let at = at.map_err(|error| Error::System(error.into()))?;
-    // The memory that the rounding leaves over at both ends stays reserved, so that the kernel
-    // merges no other mapping with this one.
+    // The mapping is a block larger than asked for, so that an aligned part fits. The rest at both
+    // ends stays reserved, and the kernel merges no other mapping with the aligned part.
     Ok(at.expose_provenance().next_multiple_of(BLOCK))
 }
 

@@ -115,8 +115,8 @@ impl Link {
                         0 => return Some(Order::Report),
                         1 => return Some(Order::Limit(word(value))),
                         2 => return Some(Order::Evict),
-                        // A later version of the daemon may send unknown orders. They have no
-                        // effect.
+                        // A later version of the daemon may send orders that this version does not
+                        // know. They have no effect.
                         _ => {}
                     }
                 }
@@ -206,7 +206,7 @@ mod tests {
         rustix::net::send(&ours, &[9; 16], SendFlags::NOSIGNAL).unwrap();
         send(&ours, Order::Evict).unwrap();
         assert_eq!(link.order(), Some(Order::Evict));
-        // A pager that reads nothing does not hold the daemon up.
+        // When a pager reads nothing, the daemon's `send` fails and does not wait.
         let mut sent = 0;
         while send(&ours, Order::Evict).is_ok() {
             sent += 1;

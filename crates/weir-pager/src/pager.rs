@@ -139,7 +139,8 @@ impl Bells {
         let page = std::ptr::with_exposed_provenance_mut::<u8>(self.base + number * PAGE_SIZE);
         // SAFETY: a page of the pager's own, which the pager fills with zeros.
         unsafe {
-            // Drop the page before it is touched: mlockall() makes all pages resident.
+            // Drop the page before it is touched, so that the touch is a page fault. The program's
+            // mlockall() may have made the page resident.
             libc::madvise(page.cast(), PAGE_SIZE, MADV_DONTNEED_LOCKED);
             page.read_volatile();
         }

@@ -95,12 +95,12 @@ impl Store for ShareStore {
     }
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
-        // Completions of writes could be taken for those of reads. So wait for all writes first.
+        // Wait for all writes first, since `read` takes each completion for that of a read.
         while self.client.in_flight() > 0 {
             self.end_write()?;
         }
-        // A frame is free again once the server has read its return, and the return goes with the
-        // next request. So a read uses half of the frames.
+        // The server learns that a frame was returned only with the next request. So only half of
+        // the frames are used at a time.
         let window = (self.client.frames() as usize - WRITE_FRAMES) / 2;
         let mut failed = None;
         let (mut asked, mut came) = (0, 0);

@@ -137,7 +137,7 @@ impl Outside for Run {
 }
 
 fn tell(messages: &UnixDatagram, line: &str) {
-    // If the socket has no room, the line is dropped. No line is worth a wait.
+    // If the socket has no room, the line is dropped, because the program must not wait for it.
     let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
 }
 
@@ -170,7 +170,7 @@ extern "C" fn after_fork() {
 /// Notes an allocation of this many bytes.
 fn came(bytes: usize) {
     static CAME: AtomicUsize = AtomicUsize::new(0);
-    // An allocator seldom maps memory for small pieces, since it has memory for them already.
+    // A small allocation seldom makes the allocator map new memory.
     if bytes >= 64 << 10
         && CAME.fetch_add(bytes, Ordering::Relaxed) + bytes >= LARGE
         && let Some(pager) = PAGER.get()

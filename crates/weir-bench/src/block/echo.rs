@@ -43,7 +43,7 @@ impl Echo {
                     return;
                 }
                 let (export, stopped) = (export.clone(), Arc::clone(&stopped));
-                // If a client breaks its connection, only that connection ends.
+                // A client that breaks its connection ends only its own thread.
                 std::thread::spawn(move || serve(stream, &export, &stopped));
             }
         });
@@ -54,7 +54,8 @@ impl Echo {
 impl Drop for Echo {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // This connection only wakes the accepting thread, which then sees `stop`.
+        // Connect once: the accepting thread waits for a connection, and after this one it sees
+        // `stop`.
         let _ = UnixStream::connect(&self.socket);
     }
 }

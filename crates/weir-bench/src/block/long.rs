@@ -136,14 +136,14 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
 
 /// The rows of Weir beside one control.
 fn rows(case: Case, prefix: &str, weir: &Way, control: &'static str, theirs: &Way) -> Vec<Row> {
-    // A server that failed did no work, and misses its goal.
+    // The rate of a server that failed counts as zero, so that the server misses its goal.
     let rate = |way: &Way| match way.is_empty() {
         true => 0.0,
         false => way.per_second.median() * f64::from(case.block) / 1e6,
     };
     let id = format!("{prefix}{}", case.id);
     let row = Row::higher(&id, "mb_per_s", rate(weir)).beside(control, rate(theirs));
-    // Only the comparison with nbd-vram has a goal, since it keeps its pages on the card too.
+    // Only the comparison with nbd-vram has a goal, since nbd-vram keeps its pages on the card too.
     let goal = if case.jobs == 1 { 1.0 } else { 1.1 };
     let mut rows = vec![if control == "nbd-vram" { row.goal(Goal::Ratio(goal)) } else { row }];
     if !weir.is_empty() && theirs.cpu_us.median() > 0.0 {

@@ -201,7 +201,7 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     fio::fill(&nbdkit, plan.size)?;
     let echo = Echo::start(plan, &sockets)?;
     let mut measured: Vec<Measured> = cases.iter().map(|_| Measured::default()).collect();
-    // Each pass runs nbdkit beside Weir's servers.
+    // In each pass nbdkit runs too, beside Weir's servers of that pass.
     let servers: usize = passes(plan).iter().map(|present| present.len() + 1).sum();
     let steps = Steps::new(servers * cases.len() * plan.runs);
     for present in passes(plan) {
@@ -249,10 +249,10 @@ fn measure(
     if case.id == SCATTERED {
         servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
     }
-    // A load that pauses between requests needs a longer time for as many requests.
+    // A load with pauses makes few requests in a time. So it runs twice as long.
     let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
     for run in 0..plan.runs {
-        // In each run another server begins.
+        // Each run begins with another server, so that none is always the first.
         for turn in 0..servers.len() {
             let (way, server) = servers[(run + turn) % servers.len()];
             into.ways[way].push(fio::run(server, case, plan.size, time)?);

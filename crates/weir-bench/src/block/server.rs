@@ -28,8 +28,8 @@ impl Directory {
 
 impl Drop for Directory {
     fn drop(&mut self) {
-        // The directory contains only sockets. If it cannot be removed now, the system's own
-        // cleaning removes it.
+        // The directory contains only sockets. If it cannot be removed now, it stays until the
+        // system cleans its temporary directory.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

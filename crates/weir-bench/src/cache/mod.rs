@@ -178,8 +178,8 @@ fn measure(
     let mut write_back = WriteBack::open(&cache)?;
     let mut cleaner = log.as_ref().map(Cleaner::open).transpose()?;
     let ends = AtomicBool::new(false);
-    // The waits in these threads end early when a descriptor is readable. This descriptor never is,
-    // so each wait takes its full time.
+    // The write-back and the cleaner wait on a descriptor that could wake them early. This
+    // descriptor is never readable, so each wait takes its full time.
     let quiet = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)
         .map_err(|errno| OpenError::io("bench", "cannot make an eventfd", errno))?;
     std::thread::scope(|scope| {

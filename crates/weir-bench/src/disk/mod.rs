@@ -128,7 +128,7 @@ pub fn run(options: &Options) -> Result<Report, DiskError> {
     for case in CASES {
         let mut ways: [Way; 3] = Default::default();
         for run in 0..options.runs {
-            // In each run another of the three begins.
+            // Each run begins with another of the three, so that none is always the first.
             for turn in 0..3 {
                 let way = (run + turn) % 3;
                 ways[way].push(match way {
@@ -168,8 +168,8 @@ fn rows(case: Case, [sealed, clear, fio]: &[Way; 3]) -> Vec<Row> {
             ("mb_per_s", weir_core::PAGE_SIZE as f64 / 1e6)
         };
         let row = Row::higher(id, metric, ours * scale).beside(CONTROL, theirs * scale);
-        // The cipher takes a microsecond a page on any disk. So the rows with encryption have no
-        // goal.
+        // The cipher takes a microsecond a page on any disk, however fast the disk is. So the rows
+        // with encryption have no goal.
         vec![if suffix.is_empty() { row } else { row.goal(Goal::Ratio(0.9)) }]
     });
     rows.collect()

@@ -90,7 +90,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let steps = Steps::new(plan.runs * ways.len());
     for round in 0..plan.runs {
         for turn in 0..ways.len() {
-            // In each round another way begins.
+            // Each round begins with another way, so that none is always the first.
             let (name, way) = &ways[(round + turn) % ways.len()];
             if lacking.contains(name) {
                 steps.end();
@@ -123,7 +123,8 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
 }
 
 fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
-    // The store also has room for the new versions of pages whose old version is still stored.
+    // The store is larger than the program's memory by the limit. That room is for new versions of
+    // pages whose old version is still stored.
     let bytes = plan.size.0 + plan.limit.0;
     let mut ways = vec![(ALONE, Way::Alone), ("run", Way::Run(format!("host:{bytes}")))];
     if let Some(url) = &plan.store {

@@ -151,10 +151,10 @@ impl State {
             let _ = unsafe { rustix::mm::madvise(at, bytes, advice) };
         };
         match bound {
-            // Use huge pages, which a careful program asks for and a pager gives.
+            // Ask for huge pages, as a careful program does.
             Bound::Outside => advise(start, Advice::LinuxHugepage),
-            // Use small pages, since swap takes those. A huge page that must be split below the
-            // limit may end the child.
+            // Ask for small pages, since swap takes pages of 4 KiB. When the kernel must split a
+            // huge page while the child is at its limit, it may kill the child.
             Bound::Cgroup(_) => advise(start, Advice::LinuxNoHugepage),
             Bound::Bare(limit) => {
                 let store = map()?;

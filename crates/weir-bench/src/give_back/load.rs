@@ -163,7 +163,7 @@ fn work(mut client: Client, first: u64, pages: u64, shared: &Shared) -> Result<(
             times[random as usize % NOTED] = took;
         }
     }
-    // Read every page once more, also pages whose requests failed.
+    // At the end read every page once more, also the pages of requests that failed.
     for (at, round) in (0..).zip(&rounds) {
         let page = first + at;
         stamp(&mut expected, page, *round);

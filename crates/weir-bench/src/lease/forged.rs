@@ -84,7 +84,8 @@ pub fn attack(trials: u64, seed: u64) -> Outcome {
         let pick = (dice >> 24) as usize;
         let token = match dice % 8 {
             0 => {
-                // Take a real token and, once there are enough to choose from, return a real one.
+                // Take a reference and its real token. In one of three such trials, return a token
+                // that the client holds.
                 let client = &mut clients[who];
                 if let Ok(token) = table.take(&client.handle, Place::page(0, pick as u32 % PAGES)) {
                     assert!(client.held.insert(token), "{token:?} was given out twice");
@@ -105,7 +106,7 @@ pub fn attack(trials: u64, seed: u64) -> Outcome {
                 } else {
                     client.returned[pick % 4096] = token;
                 }
-                // Return the same token again at once.
+                // Return the token that was just returned once more.
                 token
             }
             1 => Token(next() as u32),

@@ -163,7 +163,7 @@ fn find_free(tree: &Tree, slab: &mut Slab) -> At {
         index |= offset << node.shift;
         match id_of(node.slots[offset as usize]) {
             Some(below) if node.shift > 0 => id = below,
-            // The search ends at a leaf, or at a subtree that does not exist yet. Index 0 is never
+            // The search ends at a leaf, or where a subtree does not exist yet. Index 0 is never
             // given out, so the lowest result is 1.
             _ => return At { index: index.max(1), node: id, offset: offset as u8 },
         }
@@ -470,7 +470,7 @@ mod tests {
         let mut random = 1u64;
         for step in 1..60_000u32 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // The tree grows past two levels and shrinks to nothing, several times.
+            // The test lets the tree grow past two levels and shrink to nothing, several times.
             if (step / 6_000) % 2 == 0 || model.is_empty() {
                 let index = alloc(&mut tree, &mut slab, RESERVED);
                 if step % 64 == 0 {

@@ -23,8 +23,8 @@ pub fn row(report: &mut Report, plan: &Plan) {
     for _ in 0..connections {
         let connection = table.open(plan.outstanding).expect("there is one for each");
         for _ in 0..plan.outstanding {
-            // A full-period step over the region visits every page before any twice, in random
-            // order.
+            // Each step multiplies and adds modulo the number of pages. So the steps visit every
+            // page once before any page twice, in random order.
             page = (page.wrapping_mul(5).wrapping_add(0x3c6e_f35f)) % pages;
             table.take(&connection, Place::page(0, page)).expect("the quota is what is outstanding");
         }

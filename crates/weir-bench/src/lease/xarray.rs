@@ -199,7 +199,7 @@ fn erase(slab: &mut Slab, head: &mut NodeId, index: u32) -> u64 {
         }
         (offset, up) = (node.offset, node.parent);
     }
-    // Free each node whose last entry went.
+    // Free the nodes from which the last entry was removed.
     while slab.nodes[at as usize].count == 0 {
         let Node { parent, offset, .. } = slab.nodes[at as usize];
         slab.unused.push(at);
@@ -277,7 +277,7 @@ mod tests {
         let mut random = 1u64;
         for step in 1..100_000u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // The tree grows past two levels and shrinks to nothing, several times.
+            // The test lets the tree grow past two levels and shrink to nothing, several times.
             let grow = (step / 10_000) % 2 == 0;
             if grow || model.is_empty() {
                 let index = alloc(&mut slab, &mut head, step);

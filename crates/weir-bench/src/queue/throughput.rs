@@ -66,7 +66,7 @@ pub(super) fn measure(options: &Options) -> Result<[Figures; 2], QueueError> {
     let items = kept::<SemaphoreQueue>(most);
     let none = kept::<Values>(most);
     let mut all = [Figures::default(), Figures::default()];
-    // Round 0 warms up memory and clocks, and does not count.
+    // Round 0 only warms up memory and clocks. Its figures do not count.
     for number in 0..=options.rounds {
         for (figures, (jobs, producers)) in
             all.iter_mut().zip([(options.single, 1), (options.multi, options.producers)])
@@ -114,8 +114,8 @@ fn round<D: Design>(jobs: &'static [D::Job], producers: usize) -> Result<Round, 
         })
         .collect();
     TALLY.wait();
-    // The time counts from the first producer's start to the last job's end. This thread reads no
-    // clock for it, since it may run late at both times.
+    // The time counts from the first producer's start to the last job's end. The producers and the
+    // worker read the clock, because this thread may run late at both moments.
     let begun = threads.into_iter().map(|thread| thread.join().expect("a producer does not panic")).min();
     let ns = begun.map_or(0, |begun| TALLY.finished() - begun) as f64;
     let wakes = TALLY.sleeps() as f64;

@@ -24,8 +24,8 @@ pub(super) const VALUES: &str = "weir-values";
 /// channels that it is compared with are not.
 const ROOM: usize = 1 << 14;
 
-/// Number of times that the spinning worker looks for an item before it sleeps. They take some
-/// milliseconds, longer than any gap between items.
+/// Number of times that the spinning worker looks for an item before it sleeps. All these looks
+/// take some milliseconds, which is longer than any gap between items.
 const LOOKS: u32 = 100_000;
 
 /// A job with its embedded item. It is as large as an item of the design with a list.

@@ -25,14 +25,14 @@ const CALL_PAGES: u32 = 4096;
 /// Time limit for opening and closing the store.
 const OPENING: Duration = Duration::from_secs(20);
 
-/// Directions of a run's copies.
+/// The directions of a load's copies: to the card, from the card, or both.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Ways {
     /// All copies go to the card.
     Write,
     /// All copies come from the card.
     Read,
-    /// Each copy is a read or a write.
+    /// Some copies go to the card, and some come from it.
     Mixed,
 }
 
@@ -47,7 +47,7 @@ pub struct Shape {
     pub calls: u32,
     /// Every fourth copy is of 1 to `longest` pages; the others are of one page.
     pub longest: u32,
-    /// The directions of the copies.
+    /// The directions of the load's copies: to the card, from the card, or both.
     pub ways: Ways,
 }
 
@@ -123,7 +123,8 @@ pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
             }
             report.rows.push(Row::higher(id.clone(), "pages_per_s", rate));
             let died = Row::lower(id, "died", f64::from(u8::from(outcome.is_err())));
-            // The store writes in batches only if the URL asks for that.
+            // The goal is only for loads that the store itself makes. It names several pages in a
+            // call for writes only if its URL asks for that.
             let is_shipped = copies <= VramUrl::ENGINE_BATCH && shape.ways == Ways::Read || copies == 1;
             report.rows.push(if is_shipped { died.goal(Goal::Value(0.0)) } else { died });
         }

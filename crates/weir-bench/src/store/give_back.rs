@@ -66,7 +66,7 @@ pub fn measure(store: &Arc<dyn Store>, chunks: u32, effort: Effort) -> Result<Ou
     let memory = store.reclaim().ok_or(BenchError::Fault(Fault::Unsupported))?;
     let slots = memory.chunk_slots();
     let first = USED.div_ceil(slots);
-    // The chunks to give back hold pages that are checked when they are read.
+    // Write the chunks that are given back later, so that their pages can be checked then.
     let mut lane = store.lane(BATCH as usize)?;
     let mut page = [0x77; PAGE_SIZE];
     for slot in (first * slots..(first + chunks) * slots).map(Slot) {

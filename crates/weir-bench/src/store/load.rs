@@ -50,7 +50,8 @@ impl Pages for weir_volume::Lane {
             if progress != Progress::Full || self.in_flight() > 0 {
                 return progress;
             }
-            // The write waits for a slot.
+            // No slot is free, so the write must wait. Work on the lane's queue until a slot is
+            // free.
             weir_volume::Lane::submit(self);
             weir_volume::Lane::poll(self, Instant::now(), &mut |_| {});
             std::hint::spin_loop();

@@ -70,7 +70,8 @@ pub fn rows(plan: &Plan) -> Result<Vec<Row>, BenchError> {
         rows.push(Row::lower(id, "p99_us", tail).beside("client-get", get_tail));
     }
     client.clean_up()?;
-    // Other load makes the figures less reliable, so a row shows how busy the machine was.
+    // Other load on the machine makes the figures less reliable. So one row shows the machine's
+    // load.
     rows.extend(load_average().map(|load| Row::lower("machine", "load_1m", load)));
     Ok(rows)
 }

@@ -89,7 +89,8 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A directory that cannot be removed now is removed by the system's own cleaning.
+        // If the directory cannot be removed now, it stays until the system cleans its temporary
+        // directory.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
@@ -202,7 +203,8 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // The order matters: each part lies on the next.
+        // Drop the parts in this order, since each part lies on the next one: the swap on the loop
+        // device, and so on.
         self.swap = None;
         self.looped = None;
         self.zram = None;

@@ -168,7 +168,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     }
     let steps = Steps::new(plan.runs * ways.len() * plan.page_clusters.len());
     for run in 0..plan.runs {
-        // In each run another device begins.
+        // Each run begins with another device, so that none is always the first.
         for turn in 0..ways.len() {
             let at = (run + turn) % ways.len();
             let (kind, ways) = &mut ways[at];

@@ -177,7 +177,8 @@ impl Region {
             }
             start
         };
-        // Half of the page compresses to nothing, half does not compress: so is memory on average.
+        // Half of the page compresses to nothing, and the other half does not compress. The memory
+        // of programs is like that on average.
         let mut template = [0; PAGE_SIZE];
         let mut state = 1u64;
         for byte in &mut template[..PAGE_SIZE / 2] {

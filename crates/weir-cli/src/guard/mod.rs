@@ -43,8 +43,8 @@ const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
     let guard = std::env::var(ENVIRONMENT).ok().and_then(|text| text.parse().ok());
     if guard.is_some() && guard == parent() {
-        // If the guard is killed, this child is killed too. Another command then undoes the
-        // changes, and this child cannot add any.
+        // If the guard is killed, this child is killed too. So this child changes nothing any more
+        // when another command undoes its changes.
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(Failure::failed)?;
         return if guard == parent() { work() } else { Err(Failure::Said) };
     }
@@ -55,7 +55,8 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
-    // When the child is dead, programs that it started become children of this process.
+    // Make this process the subreaper: when the child is dead, programs that the child started
+    // become children of this process.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(Failure::failed)?;
     let mut words = std::env::args_os();
     let mut child = Command::new("/proc/self/exe")
@@ -234,8 +235,8 @@ fn names(process: Pid, paths: &[PathBuf]) -> bool {
     let is_named = |path: &PathBuf| {
         let path = path.as_os_str().as_bytes();
         let mut at = line.windows(path.len()).enumerate().filter(|(_, window)| *window == path);
-        // A digit behind the path is part of a longer process number, and so of another process's
-        // path.
+        // A path of a run ends with a process number. If a digit follows, the number is longer, and
+        // the path is another run's.
         at.any(|(at, _)| !line.get(at + path.len()).is_some_and(u8::is_ascii_digit))
     };
     paths.iter().any(is_named)
@@ -310,7 +311,7 @@ mod tests {
         let mut sleeper =
             Command::new("sh").args(["-c", "sleep 60", "sh"]).arg(directory.join("x")).spawn().unwrap();
         let pid = Pid::from_child(&sleeper);
-        // A new child has this program's command line until its exec.
+        // The new process has the command line of this test until it has executed `sh`.
         let begun = Instant::now();
         while !names(pid, std::slice::from_ref(&directory)) && begun.elapsed() < PATIENCE {
             thread::sleep(Duration::from_millis(1));

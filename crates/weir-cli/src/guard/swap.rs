@@ -49,7 +49,7 @@ pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
             match LoopDevice::find(&path).map(LoopDevice::detach) {
                 Ok(Err(LoopError::InUse(_))) if begun.elapsed() < OTHERS => thread::sleep(LOOK),
                 Ok(Err(error)) => return Err(io::Error::other(error)),
-                // The device belongs to no run any more.
+                // The device is detached, or it is gone already.
                 Ok(Ok(())) | Err(_) => break,
             }
         }

@@ -203,7 +203,8 @@ impl Program {
             return true;
         }
         if mapped == 0 {
-            // Another thread is mapping memory, or there is no room for another mapping.
+            // No memory is mapped: another thread is still mapping some, or there is no gap for a
+            // mapping.
             self.budget = self.budget.saturating_sub(1);
             return true;
         }
@@ -517,7 +518,7 @@ impl Program {
         if object.users > 0 || object.is_readonly {
             return;
         }
-        // The new mapping has the size of the old one, or is larger, or is a part of it.
+        // Either a part of the object moves, or all of it. If all of it moves, it may also grow.
         let (from, to) = match world.random.one_in(4) && pages > 3 * BLOCK_PAGES {
             true => {
                 let from = world.random.below(pages as u64 / 2) as usize;
@@ -821,7 +822,7 @@ impl Program {
             }
         }
         let said = self.said.lock().unwrap();
-        // Each read that failed can cost a block's pages, and no more.
+        // Each failed read of the store may make the pages of one block give SIGBUS, and not more.
         assert!(self.sigbus <= said.unreadable * BLOCK_PAGES as u64);
         assert!(!self.traits.unmaps_at_the_end || said.rooms == 0, "{} rooms are left", said.rooms);
     }

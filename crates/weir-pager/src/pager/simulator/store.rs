@@ -84,7 +84,7 @@ impl Simulated {
         }
         self.failed = true;
         self.said.lock().unwrap().refused += 1;
-        // The failed write may have changed the page.
+        // A failed write may leave rubbish in the page.
         if self.random.one_in(2) {
             let rubbish = rubbish(&mut self.random);
             self.pages[page as usize] = rubbish;

@@ -41,7 +41,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn begin_write(&mut self) -> Option<()> {
         let slot = self.find(Slot::Vacant).filter(|_| !self.is_broken && !self.is_held())?;
         for _ in 0..TRIES.min(self.policy.len()) {
-            // The addresses of blocks are certain only once every event that was read is handled.
+            // The tables have the right addresses of blocks only once every event that was read is
+            // handled.
             if !self.events.is_empty() || self.is_heeding {
                 return None;
             }
@@ -64,8 +65,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.policy.went(id);
                 self.was_tried();
                 self.blocks.get_mut(id).state = State::Writing(slot);
-                // The room's earlier owner may still have writes under way there. Wait for them, so
-                // that they do not land later.
+                // An earlier owner of the room may still have writes under way there. Wait for
+                // them, so that they do not overwrite this block.
                 if self.store.settle().is_err() {
                     self.fail();
                 }

@@ -330,7 +330,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let mut grown_to = 0;
         for mapping in &self.mappings {
             let known = self.spans.range(..mapping.end).next_back().map_or(0, |(_, &end)| end);
-            // The part that grew may be several mappings by now.
+            // The part by which a mapping grew may have become several mappings by now.
             if known >= mapping.start || grown_to == mapping.start {
                 let bytes = mapping.end - mapping.start;
                 let _ = self.kernel.advise(mapping.start, bytes, Advice::LinuxDoFork);
@@ -389,8 +389,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         let block = self.blocks.get_mut(id);
         let (at, was) = (block.at, block.state);
-        // Of `Stored` and `Ready` blocks the store has the content too. So such a slot may be
-        // dropped, if the address space changes before the block is in place.
+        // If the store has the content too, the state until then is `Ready`: the slot may be
+        // dropped, should the address space change before the block is in place.
         block.state = match was {
             State::Stored | State::Ready(_) => State::Ready(slot),
             _ => State::Back(slot),
@@ -451,7 +451,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let next = self.blocks.first_in(at + PAGE_SIZE, end.max(at + PAGE_SIZE));
         let end = next.map_or(end, |id| self.blocks.get(id).at).clamp(at + PAGE_SIZE, at + pages * PAGE_SIZE);
         let zeroed = match self.kernel.zero(at, end - at) {
-            // The pages lie in more than one mapping.
+            // The range may lie in more than one mapping. So try its first page alone.
             Err(Stopped { why: Errno::NOENT, done: 0 }) => self.kernel.zero(at, PAGE_SIZE),
             zeroed => zeroed,
         };
@@ -468,8 +468,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
 impl<K: Kernel, S> Drop for Work<K, S> {
     fn drop(&mut self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
-            // Unregister the memory before it is removed. Otherwise the removal would wait for this
-            // thread to read the event.
+            // Unregister the memory before it is removed. Otherwise the removal would wait until
+            // this thread has read its event, and so for ever.
             let _ = self.kernel.unregister(at, at + bytes);
             let _ = self.kernel.advise(at, bytes, Advice::LinuxDontNeed);
         }

@@ -18,7 +18,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     some = (some / 2).next_multiple_of(PAGE_SIZE);
                 }
                 Err(Stopped { why: Errno::INVAL, done: 0 }) if !is_unlocked => {
-                    // The kernel moves no page between locked and unlocked memory.
+                    // The kernel moves no page between locked and unlocked memory. So unlock the
+                    // pager's own memory, and try again.
                     is_unlocked = true;
                     self.unlock();
                     some = bytes;
@@ -43,7 +44,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if left.is_err() {
             return 0;
         }
-        // A slot has all its pages before it moves. A block in place may lack pages.
+        // Pages are missing at `from` because they were moved, or because a block in place never
+        // had them. Only a slot had all its pages. For a block count the pages that arrived at
+        // `to`.
         if !(self.staging..self.staging + SLOTS * BLOCK).contains(&from) {
             let mut came = 0;
             let _ = self.kernel.populated(to, to + gone, |start, end| {
@@ -59,8 +62,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Moves a slot's pages into their place. A page that is in place already stays.
     pub(super) fn move_in(&mut self, at: usize, slot: usize) -> Result<(), Changed> {
         let from = self.slot(slot);
-        // The kernel refuses moves until this thread has read the events. The tables are right only
-        // once it has handled them too.
+        // The kernel refuses to move pages until this thread has read all events. The tables are
+        // right only once it has handled the events too.
         if self.is_heeding || self.has_changed() {
             return Err(Changed);
         }
@@ -78,7 +81,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Err(Stopped { why: Errno::AGAIN, .. }) if done == 0 => return Err(Changed),
                 Err(_) => {
                     // Some pages are in place already, are write-protected, or lie in several
-                    // mappings. So move or copy page by page.
+                    // mappings. So move or copy the block page by page.
                     is_whole = false;
                     self.copy_in(at + done, from + done);
                     done += PAGE_SIZE;
@@ -165,7 +168,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.slots[slot] = Slot::Busy;
             return true;
         }
-        // A page is in use by a device, locked, or shared with a child. So the whole block stays.
+        // The kernel refuses to move a page that a device uses, that is locked, or that a child
+        // shares. So the whole block stays in place.
         let mut back = 0;
         while back < done {
             if !self.has_changed() {
@@ -256,7 +260,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             count(&self.shared.counters.beyond_limit, 1);
         }
         let slot = self.find(Slot::Vacant).expect("of slots at most a few are in use");
-        // One write to each page makes the kernel provide all of them.
+        // Write a word to each page, so that the kernel gives memory to all pages.
         for page in self.kernel.pages_mut(self.nursery, BLOCK_PAGES) {
             page[0] = 0;
         }

@@ -63,8 +63,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 count(&shared.counters.singles, 1);
                 kernel.copy(at, *single, PAGE_SIZE).map_err(|stopped| stopped.why)
             }
-            // The page cannot be read. The caller brings the whole block, and so finds all pages
-            // that are lost.
+            // The page cannot be read from the store. The caller then brings the whole block, and
+            // finds all of its pages that are lost.
             _ => return Ok(false),
         };
         match brought {
@@ -178,7 +178,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Ok(()) => gone.push((id, page)),
                 // The kernel has moved the page, and reports an error all the same.
                 Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
-                // The page is in use by a device, locked, shared with a child, or gone.
+                // The page stays: a device uses it, it is locked, a child shares it, or it no
+                // longer exists.
                 Err(_) => {
                     self.singles.push_back((id, page as u32));
                     refused += 1;
@@ -190,8 +191,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.slots[slot] = Slot::Busy;
         let mut result = Ok(());
-        // The room's earlier owner may still have writes under way there. Wait for them, so that
-        // they do not land later.
+        // An earlier owner of the room may still have writes under way there. Wait for them, so
+        // that they do not overwrite this block.
         if self.store.settle().is_err() {
             self.fail();
         }

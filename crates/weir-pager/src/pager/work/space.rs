@@ -339,7 +339,7 @@ mod tests {
         work.singles_there = 2;
         work.kernel.world.come(first + 5, 7);
         work.kernel.world.come(first + 6, 8);
-        // The kernel first announces that it removes a page, and removes the page later.
+        // The kernel sends the event before it removes the page.
         work.removed_in(id, 5..6);
         assert!(!work.has_ended(id), "old content would go to the store, and come back");
         work.kernel.world.go(first + 5);
