@@ -466,8 +466,8 @@ mod tests {
         format!("{} kB", smaps_parts(memory, key).into_iter().map(kib).sum::<u64>())
     }
 
-    /// The field of each entry of the mapping. If only parts of a mapping are locked, it has
-    /// several entries.
+    /// The field in each entry that smaps has of the mapping. If only parts of a mapping are
+    /// locked, it has several entries.
     fn smaps_parts(memory: &Memory, key: &str) -> Vec<String> {
         let range = memory.as_ptr().addr()..memory.as_ptr().addr() + memory.len();
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();

@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-/// Number of times that a waiting thread looks again before its first nap. Together they take a
-/// fraction of a millisecond.
+/// Number of looks of a waiting thread before its first nap. Together the looks take a fraction of
+/// a millisecond.
 const EAGER: u32 = 1000;
 /// Length of a waiting thread's naps, once it has looked `EAGER` times.
 const NAP: Duration = Duration::from_micros(50);

@@ -212,7 +212,7 @@ impl Cleaner {
         Next::Work
     }
 
-    /// Sleeps until the event that the last step needs, or until `also` is readable. No other
+    /// Sleeps until the event that the last step asked for, or until `also` is readable. No other
     /// function of the cleaner sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>) {
         let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
@@ -233,8 +233,8 @@ impl Cleaner {
             }
             Next::Work => {
                 self.log.asleep.store(true, SeqCst);
-                // A page can die without a write that takes a segment. Then nothing wakes this
-                // thread, so its sleep has a limit.
+                // A page can die although no write takes a segment. Nothing wakes this thread then,
+                // so its sleep has a limit.
                 let _ = rustix::event::poll(&mut [listen(also), listen(self.log.bell())], Some(&nap));
                 let _ = rustix::io::read(self.log.bell(), &mut [0; 8]);
             }
@@ -576,8 +576,8 @@ impl Drop for Cleaner {
                 self.log.free(segment);
             }
         }
-        // The cleaner's segments stay open, because their writes may land as long as the cleaner's
-        // lane lives.
+        // The cleaner's open segments are not closed: their writes may still land while the
+        // cleaner's lane exists.
         if let Some(durable) = &self.log.durable
             && let Some(number) = durable.asked()
         {

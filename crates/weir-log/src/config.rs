@@ -84,7 +84,7 @@ pub enum LogError {
     Members {
         /// The name of the store below.
         store: String,
-        /// The reason, and what the operator can do.
+        /// The reason why the disks are refused, and what the operator can do.
         what: String,
     },
     /// The durable log is damaged.

@@ -35,7 +35,7 @@ pub(crate) enum State {
     /// The cleaner cannot move a page of the segment. The segment is free once no page of it is
     /// live.
     Stuck = 4,
-    /// In a durable log: the segment holds no page that counts, but no commit has said so yet.
+    /// In a durable log: the segment has no live page, but no commit has named it as such yet.
     Dead = 5,
     /// The segment holds the log's own records.
     Reserved = 6,
@@ -334,8 +334,8 @@ impl Segments {
         word.is_ok()
     }
 
-    /// Gives a segment this state after work on it. Returns true if the segment has no live page.
-    /// The caller must then [end](Segments::end) it.
+    /// Gives a segment the state `state` after work on it. Returns true if the segment has no live
+    /// page. The caller must then [end](Segments::end) it.
     #[must_use]
     pub fn leave(&self, segment: u32, state: State) -> bool {
         self.change(segment, |word| Some(word.with_state(state).settled(self.over())))

@@ -13,7 +13,7 @@ const BYTES_A_PAGE: u64 = 4;
 /// memory.
 const PASS_LEAST: u64 = 4 << 20;
 
-/// Whether a log is scratch, a new durable one, or one that exists.
+/// Whether a log is scratch, a new durable one, or a durable one that exists.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     Scratch,
@@ -164,7 +164,7 @@ mod tests {
                 assert!(sizes.opening() <= bound + PASS_LEAST * 8, "{bytes}: {sizes:?}");
             }
         }
-        // A small log may take more than the bound: up to 16 MiB.
+        // A small log may take more than the bound: up to 16 MiB more.
         for bytes in [GIB, 16 * GIB] {
             let sizes = sizes(bytes, Kind::New);
             assert!(sizes.memory() <= bytes / 1024 + (16 << 20), "{bytes}: {} {sizes:?}", sizes.memory());

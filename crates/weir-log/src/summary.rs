@@ -30,7 +30,7 @@ pub(crate) const PLACES_MAX: u32 = 284;
 const _: () = assert!(HEAD + PLACES_MAX as usize * RECORD <= PAGE_SIZE);
 /// The page number of a place that holds no page.
 pub(crate) const NOBODY: u32 = u32::MAX;
-/// The bit in the fourth word of a place in a row that says that the record has a version.
+/// The bit of a place's fourth word in a row: it is set if the place's record has a version.
 const HAS_VERSION: u32 = 1 << 31;
 
 /// The record of a place: its page's number, checksum and version.

@@ -41,8 +41,8 @@ pub enum Pushed {
 
 /// The head of an empty stack whose consumer sleeps.
 const ASLEEP: usize = 1;
-/// The bit that marks the head of a closed stack. Links that are still in the stack follow it all
-/// the same.
+/// The bit in the head that marks the stack as closed. The head may also have links that were not
+/// taken yet.
 const CLOSED: usize = 2;
 
 fn asleep() -> *mut Link {

@@ -6,8 +6,8 @@ pub const UBLK: (u32, u32) = (6, 5);
 /// (docs/ublk.md). Debian's 6.12.95 crashes. Stable kernels have the repair since (6.12.117 has
 /// it), but a release's first two numbers do not tell that.
 pub const UBLK_SURVIVES: (u32, u32) = (6, 16);
-/// The first kernel that can send a new daemon the requests again that the earlier one had not
-/// answered (`FUSE_NOTIFY_RESEND`).
+/// The first kernel that can repeat unanswered requests to a daemon that takes over
+/// (`FUSE_NOTIFY_RESEND`).
 pub const FUSE_RESENDS: (u32, u32) = (6, 9);
 /// The first kernel whose `/proc/PID/fdinfo` names the FUSE connection of a descriptor.
 pub const FUSE_NAMES_CONNECTIONS: (u32, u32) = (6, 16);

@@ -98,7 +98,7 @@ pub enum LoopError {
     Control {
         /// The path of the driver's or the device's file.
         path: PathBuf,
-        /// The error of the system call on that file.
+        /// The error of the system call on the file at `path`.
         source: io::Error,
     },
     /// The file cannot be opened.

@@ -4,8 +4,8 @@ use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Stdio};
 
-/// Runs a program in a process group of its own. So a terminal's signals do not end it half-way,
-/// and leave a half-done change.
+/// Runs a program in a process group of its own. So a terminal's signals do not end the program
+/// half-way, which would leave a half-done change.
 ///
 /// # Errors
 /// Fails when the program cannot be started, or does not succeed. The error then has the text that

@@ -35,7 +35,7 @@ pub fn ignore_strays() {
     STRAY.into_iter().chain(libc::SIGRTMIN()..=libc::SIGRTMAX()).for_each(ignore);
 }
 
-/// Ignores one signal, as programs that this one starts then do too. Call it before there are
+/// Ignores one signal, in this program and in those that it starts. Call it before there are
 /// threads.
 pub fn ignore(signal: c_int) {
     // SAFETY: no code of this program runs in a handler; there are no other threads yet, and the
