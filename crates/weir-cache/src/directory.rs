@@ -304,7 +304,7 @@ impl Directory {
         });
     }
 
-    /// Notes that a write to the home has ended which had timed out.
+    /// Notes the end of a write to the home that had timed out.
     pub(crate) fn settle(&self, page: PageNo) {
         let (first, _) = self.place(page);
         if let Some((frame, _)) = self.find(first, page) {

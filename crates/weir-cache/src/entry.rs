@@ -98,7 +98,8 @@ impl Entry {
         self.with(8, 8, users)
     }
 
-    /// The entry with one more user. `None`: one user has the frame alone, or the count is full.
+    /// The entry with one more user. `None`: one user has the frame exclusively, or the count is
+    /// full.
     pub fn shared(self) -> Option<Entry> {
         (self.users() < USERS_MAX).then(|| self.with_users(self.users() + 1))
     }

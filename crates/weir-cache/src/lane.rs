@@ -239,7 +239,7 @@ impl CacheLane {
 }
 
 impl CacheLane {
-    /// Reads a page again after its frame could not be read.
+    /// Tries again to read a page whose frame could not be read.
     fn read_again(&mut self, at: u16, page: PageNo, done: &mut dyn FnMut(Done<'_>)) {
         let Some(held) = self.parts.hold(page) else {
             if self.parts.is_busy_for_too_long() {
@@ -565,7 +565,7 @@ impl Parts {
         }
     }
 
-    /// Handles the end of a write to the home that had timed out before.
+    /// Handles the end of a write to the home that had timed out.
     fn settled(&mut self, slot: Slot, done: &mut dyn FnMut(Done<'_>)) {
         let late = Err(Fault::Timeout);
         for at in 0..self.operations.len() {

@@ -46,7 +46,7 @@ use weir_volume::{CreateError, Volume};
 /// Largest number of lanes: a claim in the directory has 8 bits for a lane's number.
 pub const LANES_MAX: usize = 250;
 
-/// The way that a written page takes: into the cache, to the home, or both.
+/// The destination of written pages: the cache, the home, or both.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Mode {
     /// A write goes into the cache at once, and the write-back writes it to the home later.
@@ -89,7 +89,7 @@ pub struct Config {
     pub lanes: usize,
     /// Number of operations that each lane may have in flight.
     pub depth: usize,
-    /// Where written pages go: into the cache, to the home, or both.
+    /// The destination of written pages: the cache, the home, or both.
     pub mode: Mode,
     /// A stream of more pages than this in a row bypasses the cache; 0: no stream does.
     pub stream_pages: u32,
@@ -129,7 +129,7 @@ pub enum CacheError {
         has: u64,
         /// Bytes that the cache needs at least.
         needs: u64,
-        /// How many of these bytes are for writes under way.
+        /// How many of the needed bytes are for writes under way.
         slack: u64,
     },
     /// A cache cannot have these settings.
@@ -241,13 +241,13 @@ impl Cache {
         self.directory.dirty()
     }
 
-    /// Where written pages go: into the cache, to the home, or both.
+    /// The destination of written pages: the cache, the home, or both.
     pub fn mode(&self) -> Mode {
         Mode::ALL[usize::from(self.mode.load(Ordering::Relaxed))].0
     }
 
-    /// Changes where written pages go. In each mode but write-back, all dirty pages are also
-    /// written home.
+    /// Changes the destination of written pages. In each mode but write-back, all dirty pages are
+    /// also written home.
     pub fn set_mode(&self, mode: Mode) {
         self.mode.store(mode as u8, Ordering::Relaxed);
         self.ring();

@@ -41,7 +41,7 @@ impl WriteBackCounters {
 /// A cache's counts at one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CacheStatus {
-    /// The way that a written page takes.
+    /// The destination of written pages: the cache, the home, or both.
     pub mode: Mode,
     /// Number of pages of the home.
     pub pages: u32,

@@ -87,8 +87,8 @@ pub struct WriteBack {
 struct Group {
     pages: Box<[Page]>,
     members: Vec<Member>,
-    /// Number of pages whose reads have begun, and number of pages whose writes have begun or that
-    /// cannot be written.
+    /// For the pages in order: the number whose reads have begun, and the number whose writes have
+    /// begun or are skipped.
     read: usize,
     written: usize,
     /// Number of the group's operations that have no answer yet.

@@ -438,13 +438,13 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.refusals
     }
 
-    /// The counts of pages.
+    /// The reference counts of the pages.
     pub fn counts(&self) -> &C {
         &self.counts
     }
 
-    /// The counts of pages, for changes by the caller. References that the table took or returned
-    /// must not be counted again.
+    /// The reference counts of the pages, to be changed by the caller. References that the table
+    /// took or returned are counted already.
     pub fn counts_mut(&mut self) -> &mut C {
         &mut self.counts
     }

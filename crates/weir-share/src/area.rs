@@ -37,7 +37,7 @@ pub enum Ring {
 }
 
 impl Layout {
-    /// Makes a layout; `None` when a figure is out of range or the entries are no power of two.
+    /// Makes a layout; `None` when a number is out of range or `entries` is no power of two.
     pub fn new(frames: u32, entries: u32) -> Option<Self> {
         let fits = (1..=FRAMES_MAX).contains(&frames)
             && (1..=ENTRIES_MAX).contains(&entries)
@@ -219,7 +219,8 @@ impl Area {
     /// Loads entry `number` of a ring, counted from the connection's beginning.
     #[inline]
     pub fn load(&self, ring: Ring, number: u32) -> [u64; ENTRY_WORDS] {
-        // Load each word by a call of its own: `each_ref` and `map` compile to two calls a word.
+        // Load each word by an expression of its own: `each_ref` and `map` compile to two calls a
+        // word.
         let words = self.words(ring, number);
         let load = |at: usize| words[at].load(Ordering::Relaxed);
         [load(0), load(1), load(2), load(3)]

@@ -33,7 +33,7 @@ impl<'a> BatchCounts<'a> {
         }
     }
 
-    /// Counts this many pages that will be written.
+    /// Counts `pages` pages that will be written.
     pub fn writes(&mut self, pages: usize) {
         self.writes += pages;
     }

@@ -189,9 +189,9 @@ impl Pool {
         self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
     }
 
-    /// Notes why these chunks are given back, or are about to be. So the governor can take those
-    /// again that it gave back itself, even after the daemon has died. Taking a chunk deletes its
-    /// note.
+    /// Notes why these chunks are given back, or are about to be. So the governor can take the
+    /// chunks again that it gave back itself, even after the daemon has died. Taking a chunk
+    /// deletes its note.
     pub fn note(&self, store: usize, chunks: &[u32], note: Note) {
         let Some(tier) = self.tiers.get(store) else { return };
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
@@ -204,12 +204,12 @@ impl Pool {
         self.open_slots().saturating_sub(needed)
     }
 
-    /// Slots that were promised: to volumes, and to writes under way.
+    /// Number of slots that were promised: to volumes, and to writes under way.
     pub(crate) fn needed_slots(&self, ranges: &Ranges) -> u32 {
         ranges.pages().saturating_add(self.config.slack())
     }
 
-    /// Slots in chunks that are held, of members that are not lost.
+    /// Number of slots in chunks that are held, of members that are not lost.
     pub(crate) fn open_slots(&self) -> u32 {
         self.tiers.iter().map(Tier::open_slots).fold(0, u32::saturating_add)
     }

@@ -60,8 +60,8 @@ fn fill(occupant: Option<Occupant>) -> Option<u32> {
 }
 
 impl Pool {
-    /// Has every lane call `told` whenever many more pages have left packs. Only the first call
-    /// sets it.
+    /// Sets a callback for lanes. They call it whenever many more pages have left packs. Only the
+    /// first call sets one.
     pub fn when_packs_are_left(&self, told: Box<dyn Fn() + Send + Sync>) {
         let _ = self.when_left.set(told);
     }
@@ -108,12 +108,12 @@ impl Pool {
 }
 
 /// Chooses the packs to empty, from the number of packs of each fill. The packs that stay may waste
-/// half of the slots at which compaction begins.
+/// at most half of what makes compaction begin.
 fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     let total: u64 = packs.iter().sum();
     let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);
-    // Waste is counted in [`WHOLE`]ths of a slot: that of now, and that which would be left once
-    // the packs up to `fill_most` are emptied.
+    // Waste is counted in parts of a slot, [`WHOLE`] to a slot: the present waste, and the waste
+    // that would be left once the packs up to `fill_most` are emptied.
     let waste: u64 = packs.iter().enumerate().map(wasted).sum();
     let whole = u64::from(WHOLE);
     if waste * one_in < total * whole {

@@ -59,7 +59,7 @@ impl Epochs {
     #[inline]
     pub fn pin(&self, pin: &Pin) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
-        // As in `end`: all reads under the former pin happen before this store.
+        // This store is a release, as in `end`: all reads under the former pin happen before it.
         pin.0.store(now, Ordering::Release);
         fence(Ordering::SeqCst);
         now

@@ -53,7 +53,7 @@ impl Lent {
         Some(times == 0)
     }
 
-    /// Whether a slot may be freed that was just unlinked from the map. If it is lent, it may not,
+    /// Whether a slot that was just unlinked from the map may be freed. If it is lent, it may not,
     /// and its last return frees it.
     #[inline]
     pub fn may_free(&self, slot: Slot) -> bool {
@@ -71,7 +71,7 @@ impl Lent {
 
     /// Takes a slot back from one borrower; only the one lender calls this.
     fn give(&self, slot: Slot) -> Back {
-        // This orders the borrower's reads before the writes of the slot's next owner.
+        // This subtraction orders the borrower's reads before the writes of the slot's next owner.
         match self.byte(slot).fetch_sub(1, Ordering::SeqCst) - 1 {
             0 => Back::Last,
             UNLINKED => {
@@ -124,7 +124,7 @@ pub enum Loan<'a> {
         /// The slot in that store.
         slot: Slot,
     },
-    /// The page cannot be lent, at least not now. [`Guard::view`] shows it so.
+    /// The page cannot be lent, at least not now. Instead it is shown, as [`Guard::view`] shows it.
     Shown(View<'a>),
 }
 

@@ -95,22 +95,22 @@ use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{OpenError, OpenErrorKind, Store};
 
-/// The shape of a pool.
+/// The size of a pool, and the load for which it has room.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Pages that all volumes may have together.
+    /// Number of pages that all volumes may have together.
     pub pages: u32,
     /// Largest number of lanes that may be open at once. [`slack`](Config::slack) has a part for
     /// each, which a lane takes when it is opened. A [`Lender`] takes a part of it too.
     pub lanes: usize,
-    /// Operations that each lane may have in flight at slow stores.
+    /// Number of operations that each lane may have in flight at slow stores.
     pub depth: usize,
 }
 
 impl Config {
-    /// Slots that the stores need together, so that a write always finds one. Each page takes one
-    /// slot. A write under way takes a new slot, and the page's old slot stays taken until it may
-    /// be reused.
+    /// Number of slots that the stores need together, so that a write always finds one. Each page
+    /// takes one slot. A write under way takes a new slot, and the page's old slot stays taken
+    /// until it may be reused.
     pub fn slots(&self) -> u32 {
         self.pages.saturating_add(self.slack())
     }
@@ -121,7 +121,7 @@ impl Config {
         u32::try_from(self.lanes).unwrap_or(u32::MAX).saturating_mul(self.lane_slots())
     }
 
-    /// Slots for the operations that one lane has under way.
+    /// Number of slots for the operations that one lane has under way.
     pub fn lane_slots(&self) -> u32 {
         u32::try_from(self.depth + lane::HINTS).unwrap_or(u32::MAX)
     }
@@ -136,11 +136,11 @@ pub enum CreateError {
         pages_as_size(*.pages), pages_as_size(*.needed), pages_as_size(.needed - .pages), pages_as_size(*.available)
     )]
     TooLarge {
-        /// Pages asked for.
+        /// Number of pages asked for.
         pages: u32,
-        /// Slots that this size needs.
+        /// Number of slots that a volume of this size needs.
         needed: u32,
-        /// Slots that the stores have.
+        /// Number of slots that the stores have.
         available: u32,
     },
     /// No volume can have this number of pages or stores.
@@ -150,12 +150,13 @@ pub enum CreateError {
         entry::STORES_MAX
     )]
     Shape {
-        /// Pages asked for.
+        /// Number of pages asked for.
         pages: u32,
-        /// Stores given.
+        /// Number of stores given.
         stores: usize,
     },
-    /// The process may not map the page map, which has an address for every page that can be.
+    /// The system does not let this process map the page map, which has an address for every
+    /// possible page number.
     #[error(
         "cannot map {size} of addresses for the page map: limits must allow 20GiB of address space (ulimit -v), 17GiB of file size (ulimit -f) and, without CAP_IPC_LOCK, 20GiB of locked memory (ulimit -l)",
         size = ByteSize(Map::BYTES as u64)
@@ -176,7 +177,7 @@ pub enum CreateError {
         pages_as_size(*.free), pages_as_size(*.pages)
     )]
     NoRoom {
-        /// Pages asked for, beside those that volumes have.
+        /// Number of pages asked for, beside those that volumes have.
         pages: u32,
         /// Number of pages that the pool has room for.
         free: u32,
@@ -187,9 +188,9 @@ pub enum CreateError {
         pages_as_size(*.pages), pages_as_size(*.longest)
     )]
     NoRange {
-        /// Pages asked for.
+        /// Number of pages asked for.
         pages: u32,
-        /// Pages of the longest free range.
+        /// Number of pages of the longest free range.
         longest: u32,
     },
     /// The new size could not be noted for the next daemon.
@@ -289,7 +290,7 @@ impl Pool {
         &self.config
     }
 
-    /// Pages of all volumes together.
+    /// Number of pages of all volumes together.
     pub fn pages(&self) -> u32 {
         self.ranges().pages()
     }

@@ -1,8 +1,8 @@
 //! The page map: one [`Entry`] a page, in memory that a keeper can hold beyond the daemon's death.
 //!
-//! It has an address for the entry of every page number, and memory only for those that volumes
-//! have. That memory is taken part by part, before the pages are used. To read any other entry
-//! would take memory too: see [`Pool::entry`](crate::Pool::entry).
+//! The map has an address for the entry of every page number, and memory only for the numbers that
+//! volumes have. That memory is taken part by part, before the pages are used. To read any other
+//! entry would take memory too: see [`Pool::entry`](crate::Pool::entry).
 //!
 //! The map's last word counts the volumes and growths that there ever were. The first generations
 //! of new pages come from it, so it must outlive the daemon as they do.

@@ -77,7 +77,7 @@ impl Tier {
         self.records.open_slots(|extent| self.state_of(extent) != State::Lost)
     }
 
-    /// Free slots in extents that are open, of members that are online.
+    /// Number of free slots in open extents, of members that are online.
     pub fn free_online(&self) -> u32 {
         self.records.open_free(|extent| self.state_of(extent) == State::Online)
     }

@@ -116,7 +116,7 @@ pub struct Mover {
 struct Job {
     task: Task,
     phase: Phase,
-    /// The slots, or the page numbers, that the task has to look at.
+    /// The slots, or the page numbers, that the task still has to look at.
     range: Range<u32>,
     /// Largest number of moves in a batch.
     batch: u32,
@@ -437,8 +437,8 @@ impl Mover {
                     job.phase = Phase::Pages(page.0);
                     return self.await_room(job, now);
                 }
-                // No page in this range lies there: the search goes on behind it. Numbers up to the
-                // next volume count as searched.
+                // No page of this range lies in those slots: the search goes on behind the range.
+                // Numbers up to the next volume count as searched.
                 Err(next) => at = next,
             }
         }

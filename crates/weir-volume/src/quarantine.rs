@@ -68,9 +68,10 @@ impl Pool {
         self.tiers.iter().for_each(Tier::end_quarantine);
     }
 
-    /// Writes that a lane may have under way at stores with slots in quarantine. If this daemon
-    /// dies too, its writes add to the quarantine. The number is at least one until half of the
-    /// lanes' spare slots are in quarantine. So pages can still be written while the disk works.
+    /// Number of writes that a lane may have under way at stores with slots in quarantine. If this
+    /// daemon dies too, its writes add to the quarantine. The number is at least one until half of
+    /// the lanes' spare slots are in quarantine. So pages can still be written while the disk
+    /// works.
     #[cold]
     pub(crate) fn share_in_quarantine(&self) -> u32 {
         let held: u32 = self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum();

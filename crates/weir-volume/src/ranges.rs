@@ -44,8 +44,8 @@ impl Ranges {
         starts.zip(ends).map(|(start, end)| start..end)
     }
 
-    /// Number of the map's words that have memory: the ranges', and the rest of each range's last
-    /// part.
+    /// Number of the map's words that have memory: those of all ranges, each up to the end of its
+    /// last part.
     pub fn words(&self) -> u64 {
         self.all.iter().map(|range| u64::from(whole(range.end) - range.start)).sum()
     }
@@ -55,7 +55,7 @@ impl Ranges {
         self.from(page.0).is_some_and(|range| range.start <= page.0)
     }
 
-    /// The range that this page lies in, or the next one.
+    /// The range with this page, or else the first range behind it.
     pub fn from(&self, page: u32) -> Option<Range<u32>> {
         self.all.get(self.all.partition_point(|it| it.end <= page)).cloned()
     }

@@ -409,8 +409,8 @@ impl Records {
         self.has_packs() && self.occupant(slot).is_some_and(Occupant::is_pack)
     }
 
-    /// Ends the publication of a pack: from here on it counts only the pages that the map names.
-    /// Returns whether none was left, so that the slot is free.
+    /// Ends the publication of a pack: from here on its record counts only the pages that the map
+    /// names. Returns whether none was left, so that the slot is free.
     pub fn published(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> bool {
         let gone = self.leave_pack(slot, UNPUBLISHED) == 0;
         if gone {

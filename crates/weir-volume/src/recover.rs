@@ -142,8 +142,8 @@ impl Pool {
     }
 }
 
-/// A takeover under way. Its steps change the map and the records that the keeper holds. This
-/// process may die after each of them, and the next one begins again with the first.
+/// A takeover under way. Its steps change the map and the records, which the keeper holds. If this
+/// process dies after any of them, the next daemon begins again with the first step.
 struct Recovery {
     map: Map,
     tiers: Vec<Tier>,
@@ -205,7 +205,8 @@ impl Recovery {
         self.map.each_outside(&self.ranges, look).map_err(|source| CreateError::Memory { bytes, source })
     }
 
-    /// Holds each entry of the volumes against its record, and counts the pages of packs anew.
+    /// Checks each entry of the volumes against its slot's record, and counts the pages of each
+    /// pack anew.
     fn count_volumes(&mut self) -> Result<(), CreateError> {
         self.tiers.iter().for_each(|tier| tier.records.forget_pack_pages());
         for page in self.volumes.iter().cloned().flatten().map(PageNo) {
@@ -265,8 +266,8 @@ impl Recovery {
     fn end(self, config: Config) -> TakenOver {
         let pool = Pool::assemble(config, self.map, self.tiers);
         *pool.ranges() = self.ranges;
-        // The first seat's counters begin with the pages that were taken over. No lane has been
-        // opened yet, so no other thread writes the counters.
+        // The first seat's counters begin with the numbers of pages that were taken over. No lane
+        // has been opened yet, so no other thread writes the counters.
         let metrics = pool.seats.seat(0).metrics(pool.tiers.len());
         metrics.stored.add(self.stored);
         metrics.filled.add(self.filled);

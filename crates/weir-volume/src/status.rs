@@ -138,7 +138,7 @@ pub struct StoreStatus {
     pub writes: u64,
     /// Latency of the reads from this store, sampled.
     pub read_latencies: Distribution,
-    /// Latency of these writes, sampled.
+    /// Latency of the writes to this store, sampled.
     pub write_latencies: Distribution,
 }
 

@@ -149,7 +149,8 @@ impl Volume {
     /// the volume.
     ///
     /// # Errors
-    /// Returns the volume, as it was, if anybody else holds it, as a lane does, or if `note` fails.
+    /// Returns the volume unchanged if anybody else holds it, as each lane does, or if `note`
+    /// fails.
     ///
     /// # Panics
     /// Panics when the volume has fewer than `pages` pages.

@@ -51,7 +51,8 @@ pub struct SharedCounts {
 }
 
 impl SharedCounts {
-    /// Makes counts for regions of this many pages each, region 0 first; at most 256 regions.
+    /// Makes counts for the pages of at most 256 regions. `region_pages[n]` is the number of pages
+    /// of region `n`.
     pub fn new(region_pages: &[u32]) -> Self {
         let (regions, pages) = Regions::new(region_pages);
         let counts = (0..pages).map(|_| AtomicU32::new(0)).collect();

@@ -454,8 +454,8 @@ impl Lane {
         self.idle_ops.last().copied().filter(|_| self.under_way < self.ops.len())
     }
 
-    /// Starts the operation that [`idle_op`](Lane::idle_op) has found, and whose index a store may
-    /// already have as its ticket. `ticket` is the caller's.
+    /// Starts the operation whose index [`idle_op`](Lane::idle_op) has returned: a store may
+    /// already use that index as its ticket. `ticket` is the ticket of the lane's caller.
     fn start(&mut self, ticket: Ticket, started: Option<Started>, work: Work) {
         let op = self.idle_ops.pop().expect("the caller saw an idle operation");
         let begun = &mut self.ops[op as usize];

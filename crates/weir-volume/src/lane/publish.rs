@@ -80,10 +80,10 @@ impl Lane {
         (outcome, entry)
     }
 
-    /// Makes `entry` the page's entry, and frees the slot that it replaces. Without `condition`, it
-    /// succeeds only if no lane has written the page since `entry` was numbered. With `condition`,
-    /// for a page that moves, it succeeds only if the page's entry equals it. Returns `false` if
-    /// nothing was changed.
+    /// Makes `entry` the page's entry, and frees the slot of the old entry. Without `condition`, it
+    /// succeeds only if no lane has written the page since `entry` got its generation. With
+    /// `condition`, for a page that moves, it succeeds only if the page's entry equals it. Returns
+    /// `false` if nothing was changed.
     ///
     /// Every write of a page increases its generation by one, also when several lanes write it at
     /// once. A move keeps the generation. So an entry that is read twice names the

@@ -15,7 +15,7 @@ use weir_store::{Done, Fault, Ticket};
 pub(super) const RUNS: usize = 16;
 /// Largest number of pages of a run: as many as [`Run::late`] has bits.
 const RUN_PAGES: usize = u64::BITS as usize;
-/// Distance, in pages, at which a page is prefetched.
+/// How many pages ahead of the present one a page is prefetched.
 const AHEAD: usize = 2;
 
 /// Pages that follow one another, in slots side by side, on their way from or to a store.
@@ -26,7 +26,7 @@ pub(crate) struct Run {
     count: usize,
     /// Number of pages that the store has answered.
     answered: usize,
-    /// The first fault of a write's pages.
+    /// Of a write: the first fault among its pages.
     fault: Option<Fault>,
     /// Of a write: a bit for each page that the store did not answer in time. The write may still
     /// change such a page's slot.

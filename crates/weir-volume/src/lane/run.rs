@@ -16,8 +16,8 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
 use weir_device::View;
 
-/// Number of pages that are written as one group: enough that one wait for all costs little each,
-/// and few compared to the freed slots that a lane remembers.
+/// Number of pages that are written as one group. The one wait for all of them costs little a page,
+/// and the freed slots that a lane remembers are many more.
 const GROUP: usize = 16;
 /// Fewer pages in a row than this are read or written one by one just as fast.
 pub(crate) const LEAST: usize = 4;

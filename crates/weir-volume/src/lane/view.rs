@@ -14,7 +14,7 @@ pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
     /// The guard's start time, if the guard is one of the sampled operations that are timed.
     started: Option<Started>,
-    /// The number of shown pages in each store.
+    /// The number of pages in each store that the guard has shown.
     shown: Places,
 }
 
