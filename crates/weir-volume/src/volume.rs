@@ -110,7 +110,7 @@ impl Volume {
     /// when `note` fails. The size then stays as it was.
     ///
     /// # Panics
-    /// Panics when the volume has more than `pages` pages.
+    /// Panics when the volume has more than `pages` pages, or none.
     pub fn grow(
         &self,
         pages: u32,
@@ -118,6 +118,7 @@ impl Volume {
     ) -> Result<(), CreateError> {
         let _alone = self.pool.changing();
         let now = self.pages();
+        assert!(now > 0, "no range belongs to a volume without pages");
         let more = pages.checked_sub(now).expect("a volume shrinks by `shrink`");
         let new = self.first + now..self.first.saturating_add(pages);
         if new.is_empty() {
@@ -176,6 +177,15 @@ impl Volume {
 }
 
 impl Pool {
+    /// Opens a lane that is turned to no volume: it has no pages until it is
+    /// [turned](Lane::turn) to one. See [`Volume::lane`].
+    ///
+    /// # Errors
+    /// Fails as [`Volume::lane`] does.
+    pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
+        Volume::over(self, 0..0).lane()
+    }
+
     /// Makes a volume of `pages` pages, which are all empty. The caller must record its range for
     /// the next daemon before anything is written to it.
     ///

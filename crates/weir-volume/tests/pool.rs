@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_device::{Coming, PageLane};
-use weir_store::{Host, Progress, Sim, SimUrl, Store};
+use weir_store::{Fault, Host, Progress, Sim, SimUrl, Store};
 use weir_volume::{
     Compression, Config, CreateError, GiveBackError, Kept, Lane, Mover, Pool, Removal, Sparse, Step, Task,
     View, Volume,
@@ -517,4 +517,145 @@ fn what_the_keeper_is_told_keeps_nobody_waiting_who_does_not_change_a_volume() {
         })
         .unwrap();
     assert_eq!(volume.pages(), 200);
+}
+
+/// A pool whose writes take two polls, as much room as `CONFIG` has pages, and its store.
+fn hanging_pool() -> (Arc<Pool>, Arc<Sim>) {
+    let size = ByteSize(u64::from(CONFIG.slots()) * PAGE_SIZE as u64);
+    let sim = Arc::new(Sim::open(SimUrl { size, delay: 2, ..SimUrl::default() }).unwrap());
+    (Pool::create(CONFIG, vec![sim.clone()]).unwrap(), sim)
+}
+
+/// Polls until nothing is in flight. Returns the results.
+fn results(lane: &mut Lane) -> Vec<Result<(), Fault>> {
+    let mut found = Vec::new();
+    while lane.in_flight() > 0 {
+        lane.submit();
+        lane.poll(Instant::now(), &mut |done| found.push(done.result));
+    }
+    lane.submit();
+    found
+}
+
+#[test]
+fn a_lane_that_is_turned_reads_and_writes_the_pages_of_its_volume_alone() {
+    let pool = pool();
+    let volumes = [20, 30, 40].map(|size| pool.volume(size).unwrap());
+    let mut lane = pool.lane().unwrap();
+    let has_no_pages = |lane: &mut Lane| {
+        assert_eq!(PageLane::pages(lane), 0);
+        let reads = AssertUnwindSafe(|| Lane::read(lane, 0, PageNo(0), &mut content(0)));
+        assert!(catch_unwind(reads).is_err(), "page 0 of nothing is another volume's");
+    };
+    has_no_pages(&mut lane);
+    for from in [1000, 2000] {
+        for (at, volume) in volumes.iter().enumerate() {
+            lane.turn(Some(volume));
+            assert_eq!(PageLane::pages(&lane), volume.pages());
+            (0..volume.pages()).for_each(|page| write(&mut lane, page, from + at as u32 * 100 + page));
+        }
+        lane.turn(None);
+        has_no_pages(&mut lane);
+        for (volume, from) in volumes.iter().zip([from, from + 100, from + 200]) {
+            assert_eq!(pages(volume), numbers(from, volume.pages()));
+        }
+    }
+    lane.turn(Some(&volumes[1]));
+    let mut found = content(0);
+    assert_eq!(Lane::read(&mut lane, 0, PageNo(7), &mut found), Progress::Done(Ok(())));
+    assert!(found == content(2107));
+    volumes[1].grow(50, |_| Ok(())).unwrap();
+    assert_eq!(PageLane::pages(&lane), 50, "a volume grows under it, too");
+    // The numbers of no volume are nobody's to grow over.
+    lane.turn(None);
+    let nowhere = Arc::clone(lane.volume());
+    assert!(catch_unwind(AssertUnwindSafe(|| nowhere.grow(1, |_| Ok(())))).is_err());
+}
+
+#[test]
+fn a_lane_that_was_turned_away_holds_no_volume_and_no_slot_back() {
+    let pool = pool();
+    let [first, second] = [100, 200].map(|size| pool.volume(size).unwrap());
+    [&first, &second].into_iter().for_each(|volume| fill(volume, 0));
+    let mut lane = first.lane().unwrap();
+    // The lane is in the middle of a batch, and so pinned.
+    assert_eq!(Lane::read(&mut lane, 0, PageNo(0), &mut content(0)), Progress::Done(Ok(())));
+    let (first, held) = first.shrink(0, |_| Ok(())).unwrap_err();
+    assert!(matches!(held, CreateError::InUse), "{held}");
+    lane.turn(Some(&second));
+    assert!(shrunk(first, 0).is_none());
+    let (second, _) = second.shrink(9, |_| Ok(())).unwrap_err();
+    lane.turn(None);
+    let second = shrunk(second, 9).unwrap();
+    // Nobody looks at what went: all of it is room again.
+    let third = pool.volume(291).unwrap();
+    for round in 0..3 {
+        fill(&third, 1000 * round);
+        assert_eq!(pages(&third), numbers(1000 * round, 291));
+    }
+    assert_eq!(pages(&second), numbers(0, 9));
+}
+
+#[test]
+fn a_lane_is_turned_only_at_rest_and_within_its_pool() {
+    let (pool, _) = hanging_pool();
+    let [one, two] = [100, 100].map(|size| pool.volume(size).unwrap());
+    let mut lane = one.lane().unwrap();
+    assert_eq!(Lane::write(&mut lane, 0, PageNo(0), &content(1)), Progress::Queued);
+    for volume in [Some(&two), None] {
+        assert!(catch_unwind(AssertUnwindSafe(|| lane.turn(volume))).is_err());
+        assert!(Arc::ptr_eq(lane.volume(), &one), "it is where it was");
+    }
+    assert_eq!(results(&mut lane), [Ok(())]);
+    let strange = slow_pool().0.volume(100).unwrap();
+    assert!(catch_unwind(AssertUnwindSafe(|| lane.turn(Some(&strange)))).is_err());
+    lane.turn(Some(&two));
+}
+
+#[test]
+fn no_late_write_of_a_lane_reaches_the_volume_that_it_was_turned_to() {
+    for compression in [None, Some(Compression::Lz4)] {
+        let (pool, sim) = hanging_pool();
+        compression.into_iter().for_each(|with| pool.compress(with));
+        let volumes = [20, 20].map(|size| pool.volume(size).unwrap());
+        let mut lane = pool.lane().unwrap();
+        for round in 0..20 {
+            for (at, volume) in volumes.iter().enumerate() {
+                let number = 1000 * round + 100 * at as u32;
+                let begin = |first: u32, lane: &mut Lane| {
+                    for page in first..first + 5 {
+                        let begun = Lane::write(lane, page, PageNo(page), &content(number + page));
+                        assert_eq!(begun, Progress::Queued);
+                    }
+                };
+                lane.turn(Some(volume));
+                begin(0, &mut lane);
+                assert_eq!(results(&mut lane), [Ok(()); 5]);
+                // The client of these goes: some are forsaken, some were not answered in time.
+                begin(0, &mut lane);
+                begin(5, &mut lane);
+                lane.forsake(|ticket| ticket < 5);
+                sim.hang(true);
+                assert!(results(&mut lane).iter().all(Result::is_err));
+                lane.turn(None);
+                // They land while the lane has another volume.
+                sim.hang(false);
+            }
+            for (at, volume) in volumes.iter().enumerate() {
+                lane.turn(Some(volume));
+                let number = 1000 * round + 100 * at as u32;
+                for page in 0..20 {
+                    let expected = if page < 5 { content(number + page) } else { [0; PAGE_SIZE] };
+                    assert!(read_slowly(&mut lane, page) == expected, "round {round}, page {page}");
+                }
+            }
+        }
+        volumes.iter().for_each(|volume| {
+            lane.turn(Some(volume));
+            lane.discard(PageNo(0), 20);
+        });
+        lane.submit();
+        let status = pool.status();
+        assert_eq!((status.stored, status.stores[0].used), (0, 0), "each slot is free again");
+    }
 }

@@ -493,6 +493,25 @@ mod tests {
     }
 
     #[test]
+    fn after_a_lane_was_turned_its_first_write_waits_though_one_for_the_volume_before_was_refused() {
+        let (_holder, mut writer) = held_back();
+        let (volume, begun) = (Arc::clone(writer.volume()), Instant::now());
+        assert_eq!(write(&mut writer, 0), Progress::Full);
+        poll(&mut writer, begun);
+        poll(&mut writer, begun + SLOT_WAIT);
+        assert_eq!(write(&mut writer, 0), FULL);
+        writer.turn(None);
+        assert!(!writer.must_poll());
+        writer.turn(Some(&volume));
+        for wait in [Duration::ZERO, SHORT, SLOT_WAIT - SHORT] {
+            assert_eq!(write(&mut writer, 1), Progress::Full);
+            poll(&mut writer, begun + SLOT_WAIT + SHORT + wait);
+        }
+        poll(&mut writer, begun + 2 * SLOT_WAIT + SHORT);
+        assert_eq!(write(&mut writer, 1), FULL);
+    }
+
+    #[test]
     fn a_write_that_waits_has_the_first_slot_that_others_let_go() {
         let (mut holder, mut writer) = held_back();
         let begun = Instant::now();

@@ -53,6 +53,8 @@ pub struct Lane {
     volume: Arc<Volume>,
     /// The volume's first page in the pool.
     first: u32,
+    /// A volume without pages, for the time in which the lane is turned to no other.
+    nowhere: Arc<Volume>,
     seat: usize,
     /// The lane's pin and its counts, which other threads read.
     pin: Item<Pin>,
@@ -193,10 +195,12 @@ impl Lane {
             moving: None,
         };
         let (pin, metrics) = (pool.epochs.pin_of(seat), pool.seats.seat(seat).metrics(stores.len()));
+        let nowhere = Volume::over(&pool, 0..0);
         Ok(Lane {
             pool,
             first: volume.range().start,
             volume,
+            nowhere,
             seat,
             pin,
             metrics,
@@ -228,9 +232,32 @@ impl Lane {
         })
     }
 
-    /// The volume that this lane belongs to.
+    /// The volume that this lane is turned to: one without pages if it is turned to none.
     pub fn volume(&self) -> &Arc<Volume> {
         &self.volume
+    }
+
+    /// Turns this lane to another volume of its pool. With `None` the lane has no pages, and holds
+    /// no volume. Neither takes or frees memory, if somebody else holds the volume that the lane
+    /// had.
+    ///
+    /// Only operations know pages of a volume, and none is under way. A slot whose write was
+    /// answered too late for its page stays with the lane until the write has settled. No page
+    /// names that slot.
+    ///
+    /// # Panics
+    /// Panics when an operation is in flight, or the volume belongs to another pool.
+    pub fn turn(&mut self, volume: Option<&Arc<Volume>>) {
+        assert_eq!(self.in_flight, 0, "operations in flight when a lane is turned");
+        let volume = volume.unwrap_or(&self.nowhere);
+        assert!(Arc::ptr_eq(volume.pool(), &self.pool), "a lane is turned to a volume of another pool");
+        self.first = volume.range().start;
+        self.volume = Arc::clone(volume);
+        // The next client's first write must wait for a slot as long as any other.
+        self.slot_wait = SlotWait::default();
+        self.asks_for_look = false;
+        self.long = 0;
+        self.leave();
     }
 
     /// The number in the pool of this volume's page `page`.
