@@ -12,6 +12,7 @@
 pub mod client;
 mod connection;
 mod control;
+mod exports;
 mod flight;
 pub mod handshake;
 mod listen;
@@ -25,6 +26,8 @@ pub mod transmission;
 pub mod wire;
 
 pub use control::{PATIENCE, PENDING_MAX};
+pub use exports::Exports;
+pub use handshake::Export;
 pub use listen::{Listen, ListenError};
 pub use server::{Config, KernelConnections, ServeError, Server};
 pub use stats::Stats;
