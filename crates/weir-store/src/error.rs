@@ -24,7 +24,7 @@ pub struct OpenError {
 /// change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OpenErrorKind {
-    /// Memory or room of that many bytes could not be had: a smaller store may be possible.
+    /// Not enough memory or room was free: a smaller store may be possible.
     NoMemory {
         /// Number of bytes that were asked for.
         wanted: u64,

@@ -21,7 +21,7 @@ pub trait Report {
     fn when_joined(&self, tell: Tell);
 }
 
-/// The listener for the later parts of a store's opening; see [`Report::when_joined`].
+/// The listener for the late parts of a store; see [`Report::when_joined`].
 pub type Tell = Arc<dyn Fn(&Joined) + Send + Sync>;
 
 /// The callback for changes; see [`Report::when_changed`].

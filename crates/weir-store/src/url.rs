@@ -84,7 +84,7 @@ pub enum UrlProblem {
     /// The text has a value that its key cannot take.
     #[error("{key} cannot be {value:?}: give {expected}")]
     Value {
-        /// The key, or the part of the URL.
+        /// The key, or the part of the URL, that has the wrong value.
         key: &'static str,
         /// The value that was given.
         value: String,

@@ -13,8 +13,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Time limit of a disk's operation: that of the kernel's own block layer. Programs wait for a disk
-/// as long as without Weir.
+/// Time limit of an operation at a raw disk. It is that of the kernel's own block layer, so
+/// programs wait for the disk as long as without Weir.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 impl FileStore {

@@ -20,7 +20,7 @@ pub struct FileUrl {
     pub encrypt: bool,
     /// Whether to take the file or the device even if it has foreign content. The default is off.
     pub overwrite: bool,
-    /// Bytes that a release gives back at once.
+    /// Bytes of a chunk, which is given back as a whole.
     pub chunk: ByteSize,
 }
 

@@ -319,7 +319,7 @@ fn find_cluster(
         let ranges = match node.connect().and_then(|mut connection| ask(&mut connection)) {
             Ok(None) => return Ok(None),
             Ok(Some(ranges)) => ranges,
-            // Another node of the cluster can give the map too.
+            // If this node does not give the map, another node of the cluster may.
             Err(error) => {
                 last = last.or(Some(no_answer(store, at, &error)));
                 continue;

@@ -148,8 +148,8 @@ impl Node {
             let host = host.trim_start_matches('[').trim_end_matches(']');
             let address = ConnectionAddr::Tcp(host.to_owned(), port.parse().ok()?);
             let info: ConnectionInfo = address.into_connection_info().ok()?;
-            // The end of a batch is a short segment. Nagle's algorithm would hold it until an
-            // acknowledgement.
+            // Nagle's algorithm would hold the short segment that ends a batch until an
+            // acknowledgement comes. So turn it off.
             let settings = TcpSettings::default().set_nodelay(true);
             Client::open(info.set_redis_settings(self.login.clone()).set_tcp_settings(settings)).ok()
         };
@@ -280,7 +280,8 @@ impl Node {
         let _ = rustix::io::write(&self.closing, &1u64.to_ne_bytes());
     }
 
-    /// Pauses between two attempts. Returns whether the store closes.
+    /// Waits for the pause between two attempts to reach the node, or until the store closes.
+    /// Returns whether it closes.
     fn rest(&self) -> bool {
         poll(&mut [PollFd::new(&self.closing, PollFlags::IN)], Some(&RETRY_EVERY))
             .is_ok_and(|ready| ready > 0)

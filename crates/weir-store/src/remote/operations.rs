@@ -126,7 +126,7 @@ impl Operations {
         self.answered[operation / 64].fetch_and(!(1 << (operation % 64)), Ordering::AcqRel);
     }
 
-    /// Hands over the numbers of operations that were answered since the last call.
+    /// Calls `take` with the number of each operation that was answered since the last call.
     pub(super) fn take_answered(&self, mut take: impl FnMut(usize)) {
         let mut count = [0; 8];
         // Clear the bell first, and then take the bits. So an answer whose bit is missed here rings

@@ -19,7 +19,7 @@ const NODES_MAX: usize = 64;
 pub struct RemoteUrl {
     /// The nodes, each as `HOST:PORT`.
     pub nodes: Vec<String>,
-    /// Room for pages on all nodes together. The copies are not counted.
+    /// Room for pages on all nodes together. With two copies, each page counts once.
     pub size: ByteSize,
     /// Number of nodes that keep each page: 1 or 2.
     pub copies: u8,

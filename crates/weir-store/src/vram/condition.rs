@@ -12,7 +12,7 @@ const RECENT: Duration = Duration::from_secs(30);
 pub enum Death {
     /// A call returned an error after which every later call fails.
     Answered(CallError),
-    /// A request was not answered in time.
+    /// The driver or the card did not answer in time.
     NoAnswer(&'static str),
 }
 

@@ -345,7 +345,8 @@ impl Gpu {
         format!("{name}, driver {}", self.nvml().map_or("unknown", Nvml::driver))
     }
 
-    /// Wakes the watching thread if it sleeps for long; only one lane does so.
+    /// Wakes the watching thread if it sleeps for long. If several lanes try this at once, only one
+    /// wakes it.
     #[inline(never)]
     pub(super) fn wake(&self) {
         if self.chunks.hot().gate().asleep.swap(false, Ordering::AcqRel)

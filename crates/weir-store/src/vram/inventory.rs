@@ -21,7 +21,8 @@ pub struct GpuMemory {
     pub free: Option<ByteSize>,
     /// Whether a display is connected to the card.
     pub display: bool,
-    /// Whether a store would open the card. Other cards are listed for the text of a refusal.
+    /// Whether a store would open the card. Other cards are listed only so that a refusal can name
+    /// them.
     pub is_usable: bool,
 }
 

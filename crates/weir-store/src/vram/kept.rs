@@ -34,7 +34,8 @@ impl KeptGpu {
     /// allocated them is there.
     ///
     /// # Errors
-    /// Fails with a sentence: the card is another one, or its driver is missing.
+    /// Fails with a sentence when the pages lie on another card, or the driver that allocated them
+    /// is missing.
     pub fn fits(&self, uuid: [u8; 16], has_vulkan: bool) -> Result<(), String> {
         if self.uuid != uuid {
             return Err("the pages lie on another GPU than the one found here".to_owned());

@@ -6,8 +6,8 @@
 //! lanes already serve through the window. Each lane gets its parts through a [`PartsCell`], and
 //! takes them between two operations, without allocating.
 //!
-//! The opening begins once all chunks are mapped. Beside the mapping it would be no faster, since
-//! the driver does most work of both for one thread at a time.
+//! The opening begins once all chunks are mapped. It would be no faster while they are being
+//! mapped, since the driver does most of both for one thread at a time.
 
 use super::Drivers;
 use super::engine::{BatchLane, Context, Which};

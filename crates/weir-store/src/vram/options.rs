@@ -66,8 +66,8 @@ pub struct VramUrl {
     /// Whether to use the processor's window onto the card. With false, a card counts as one
     /// without a window.
     pub window: bool,
-    /// Largest number of copies that one call to the copy engine's driver names, in both
-    /// directions; 1: each copy is a call. `None`: the URL does not say, which means
+    /// Largest number of copies that one call to the copy engine's driver names, for reads and for
+    /// writes. If it is 1, each copy is a call. `None`: the URL does not say, which means
     /// [`ENGINE_BATCH`](Self::ENGINE_BATCH) for reads and 1 for writes.
     pub engine_batch: Option<u32>,
 }

@@ -32,7 +32,7 @@ const PROBE: u64 = 2 << 20;
 pub(super) struct Found {
     source: Source,
     uuid: [u8; 16],
-    /// The card's other users; `None` if they were not asked for yet.
+    /// The card's other users; `None` if they have not been looked up yet.
     owner: Option<Owner>,
 }
 
@@ -184,7 +184,7 @@ impl Found {
         no_ring(options, cuda, display).map(str::to_owned)
     }
 
-    /// Makes the resident kernel's rings, if both drivers are there.
+    /// Makes the resident kernel's rings, if CUDA and Vulkan are both there.
     fn ring(&self, options: &VramUrl, hot: &Arc<Hot>) -> Result<Option<Arc<Ring>>, Trouble> {
         let Some(cuda) = self.source.cuda() else { return Ok(None) };
         ring(options, &self.source, cuda, self.owner.as_ref().is_some_and(|owner| owner.display), hot)

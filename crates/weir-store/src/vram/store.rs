@@ -98,7 +98,7 @@ fn speed(gpu: &Gpu) -> f64 {
 
 fn open_all(url: &VramUrl, drivers: &Drivers) -> Result<Vec<Arc<Gpu>>, OpenError> {
     let cards = Gpu::count(&drivers.cuda).max(1) as u32;
-    // A size counts for all cards together, in equal parts of whole chunks.
+    // The size is for all cards together. Each card gets an equal part, in whole chunks.
     let size = url.size.map(|size| ByteSize(size.0.div_ceil(u64::from(cards)).next_multiple_of(url.chunk.0)));
     (0..cards)
         .map(|index| Gpu::open(&VramUrl { target: Target::Index(index), size, ..url.clone() }, drivers))

@@ -108,7 +108,7 @@ impl Table {
         self
     }
 
-    /// The bus's shortest time for a page, as far as it was measured.
+    /// The shortest time of a page over the bus that was measured. `None` if none was.
     pub fn link(&self) -> Option<f64> {
         let costs = self.costs.iter().flatten().flatten();
         costs.map(|cost| cost.shared.min(cost.neighbour_shared)).min_by(f64::total_cmp)

@@ -26,7 +26,7 @@ pub type Function = *mut c_void;
 /// `CUexternalMemory`.
 pub type ExternalMemory = *mut c_void;
 
-/// `CUresult`, never success.
+/// A `CUresult` that is an error.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CudaError(pub c_int);
 

@@ -276,7 +276,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_width_copies_every_byte_wherever_the_other_side_lies(seed: u64, offset in 0usize..64) {
-            // The other side of a page may have any alignment, as in a network's buffer; only the
+            // The host's side of a copy may have any alignment, as in a network's buffer. Only the
             // device's side is aligned.
             let mut random = seed | 1;
             let mut plain = vec![0u8; PAGE_SIZE + 64];

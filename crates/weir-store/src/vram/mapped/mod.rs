@@ -29,7 +29,7 @@ pub struct Device {
     device: ash::Device,
     instance: ash::Instance,
     external: ash::khr::external_memory_fd::Device,
-    /// The resources for clearing, under a lock; only workers clear.
+    /// The resources for clearing chunks, under a lock. Only workers clear chunks.
     clearing: Mutex<Clearing>,
     /// The device's only queue, and the lock that a thread takes to submit to it.
     queue: vk::Queue,

@@ -2,9 +2,9 @@
 //!
 //! A copy engine takes 6 us to start, and the driver lets one thread at a time start one. A running
 //! kernel avoids both. The processor writes a 64-byte descriptor into a ring in the card's memory,
-//! through the window. A block of the kernel polls that ring. It copies the page between the card's
-//! memory and a staging page in host memory, and then writes the descriptor's number beside it.
-//! Each lane has its own ring, and shares nothing.
+//! through the window. A thread block of the kernel polls that ring. It copies the page between the
+//! card's memory and a staging page in host memory, and then writes the descriptor's number beside
+//! it. Each lane has its own ring, and shares nothing.
 //!
 //! While the kernel stays, it occupies a time slice of the card, and the card draws more power. So
 //! it enters only when there is enough to do ([`Policy`]), and leaves when there is not. Without
@@ -109,7 +109,7 @@ struct Cell {
     /// Number of waits that were so long that another context must have used the card.
     stalls: AtomicU32,
     /// For each slot of the ring, the number that the kernel served there last. Null while no lane
-    /// has the cell.
+    /// uses the ring.
     done: AtomicPtr<AtomicU32>,
     /// Number of the ring's slots.
     depth: AtomicU32,
