@@ -198,8 +198,9 @@ impl Config {
         sockets.chain(fuse).chain(self.share.iter().map(|share| share.path.as_path()))
     }
 
-    /// Whether store `at` must give its memory back on request. Disks have no other owner who needs
-    /// the room. The last of several stores takes the pages of the others.
+    /// Whether store `at` must give its memory back on request. Files and disks need not: nobody
+    /// else needs their room. The last of several stores need not either, because it takes the
+    /// pages of the others.
     pub(crate) fn gives_back(&self, at: usize) -> bool {
         let is_last = at + 1 == self.stores.len() && self.backing.is_empty();
         match self.stores.get(at) {

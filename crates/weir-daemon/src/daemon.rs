@@ -385,7 +385,7 @@ mod tests {
     use super::*;
     use crate::control::Export;
 
-    /// A device that a program keeps open for this many more attempts.
+    /// A front end whose device a program keeps open for this many more attempts.
     #[derive(Debug)]
     struct Open(u32);
 

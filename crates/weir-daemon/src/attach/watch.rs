@@ -177,7 +177,7 @@ impl Attachments {
             };
             match links.take(|device| suspects.extend([(device, LOOKS.len())])) {
                 Ok(()) => {}
-                // The kernel dropped some messages, so every device is suspect.
+                // The kernel dropped some messages, so any device may have dead connections.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => suspect_all = true,
                 Err(error) => return Err(error),
             }
@@ -215,8 +215,8 @@ impl Attachments {
             }
             Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
                 say(Level::Info, format_args!(" is no longer attached"));
-                // Only the next daemon reads the keeper's list, and it would notice that the device
-                // is gone.
+                // Ignore a failure: only the next daemon reads the keeper's list, and it would
+                // notice that the device is gone.
                 let _ = self.detached(device.device);
             }
             Err(NotReplaced::Kernel(error)) => {

@@ -163,7 +163,7 @@ fn answer(client: &mut (impl Read + Write), service: &dyn Service) -> io::Result
 #[derive(PartialEq, Eq, Debug)]
 enum Asked {
     Metrics(Format),
-    /// Any other request. The answer is this status line.
+    /// Any other request, with the status line that answers it.
     Other(&'static str),
     /// The head of the request did not arrive whole.
     Unknown,

@@ -69,7 +69,7 @@ fn nvidia(machine: &Machine) -> Option<String> {
 
 /// A finding for each card, or one finding with the reason why no card can be reached.
 fn cards(card: bool, looked: &Looked) -> Vec<Finding> {
-    /// The names of the lines about cards. Further cards have no line of their own.
+    /// The names of the report's lines about cards. Further cards have no line of their own.
     const IDS: [&str; 8] = ["card0", "card1", "card2", "card3", "card4", "card5", "card6", "card7"];
     let seen = match looked {
         Looked::Seen(seen) => seen,

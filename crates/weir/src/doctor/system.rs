@@ -27,7 +27,7 @@ fn has_unit(machine: &Machine, name: &str) -> bool {
 }
 
 fn systemd(machine: &Machine) -> Finding {
-    // This directory exists if systemd is the init system (sd_booted(3)).
+    // /run/systemd/system exists if systemd is the init system (sd_booted(3)).
     if !machine.has("/run/systemd/system") {
         Finding::ok("systemd", "not the init here: weir on runs the daemon by itself")
     } else if !has_unit(machine, "weir.service") {

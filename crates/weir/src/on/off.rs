@@ -70,8 +70,8 @@ impl Finished {
     }
 }
 
-/// Undoes all steps. Writes `note`, if one is given, as soon as nothing is swapped to the devices
-/// any more: a failure after that is no reason to lose the note.
+/// Undoes all steps. As soon as nothing is swapped to the devices any more, writes `note`, if one
+/// is given. So no later failure loses the note.
 ///
 /// # Errors
 /// Fails at the first step that cannot be undone. The journal then has that step and those that

@@ -43,7 +43,7 @@ fn state_at(control: &Path) -> Option<(&Path, State)> {
     Some((directory, state::read(directory).ok()??))
 }
 
-/// A line for each part: its device, the bytes in it, and the socket of its own daemon.
+/// A line for each part: its device, the bytes of pages on it, and the socket of its own daemon.
 ///
 /// # Errors
 /// Fails when the journal of `weir on` cannot be read.

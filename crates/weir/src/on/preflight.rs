@@ -1,5 +1,5 @@
-//! Checks of everything that could stand in the way, before anything is changed. Each refusal is
-//! one line with the next step.
+//! Checks of everything that could keep `weir on` from working, before anything is changed. Each
+//! refusal is one line with the next step.
 
 use super::front::{self, Chosen};
 use super::options::{BackingChoice, DIRECTORY, OnOptions, StoreChoice};
@@ -23,7 +23,7 @@ use weir_system::swaps::{self, Swap};
 pub struct OnPlan {
     /// The store for the pages.
     pub store: StoreChoice,
-    /// The reason for a path to the card's memory that the store would not choose by itself.
+    /// The reason for the path to the card's memory that `weir on` chose; `None` if it chose none.
     pub path_why: Option<String>,
     /// The front end that makes the block device.
     pub front: Chosen,

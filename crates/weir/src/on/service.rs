@@ -207,7 +207,7 @@ impl Starting {
             return;
         };
         if self.0.as_ref().is_none_or(|(last, _)| *last != store) {
-            // The last store's bar must be gone before the next one is drawn.
+            // The previous store's bar must be gone before the next one is drawn.
             self.0 = None;
             let name = store.clone();
             let say = move |far: &str, left: &str| {
@@ -384,7 +384,7 @@ fn open_device(directory: &Path) -> Option<String> {
     device_use::user_or_opener(&device).map(|user| device_use::in_use(&device, &user))
 }
 
-/// Identifies a running process by its number. A zombie counts as ended.
+/// Returns the running process with this number. A zombie counts as ended.
 pub fn identify(pid: u32) -> io::Result<Process> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let missing = || io::Error::other(format!("/proc/{pid}/stat makes no sense"));

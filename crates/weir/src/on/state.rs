@@ -208,7 +208,7 @@ struct Lock(fs::File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // The lock ends at the latest with the last descriptor.
+        // If this fails, the lock ends with its last descriptor.
         let _ = rustix::fs::flock(&self.0, rustix::fs::FlockOperation::Unlock);
     }
 }
@@ -270,7 +270,7 @@ impl Journal {
         self.save()
     }
 
-    /// Corrects the last step, once more is known about it.
+    /// Corrects the last step when more is known about it.
     pub fn amend(&mut self, step: Step) -> Result<(), Failure> {
         self.state.steps.pop();
         self.intend(step)

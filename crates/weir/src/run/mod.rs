@@ -1,8 +1,8 @@
 //! `weir run`: runs a program in less memory than it uses.
 //!
 //! A daemon of the run's own holds the pages, and an object that is preloaded into the program
-//! bounds its memory. So every store of `weir serve` works here too. The program opens no card: a
-//! daemon alone needs a context on it, also for the program's children.
+//! bounds its memory. So every store of `weir serve` works here too. Only the daemon opens a card.
+//! The program and its children need no context on it.
 
 mod bounded;
 mod program;
@@ -51,7 +51,7 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
     // A signal that ends the program ends this process after it.
     let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
     let daemon = Daemon::start(options)?;
-    // From here on this process becomes the parent of processes that lose theirs.
+    // From here on this process becomes the parent of each descendant whose own parent ends.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
     let child = Command::new(&path)
         .arg0(name)

@@ -15,7 +15,7 @@ const DEPTH: u64 = 8;
 /// Largest number of pages in flight: well below a socket's buffer, so that neither side waits for
 /// the other to read.
 const PAGES_IN_FLIGHT: u32 = 32;
-/// Number of mismatches that are described; all are counted.
+/// Largest number of mismatches that are described in words; all are counted.
 const DESCRIBED: usize = 4;
 
 /// A request's effect on its pages.

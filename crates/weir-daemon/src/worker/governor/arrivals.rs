@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The watch on device files, and a descriptor that ends the wait.
+/// The watch on device files, and an eventfd that ends the wait for arrivals.
 #[derive(Clone, Debug)]
 pub struct Arrivals {
     opened: Option<Arc<OwnedFd>>,

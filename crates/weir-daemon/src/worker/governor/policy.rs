@@ -188,7 +188,7 @@ mod tests {
             self.now += MS;
             if let Some((step, end)) = self.at_work {
                 if self.now < end {
-                    // Chunks go one by one, and each is free as soon as it is empty.
+                    // Chunks are given back one by one, and each is free as soon as it is empty.
                     return;
                 }
                 let chunks = match step {
