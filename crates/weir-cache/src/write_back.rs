@@ -260,7 +260,7 @@ impl WriteBack {
         }
         let until =
             until.map(|most| Timespec { tv_sec: most.as_secs() as i64, tv_nsec: most.subsec_nanos().into() });
-        // A signal only makes the sleep shorter.
+        // An error is ignored: a signal only makes the sleep shorter.
         let _ = rustix::event::poll(&mut fds, until.as_ref());
         let _ = rustix::io::read(bell, &mut [0; 8]);
     }

@@ -17,8 +17,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// each word once: about 2 ms for 10,000 connections that hold 64 references each. The previous
     /// owner must be gone.
     ///
-    /// If the owner died before it told a connection about a reference, that reference stays out
-    /// until the connection closes.
+    /// If the previous owner died before it told a connection about a reference, that reference
+    /// stays out until the connection closes.
     ///
     /// # Errors
     /// Fails with an [`ImageError`] when the words are no image, or contradict one another.

@@ -67,7 +67,7 @@ impl Default for Run {
 /// The result of returning a batch of tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Returned {
-    /// Number of references that came back.
+    /// Number of references that came back in the batch.
     pub references: u32,
     /// Number of tokens that were refused. [`Table::refusals`] counts them by reason.
     pub refused: u32,
@@ -223,7 +223,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Returns one reference.
+    /// Takes one reference back from a connection.
     ///
     /// # Errors
     /// Fails with the reason why this connection does not hold the token; [`Table::refusals`]
@@ -248,9 +248,9 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(Given { place, last: self.counts.give(place) })
     }
 
-    /// Returns a batch of ranges, as `SO_DEVMEM_DONTNEED` does. Refused tokens are counted, and the
-    /// others are returned all the same. `on_return` is called for every reference, and told
-    /// whether it was its page's last.
+    /// Takes a batch of ranges of tokens back, as `SO_DEVMEM_DONTNEED` does. Refused tokens are
+    /// counted, and the others are taken back all the same. `on_return` is called for every
+    /// reference, and told whether it was its page's last.
     ///
     /// # Errors
     /// Fails with a [`BatchError`] when the batch exceeds [`BATCH_TOKENS_MAX`] or
@@ -274,7 +274,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(self.give_all(connection, tokens, on_return))
     }
 
-    /// Returns single tokens in one go, as [`Table::give_batch`] does with ranges.
+    /// Takes single tokens back in one go, as [`Table::give_batch`] does with ranges.
     ///
     /// # Errors
     /// Fails with [`BatchError::Tokens`] when there are more than [`BATCH_TOKENS_MAX`].
@@ -325,7 +325,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         returned
     }
 
-    /// Begins a run of returns to the chunk at `position`, or to none if there is no such chunk.
+    /// Begins a run of tokens that come back for the chunk at `position`, or for none if there is
+    /// no such chunk.
     #[inline]
     fn begin(&self, connection: &Connection, position: u32) -> Run {
         match self.records.get(connection.index as usize) {
@@ -336,7 +337,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Records the returns of a run. Returns their number.
+    /// Records that the references of a run have come back. Returns their number.
     #[inline]
     fn settle(&mut self, connection: u32, run: &Run, on_return: &mut impl FnMut(Place, bool)) -> u32 {
         if run.len == 0 {

@@ -40,8 +40,8 @@ impl SlotWord {
         )
     }
 
-    /// The same slot with its reference returned. Its lap and place stay readable, so that a second
-    /// return can be told from a forgery.
+    /// The word of the slot once its reference is returned. Lap and place stay readable, so that a
+    /// second return can be told from a forgery.
     pub(crate) const fn returned(self) -> Self {
         SlotWord(self.0 & !IN_USE)
     }

@@ -140,8 +140,8 @@ pub struct Client {
     submitted: u32,
     seen: u32,
     in_flight: u32,
-    /// Tokens that the next [`submit`](Client::submit) returns. They form one range while they come
-    /// in order.
+    /// Tokens that go back to the server with the next [`submit`](Client::submit). They form one
+    /// range while they come in order.
     returns: Option<TokenRange>,
 }
 
@@ -253,7 +253,7 @@ impl Client {
 
     #[inline]
     fn ask(&mut self, submission: Submission) -> Result<(), Error> {
-        // One entry of the ring is reserved for returns, so that frames can always be returned.
+        // One entry of the ring is kept free, so that frames can always be given back.
         let entries = self.area.layout().entries();
         if self.in_flight + 1 >= entries.max(2) || !self.has_room(1) {
             return Err(Error::Full { entries });
@@ -304,8 +304,8 @@ impl Client {
         Some(unsafe { &mut *self.area.frame(frame) })
     }
 
-    /// Returns a frame with the next [`Client::submit`]. Frames that are returned in the order in
-    /// which they came take one ring entry together.
+    /// Gives a frame back to the server with the next [`Client::submit`]. Frames that go back in
+    /// the order in which they came take one ring entry together.
     ///
     /// # Errors
     /// Fails with [`Error::Gone`] when the server is gone.
@@ -329,7 +329,7 @@ impl Client {
         Ok(())
     }
 
-    /// Returns a frame now.
+    /// Gives a frame back to the server now.
     ///
     /// # Errors
     /// Fails with [`Error::Gone`] when the server is gone.
@@ -351,7 +351,8 @@ impl Client {
         Ok(())
     }
 
-    /// Sends the requests and returns since the last call, and wakes the server if it sleeps.
+    /// Sends the requests, and the frames given back, since the last call. Wakes the server if it
+    /// sleeps.
     ///
     /// # Errors
     /// Fails with [`Error::Gone`] when the server is gone.

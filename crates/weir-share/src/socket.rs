@@ -1,4 +1,5 @@
-//! Greetings and descriptors, sent over the socket.
+//! Messages on a connection's socket: the greetings with their descriptors, and the bytes that wake
+//! a client.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -36,7 +36,7 @@ impl Sparse {
     }
 }
 
-/// The number of parts of a pack's fill: a full pack has all of them.
+/// A pack's fill is measured in parts. A full pack has this many.
 const WHOLE: u32 = 16;
 /// The largest fill of a pack that is emptied. To empty fuller packs would move many pages for
 /// little room.

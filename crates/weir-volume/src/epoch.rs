@@ -186,7 +186,7 @@ mod loom_tests {
             };
             map.swap(2, Ordering::SeqCst);
             let retired = epochs.now();
-            // The writer tries again and again: in the model, twice.
+            // A writer asks for a safe epoch again and again: in the model, twice.
             if retired < epochs.safe() || retired < epochs.safe() {
                 content.store(99, Ordering::Relaxed);
             }

@@ -165,7 +165,7 @@ pub enum CreateError {
     /// There is no memory for the page map or the slot records.
     #[error("cannot take {size} of memory for the page map and slot records", size = ByteSize(*.bytes))]
     Memory {
-        /// Bytes asked for.
+        /// Number of bytes that could not be taken.
         bytes: u64,
         /// The system's error.
         #[source]

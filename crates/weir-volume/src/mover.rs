@@ -437,7 +437,7 @@ impl Mover {
                     job.phase = Phase::Pages(page.0);
                     return self.await_room(job, now);
                 }
-                // No page of this range lies in those slots: the search goes on behind the range.
+                // None of these pages lies in the task's slots: the search goes on behind them.
                 // Numbers up to the next volume count as searched.
                 Err(next) => at = next,
             }
@@ -598,7 +598,7 @@ impl Mover {
         Ok(Step::More { moved })
     }
 
-    /// The result of a task that ends with a batch.
+    /// The result of a task whose last batch has settled.
     fn result(&mut self, job: &Job) -> Result<Moved, GiveBackError> {
         let (pool, next) = (self.lane.volume().pool(), job.range.start);
         let more = match job.task {

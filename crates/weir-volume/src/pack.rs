@@ -79,7 +79,7 @@ impl OpenPack {
         &self.bytes
     }
 
-    /// Whether `length` bytes of `page` can be added.
+    /// Whether `page`, compressed to `length` bytes, can be added to the pack.
     pub fn takes(&self, compression: Compression, page: PageNo, length: usize) -> bool {
         self.pages == 0
             || self.has_room(length)

@@ -94,7 +94,8 @@ impl Pool {
     /// Returns the pool, its volumes in the order of `volumes`, and the number of lost pages.
     ///
     /// # Errors
-    /// Fails when sizes or volumes do not fit, or a store does not survive its process.
+    /// Fails when the sizes of stores and memory do not match, when volumes overlap or are too
+    /// large, or when a store does not keep its pages beyond its process.
     pub fn take_over(
         config: Config,
         stores: Vec<Arc<dyn Store>>,

@@ -67,7 +67,7 @@ impl Seats {
         self.all.iter()
     }
 
-    /// The counts of every seat that a lane has had.
+    /// The counts of each seat that any lane has had.
     pub fn metrics(&self) -> impl Iterator<Item = &LaneMetrics> {
         self.iter().filter_map(|seat| seat.metrics.get().map(|metrics| &**metrics))
     }

@@ -25,11 +25,11 @@ pub(crate) struct LaneMetrics {
     /// written, or lost.
     pub traffic: Box<[Traffic]>,
     pub discards: Counter,
-    /// Pages that took a slot, and pages that gave one up; both numbers wrap.
+    /// Pages that took a slot, and pages that gave one up. Both numbers wrap.
     pub stored: Counter,
     pub unstored: Counter,
-    /// Pages that took a place in a pack, and those that gave one up; and packs that were made, and
-    /// freed.
+    /// Pages that went into a pack, and pages that left one; packs that were made, and packs that
+    /// were freed.
     pub packed: Counter,
     pub unpacked: Counter,
     pub packs: Counter,

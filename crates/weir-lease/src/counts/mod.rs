@@ -39,8 +39,8 @@ impl PageCounts for NoCounts {
 /// For each region the index of its first page, in one array of the pages of all regions.
 #[derive(Clone, Debug)]
 struct Regions {
-    /// For each region the index of its first page in that array, and its number of pages, which is
-    /// 0 for absent regions.
+    /// For each region the index of its first page in one array of all pages, and its number of
+    /// pages, which is 0 for absent regions.
     spans: alloc::boxed::Box<[(usize, u32)]>,
 }
 

@@ -31,7 +31,7 @@ unsafe impl Send for Compressor {}
 
 impl Compressor {
     pub fn new() -> io::Result<Self> {
-        // SAFETY: both are pure functions of their arguments.
+        // SAFETY: both functions are pure.
         let (mut parameters, bytes) = unsafe {
             let parameters = sys::ZSTD_getParams(LEVEL, PAGE_SIZE as u64, 0);
             (parameters, sys::ZSTD_estimateCCtxSize_usingCParams(parameters.cParams))
@@ -83,7 +83,7 @@ unsafe impl Send for Expander {}
 
 impl Expander {
     pub fn new() -> io::Result<Self> {
-        // SAFETY: a pure function of its arguments.
+        // SAFETY: the function is pure.
         Self::within(unsafe { sys::ZSTD_estimateDCtxSize() })
     }
 
@@ -114,7 +114,7 @@ impl Expander {
 }
 
 fn fine(length: usize) -> Option<usize> {
-    // SAFETY: a pure function of its argument.
+    // SAFETY: the function is pure.
     (unsafe { sys::ZSTD_isError(length) } == 0).then_some(length)
 }
 

@@ -92,7 +92,7 @@ pub struct Lane {
     polled: Option<Instant>,
     /// The pin of this lane, and the reads that need it.
     looking: Looking,
-    /// Slots that were retired before this epoch may be reused.
+    /// The lane may reuse slots that were retired before this epoch.
     safe: u64,
     claims_since_safe: u32,
     /// The store that the last slot was claimed in.

@@ -30,13 +30,13 @@ pub(super) struct Packing {
     /// Buffer for one page's compressed bytes, which begin at its front.
     small: Box<[u8; WORST]>,
     page: Box<PageBytes>,
-    /// Number of pages that have left packs since the lane last told the volume.
+    /// Number of pages that have left packs since the lane last told the pool so.
     left: u32,
     /// The pages that [`Lane::open_up`] found.
     found: Vec<(PageNo, Slot)>,
 }
 
-/// A lane tells the volume each time that this many pages have left packs.
+/// A lane tells the pool each time that this many pages have left packs.
 const TELL_EVERY: u32 = 128;
 /// Largest number of packs that a lane reads whole at a time.
 pub(crate) const OPENED_MAX: usize = 32;
@@ -331,7 +331,8 @@ impl Lane {
                 self.hand_over(op, Err(fault), done);
                 continue;
             }
-            // A whole page that was overtaken keeps its place in the pack until the next poll.
+            // The write of a whole page that another lane has written meanwhile keeps its place in
+            // the pack until the next poll.
             let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
             self.ops[op as usize].work.goes_to(entry);
             self.go_on(op, Ok(()), done);

@@ -1,4 +1,4 @@
-//! Pages that are shown where they lie, without a copy.
+//! Shows pages where they lie, without a copy.
 
 use super::Lane;
 use super::count::{Places, Started};
