@@ -37,13 +37,13 @@ pub enum CompressError {
     /// The store or a lane could not be opened.
     #[error("cannot open the store")]
     Store(#[from] OpenError),
-    /// This program's file cannot be read.
+    /// This program's own file, which serves as content of pages, cannot be read.
     #[error("cannot read /proc/self/exe")]
     Program(#[from] std::io::Error),
     /// A page could not be written or read.
     #[error("page {0} failed: {1}")]
     Page(u32, Fault),
-    /// Sparse packs could not be emptied.
+    /// The pages of sparse packs could not be moved together.
     #[error("a lane of the volume does not come to rest")]
     Gather,
     /// A page was read with wrong content.
@@ -116,9 +116,9 @@ struct Replaced {
     fresh: Runs,
     alone: Runs,
     gathered: Runs,
-    /// Pages moved for each page written.
+    /// Number of pages that compaction moved, for each page written.
     moved: Runs,
-    /// Microseconds for each page written.
+    /// Processor time for each page written, in microseconds.
     write_us: Runs,
     gather_us: Runs,
 }
@@ -164,13 +164,14 @@ impl Replaced {
     }
 }
 
-/// Number of stored pages per slot.
+/// The packing: number of stored pages for each slot in use.
 fn held(volume: &Volume) -> f64 {
     let status = volume.status();
     status.stored as f64 / f64::from(status.stores[0].used)
 }
 
-/// Compacts, as the worker of a daemon does.
+/// Compacts the volume's sparse packs, as a daemon's worker does. Returns the number of pages
+/// moved.
 fn gather(volume: &Volume, mover: &mut Mover) -> Result<u32, CompressError> {
     let (mut moved, mut next) = (0, 0);
     let Some(sparse) = volume.sparse(0) else { return Ok(0) };
@@ -193,7 +194,7 @@ fn gather(volume: &Volume, mover: &mut Mover) -> Result<u32, CompressError> {
     }
 }
 
-/// Writes all pages; returns microseconds for each.
+/// Writes all pages. Returns the processor time for each page, in microseconds.
 fn write_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, CompressError> {
     let mut took = 0.0;
     for first in (0..pages).step_by(BATCH as usize) {
@@ -240,7 +241,8 @@ fn settle(lane: &mut Lane) -> Result<(), CompressError> {
     }
 }
 
-/// Reads all pages; returns microseconds for each.
+/// Reads as many pages as there are, at random. Returns the processor time for each page, in
+/// microseconds.
 fn read_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, CompressError> {
     let (mut took, mut found) = (0.0, vec![[0; PAGE_SIZE]; BATCH as usize]);
     for first in (0..pages).step_by(BATCH as usize) {
@@ -263,7 +265,7 @@ fn read_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, Com
     Ok(took / f64::from(pages.next_multiple_of(BATCH)))
 }
 
-/// The contents of pages.
+/// The content that each page has.
 struct Contents {
     program: Vec<u8>,
 }

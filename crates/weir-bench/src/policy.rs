@@ -43,7 +43,7 @@ pub enum PolicyError {
         /// The text of the line that is no page number.
         text: String,
     },
-    /// There is no memory for the directory.
+    /// There is no memory for the cache's directory.
     #[error("cannot take memory for the directory")]
     Memory(#[from] std::io::Error),
 }
@@ -91,7 +91,7 @@ fn read(path: &Path) -> Result<Vec<u32>, PolicyError> {
     pages.and_then(|pages| if pages.is_empty() { Err(wrong(1, "")) } else { Ok(pages) })
 }
 
-/// Number of hits of the least-recently-used policy.
+/// Number of hits that a least-recently-used cache of `frames` frames has in the trace.
 fn lru(trace: &[u32], frames: usize) -> usize {
     let (mut used, mut order) = (HashMap::new(), BTreeMap::new());
     let mut hits = 0;
@@ -108,8 +108,8 @@ fn lru(trace: &[u32], frames: usize) -> usize {
     hits
 }
 
-/// Number of hits of the optimal policy, which knows the future. The page whose next use is latest
-/// leaves.
+/// Number of hits that the optimal policy has in the trace with `frames` frames. This policy knows
+/// the future: it drops the page whose next use is latest.
 fn opt(trace: &[u32], frames: usize) -> usize {
     let mut next = vec![usize::MAX; trace.len()];
     let mut seen = HashMap::new();

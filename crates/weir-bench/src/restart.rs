@@ -55,9 +55,9 @@ pub enum RestartError {
     /// A page has neither the acknowledged content nor that of the write under way.
     #[error("page {page} is not its generation {generation}, nor the one under way")]
     Mismatch {
-        /// The page's number.
+        /// The number of the wrong page.
         page: u32,
-        /// The generation that was acknowledged last.
+        /// The generation of the page's last acknowledged write.
         generation: u32,
     },
 }
@@ -301,7 +301,7 @@ impl Part {
         (u64::from(self.first) + index as u64) * PAGE_SIZE as u64
     }
 
-    /// Writes every page.
+    /// Writes every page of the part once.
     fn fill(&mut self, scene: &Scene) -> Result<(), RestartError> {
         let mut client = scene.connect()?;
         let mut bytes = vec![0x6b; RUN as usize * PAGE_SIZE];
@@ -319,7 +319,7 @@ impl Part {
         Ok(())
     }
 
-    /// Reads every page and compares.
+    /// Reads and checks every page of the part.
     fn compare(&mut self, scene: &Scene) -> Result<(), RestartError> {
         let mut client = scene.connect()?;
         for start in (0..self.sent.len()).step_by(RUN as usize) {

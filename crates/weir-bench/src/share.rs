@@ -63,7 +63,7 @@ pub enum RunError {
     /// The volume or a server could not be made.
     #[error("cannot set up the {what}")]
     SetUp {
-        /// The thing that failed.
+        /// The name of the thing that could not be set up.
         what: &'static str,
         /// The error that prevented the set-up.
         #[source]
@@ -72,7 +72,7 @@ pub enum RunError {
     /// A client failed.
     #[error("the {what} client failed")]
     Client {
-        /// The client's transport.
+        /// The name of the client's transport.
         what: &'static str,
         /// The error that ended the client.
         #[source]
@@ -194,7 +194,7 @@ fn cpu() -> Duration {
     Duration::new(usage.tv_sec as u64, usage.tv_nsec as u32)
 }
 
-/// The figures of one transport, one for each run.
+/// The figures of one transport: of each, one value for every run.
 #[derive(Default)]
 struct Figures {
     p50: Runs,

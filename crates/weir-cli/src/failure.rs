@@ -31,7 +31,7 @@ pub enum Failure {
     Asked(clap::Error),
 }
 
-/// Prints the outcome if needed, and returns the exit code.
+/// Prints the failure, if the outcome is one, and returns the exit code.
 pub fn end(outcome: Result<(), Failure>) -> ExitCode {
     match outcome {
         // The work was done, but standard output may have refused what it printed.
@@ -42,7 +42,7 @@ pub fn end(outcome: Result<(), Failure>) -> ExitCode {
 }
 
 impl Failure {
-    /// A failure of the work itself.
+    /// Makes a failure of the work itself, with this reason.
     pub fn failed(reason: impl Display) -> Self {
         Failure::Failed(reason.to_string())
     }

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PageBytes, PageNo};
 
-/// Largest number of descriptors that a lane names.
+/// Largest number of descriptors by which a lane can wake its owner.
 pub const WAKE_FDS_MAX: usize = 16;
 
 /// A row of numbered pages.

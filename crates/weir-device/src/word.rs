@@ -53,10 +53,10 @@ pub enum Fault {
     /// The content that was read is not what was written.
     #[error("checksum mismatch")]
     Corrupt,
-    /// The store has no such operation.
+    /// The store does not have this operation.
     #[error("not supported by this store")]
     Unsupported,
-    /// No slot is free.
+    /// No slot is free for the write.
     #[error("no free slot")]
     Full,
     /// The write had no effect, since its client has gone.

@@ -34,7 +34,7 @@ pub(crate) trait Kernel {
 
     fn poison(&mut self, at: usize, bytes: usize) -> Result<(), Stopped>;
 
-    /// The next event, if there is one.
+    /// Returns the kernel's next event, if there is one.
     fn event(&mut self) -> Option<Event>;
 
     /// Whether the address space has changed, or is about to, and the pager has not read the event

@@ -64,7 +64,7 @@ pub trait Outside {
         None
     }
 
-    /// Answers [`Order::Report`](link::Order::Report).
+    /// Sends a report to the daemon, as the answer to [`Order::Report`](link::Order::Report).
     fn report(&mut self, _: &link::Report) {}
 }
 
@@ -93,13 +93,13 @@ pub trait Store {
     /// error of [`settle`](Self::settle).
     fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()>;
 
-    /// Waits until every page written before is stored.
+    /// Waits until every page that was written before is stored.
     ///
     /// # Errors
     /// Fails when one of the pages could not be stored.
     fn settle(&mut self) -> io::Result<()>;
 
-    /// Reads pages from `first` on.
+    /// Reads the pages from `first` on into `out`.
     ///
     /// # Errors
     /// Fails when one of the pages cannot be read.
@@ -112,7 +112,7 @@ pub enum Error {
     /// This process may not use userfaultfd.
     #[error("userfaultfd is denied; run as root, or make /dev/userfaultfd accessible (chmod 666)")]
     Denied(#[source] io::Error),
-    /// The kernel cannot move pages.
+    /// This kernel cannot move pages by userfaultfd.
     #[error("the kernel's userfaultfd cannot move pages; Linux 6.8 or newer is needed")]
     Kernel(#[source] io::Error),
     /// The limit is too small to work with.

@@ -21,18 +21,18 @@ pub enum Order {
 /// A pager's state and its counts since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Bytes that may be resident.
+    /// Bytes of the program's managed memory that may be resident.
     pub limit: u64,
     /// Bytes that are resident, as the limit counts them: blocks, single pages, and frames without
     /// content.
     pub resident: u64,
-    /// Blocks of 2 MiB in place.
+    /// Number of blocks of 2 MiB that are in place.
     pub blocks: u64,
-    /// Single pages in place.
+    /// Number of single pages that are in place.
     pub singles: u64,
     /// Bytes of the blocks that have room in the store.
     pub stored: u64,
-    /// Page faults that the pager has resolved.
+    /// Number of page faults that the pager has resolved.
     pub faults: u64,
     /// Nanoseconds for which threads have waited for page faults, as far as the pager saw it.
     pub waited_ns: u64,

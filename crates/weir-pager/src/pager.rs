@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use weir_core::PAGE_SIZE;
 use work::Work;
 
-/// The smallest limit, in blocks.
+/// The smallest limit that a pager accepts, in blocks.
 const LIMIT_MIN: usize = 16;
 /// Number of the pager's own pages by which threads call it. A page fault on such a page is a call.
 const BELLS: usize = 4096;
@@ -98,7 +98,7 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
 /// The state that the pager's thread shares with the other threads.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// The limit in blocks.
+    /// The limit of resident memory, in blocks.
     limit: AtomicUsize,
     /// Number of calls of [`Pager::hold`] that were not released yet. While it is above zero, every
     /// block stays resident.

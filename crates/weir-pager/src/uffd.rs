@@ -49,7 +49,7 @@ pub enum Event {
 /// A request that stopped early.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopped {
-    /// Number of bytes done.
+    /// Number of bytes that the request handled before it stopped.
     pub done: usize,
     /// The reason why the request stopped.
     pub why: Errno,
@@ -89,7 +89,7 @@ impl Uffd {
         ioctl(self.0.as_fd(), request, argument)
     }
 
-    /// Registers `start..end`: page faults on missing pages become events here.
+    /// Registers `start..end`: page faults on missing pages become events of this userfaultfd.
     ///
     /// # Errors
     /// Fails with the kernel's error.

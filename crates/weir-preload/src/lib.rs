@@ -167,7 +167,7 @@ extern "C" fn after_fork() {
     }
 }
 
-/// Notes an allocation of this many bytes.
+/// Notes that the program has allocated this many bytes.
 fn came(bytes: usize) {
     static CAME: AtomicUsize = AtomicUsize::new(0);
     // A small allocation seldom makes the allocator map new memory.

@@ -33,7 +33,7 @@ use weir_core::ByteSize;
 /// The plan of the measurement.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The weir program that serves.
+    /// The path of the weir program, which serves the block device.
     pub weir: PathBuf,
     /// The size of the block device, in bytes.
     pub size: ByteSize,
@@ -66,12 +66,12 @@ impl Default for Plan {
 /// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// A program is missing or has failed.
+    /// A program that the benchmark runs is missing, or has failed.
     #[error("{program}: {what}; install the package {package}")]
     Program {
-        /// The program's name.
+        /// The name of the program that is missing or has failed.
         program: String,
-        /// The error of the program or the system.
+        /// The error, as the program or the system reports it.
         what: String,
         /// The Debian package that contains the program.
         package: &'static str,

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::{Deal, Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
 
-/// Largest number of pages of one operation.
+/// Largest number of neighbouring pages that one operation of a disk covers.
 const RUN_PAGES: usize = 256;
-/// Bytes of a long write: 512 KiB.
+/// Least number of bytes of a write that counts as long: 512 KiB.
 const LONG: u64 = 512 << 10;
 
-/// The limits of a disk.
+/// The limits of a disk, each for one second.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub operations: u64,
@@ -24,7 +24,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Nanoseconds that a disk is busy with an operation.
+    /// Nanoseconds that a disk is busy with an operation of `bytes` bytes.
     fn takes(self, bytes: u64) -> u64 {
         (1_000_000_000 / self.operations).max(bytes * 1_000_000_000 / self.bytes)
     }
@@ -36,7 +36,7 @@ struct Disk {
     idle_at: AtomicU64,
 }
 
-/// Counts of bytes and writes that reached the disks.
+/// The traffic that reached the disks: bytes written, and of these the bytes in long writes.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Traffic {
     pub written: u64,
@@ -88,7 +88,7 @@ impl Disks {
         }
     }
 
-    /// Begins an operation on a disk now, and returns the time of the operation's end.
+    /// Begins an operation on disk `member` now, and returns the time when the operation will end.
     fn begin(&self, member: u32, bytes: u64) -> Instant {
         let now = self.begun.elapsed().as_nanos() as u64;
         if !self.is_limited.load(Relaxed) {

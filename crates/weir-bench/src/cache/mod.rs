@@ -28,15 +28,15 @@ const SETTLES: Duration = Duration::from_secs(2);
 /// The disks of the benchmark, and the time of a measurement.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Bytes of all disks together.
+    /// The size of all simulated disks together, in bytes.
     pub size: ByteSize,
-    /// Number of disks.
+    /// Number of simulated disks.
     pub members: u32,
-    /// Operations a second of each disk.
+    /// Number of operations a second that each disk can do.
     pub operations: u64,
-    /// Bytes a second of each disk.
+    /// Number of bytes a second that each disk can move.
     pub bytes: ByteSize,
-    /// Time that each contender is measured.
+    /// Time for which each contender is measured.
     pub time: Duration,
     /// Number of runs.
     pub runs: usize,
@@ -45,7 +45,7 @@ pub struct Options {
 /// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheBenchError {
-    /// Memory for the disks, or a lane, cannot be had.
+    /// There is no memory for the disks or for a lane.
     #[error(transparent)]
     Open(#[from] OpenError),
     /// The cache failed.
@@ -54,7 +54,7 @@ pub enum CacheBenchError {
     /// The log over the disks failed.
     #[error(transparent)]
     Log(#[from] LogError),
-    /// A request failed.
+    /// A contender's request failed.
     #[error("a request of {contender} failed: {fault}")]
     Fault {
         /// The name of the contender whose request failed.
@@ -71,13 +71,13 @@ enum Law {
     Zipf,
 }
 
-/// A row of the table.
+/// A case: the load, and how full the disks are.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     name: &'static str,
     law: Law,
     write: bool,
-    /// The part of the disks that is full, in per cent.
+    /// The percentage of the disks that is full.
     full: u32,
     /// The goal for write amplification.
     amplification: f64,

@@ -18,7 +18,7 @@ pub(super) fn fill(store: &FileStore) -> Result<(), DiskError> {
     Ok(())
 }
 
-/// Runs a case for `time`.
+/// Runs a case for `time`, and returns its figures.
 pub(super) fn run(store: &FileStore, case: Case, time: Duration, seed: u64) -> Result<Figures, DiskError> {
     let mut batches = Batches::new(store, case, seed)?;
     let places = u64::from(store.slots() / case.pages as u32);

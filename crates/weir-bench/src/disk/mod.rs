@@ -50,18 +50,18 @@ pub enum DiskError {
     /// An operation of the store failed.
     #[error("the store failed in the middle of {case}: {fault}; look at the kernel's log")]
     Fault {
-        /// The case's name.
+        /// The name of the case that was running.
         case: &'static str,
-        /// The store's fault.
+        /// The fault of the store's operation.
         fault: weir_store::Fault,
     },
-    /// The control failed.
+    /// fio, which is the control, failed.
     #[error("fio cannot run: {0}; install the package fio")]
     Fio(String),
-    /// A file cannot be removed.
+    /// A file of the benchmark cannot be removed.
     #[error("{path}: cannot be removed")]
     Remove {
-        /// The file's path.
+        /// The path of the file.
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,

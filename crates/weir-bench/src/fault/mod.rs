@@ -65,7 +65,7 @@ pub const WAYS: [&str; 7] = [ALONE, "run", "run-store", "bare", ZRAM, "ram-loop"
 #[derive(Debug)]
 enum Way {
     Alone,
-    /// `weir run`, over this store.
+    /// The child runs under `weir run`, with the store of this URL.
     Run(String),
     Bare,
     Swap(Kind),
@@ -141,7 +141,7 @@ fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
     ways
 }
 
-/// Runs the child once.
+/// Runs the child process once in the given way, and returns its figures.
 fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError> {
     let mut command = match way {
         Way::Run(store) => {

@@ -38,13 +38,13 @@ pub struct Touch {
     pub uniform_p99_us: f64,
     /// Mean microseconds of touching a page that is drawn by Zipf's law with exponent 0.99.
     pub zipf_us: f64,
-    /// Number of words with wrong content.
+    /// Number of words that did not have the expected content.
     pub mismatches: u64,
     /// The largest resident size, as /proc reports it.
     pub peak_kib: u64,
 }
 
-/// The way in which a child is bounded.
+/// The way in which the child's memory in RAM is limited.
 #[derive(Clone, Copy, Debug)]
 pub enum Bound<'a> {
     /// The child itself has nothing to do: its parent process bounds it, or it has no limit.
@@ -99,7 +99,7 @@ pub fn touch(bytes: u64, time: Duration, bound: Bound<'_>) -> io::Result<Touch> 
     Ok(touch)
 }
 
-/// Runs passes; returns seconds for each.
+/// Runs passes, and returns the mean time of one in seconds.
 fn passes(mut pass: impl FnMut()) -> f64 {
     let begun = Instant::now();
     let mut count = 0;
@@ -110,7 +110,7 @@ fn passes(mut pass: impl FnMut()) -> f64 {
     begun.elapsed().as_secs_f64() / f64::from(count)
 }
 
-/// Touches single pages; returns the nanoseconds of each.
+/// Touches single pages, and returns the nanoseconds that each touch took.
 fn singles(time: Duration, mut touch: impl FnMut()) -> Vec<u64> {
     let begun = Instant::now();
     let mut taken = Vec::with_capacity(TOUCHES_MAX);

@@ -11,13 +11,13 @@ use weir_store::vram::engine::{BatchCopies, Context, Which};
 
 /// Time that a step may take before it is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The share of the card's memory that the process allocates.
+/// The fraction of the card's memory that the process allocates.
 const SHARE: f64 = 0.9;
 
 /// The memory that the process got, and its waiting times.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Allocated {
-    /// Bytes allocated.
+    /// Number of bytes that the process has allocated.
     pub bytes: u64,
     /// Bytes of the card's whole memory.
     pub total: u64,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes};
 use weir_export::nbd::client::{Client, ClientError, Wish};
 
-/// Pages of one write while the device is filled.
+/// Number of pages in one write, while the device is filled.
 const FILL: u64 = 256;
 /// Number of latencies that are stored between two resets; later ones overwrite earlier ones.
 const NOTED: usize = 1 << 20;
@@ -22,7 +22,7 @@ pub struct Noticed {
     pub p99_us: f64,
 }
 
-/// The number of all operations of the programs.
+/// Counts over all programs: pages that were read and checked, and pages with wrong content.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Total {
     pub checked: u64,
@@ -37,7 +37,7 @@ struct Shared {
     times: Mutex<Vec<u64>>,
 }
 
-/// The programs at work.
+/// The programs that use the device, each as a thread.
 pub struct Load {
     shared: Arc<Shared>,
     users: Vec<JoinHandle<Result<(), ClientError>>>,
@@ -71,12 +71,12 @@ impl Load {
         Ok(Load { users: users.collect(), shared })
     }
 
-    /// Drops the latencies so far.
+    /// Drops the latencies that were noted so far.
     pub fn reset(&self) {
         self.times().clear();
     }
 
-    /// The latencies since the last reset.
+    /// The latencies that were noted since the last reset.
     pub fn taken(&self) -> Result<Noticed, GiveBackError> {
         if self.shared.stop.load(Ordering::Relaxed) {
             return Err(GiveBackError::Process {
@@ -88,14 +88,14 @@ impl Load {
         Ok(Noticed { p99_us: percentile(&mut times, 99.0) as f64 / 1e3 })
     }
 
-    /// Lets the programs work for `length`; returns the latencies.
+    /// Lets the programs work for `length`. Returns the latencies of that time.
     pub fn during(&self, length: Duration) -> Result<Noticed, GiveBackError> {
         self.reset();
         std::thread::sleep(length);
         self.taken()
     }
 
-    /// Ends the programs.
+    /// Ends the programs, and returns their counts.
     pub fn stop(self) -> Result<Total, GiveBackError> {
         self.shared.stop.store(true, Ordering::Relaxed);
         for user in self.users {

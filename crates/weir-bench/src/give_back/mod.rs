@@ -193,7 +193,7 @@ impl Daemon {
         })
     }
 
-    /// Has the daemon give back or take; returns GB/s.
+    /// Has the daemon give back or take `bytes` bytes. Returns the speed in GB/s.
     fn ask(&self, what: &str, bytes: u64) -> Result<f64, GiveBackError> {
         let answer = self.request(&format!("\"{what}\",\"bytes\":{bytes}"))?;
         let number = |key: &str| answer["result"][key].as_f64();

@@ -28,11 +28,11 @@ use super::design::Design;
 
 const SHIFT: u32 = 6;
 const SLOTS: usize = 1 << SHIFT;
-/// `MAX_SKB_FRAGS`: the number of indices of one refill.
+/// `MAX_SKB_FRAGS`: the number of indices that are reserved together.
 const REFILL: usize = 17;
 /// Number of pages whose references are dropped together.
 const PUT: usize = 16;
-/// Largest number of nodes that wait for a grace period.
+/// Largest number of freed nodes that wait for the end of an RCU grace period.
 const RESTING: usize = 64;
 
 const MARKS: usize = 3;
@@ -170,7 +170,7 @@ fn find_free(tree: &Tree, slab: &mut Slab) -> At {
     }
 }
 
-/// Goes down the tree to an index.
+/// Goes down the tree to an index. Returns the position, and the entry there.
 #[inline(never)]
 fn walk(tree: &Tree, slab: &mut Slab, index: u32) -> (At, u64) {
     let mut at = At { index, node: NONE, offset: 0 };

@@ -38,7 +38,7 @@ use kernel::KernelXArrays;
 pub struct Plan {
     /// Numbers of connections; each is a row.
     pub connections: Vec<u32>,
-    /// Number of references that each connection holds.
+    /// Number of references that each connection holds all the time.
     pub outstanding: u32,
     /// Number of references that come and go in one step: a receive call brings several, and a
     /// return call takes several.

@@ -28,7 +28,7 @@ const SLOTS: usize = 1 << SHIFT;
 const KERNEL_NODE_BYTES: usize = 576;
 /// `sizeof(struct xarray)`: lock, flags, head.
 const KERNEL_ROOT_BYTES: usize = 16;
-/// `MAX_SKB_FRAGS`: the number of indices of one refill.
+/// `MAX_SKB_FRAGS`: the number of indices that are reserved together.
 const REFILL: usize = 17;
 
 /// XA_ZERO_ENTRY: an index that is taken and has no entry yet.

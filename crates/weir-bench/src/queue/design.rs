@@ -2,18 +2,18 @@
 
 use super::QueueError;
 
-/// A queue with its worker.
+/// A design: a queue with the worker that runs its jobs.
 pub(super) trait Design: Sized {
     /// A design's memory for each job. It is kept from round to round, so that a round allocates
     /// nothing.
     type Job: Send + Sync + 'static;
-    /// A producer's end of the queue.
+    /// The end of the queue at which one producer schedules jobs.
     type Port: Port + 'static;
 
-    /// Makes a job, before its first round.
+    /// Makes a job that was not scheduled yet.
     fn job() -> Self::Job;
 
-    /// Starts the worker.
+    /// Starts the queue's worker.
     fn start() -> Result<Self, QueueError>;
 
     /// Makes the end of the queue at which one producer schedules `jobs`.
@@ -24,7 +24,7 @@ pub(super) trait Design: Sized {
     fn finish(self) -> Option<f64>;
 }
 
-/// The end at which a producer schedules.
+/// The end of a queue at which one producer schedules jobs.
 pub(super) trait Port: Send {
     /// Schedules this producer's job `index`; `stamp` is passed to [`job`](super::jobs::job).
     fn schedule(&mut self, index: usize, stamp: u64);

@@ -63,7 +63,7 @@ fn item(link: *mut Item) -> Option<&'static Item> {
 }
 
 impl List {
-    /// Appends `item`; returns false if it is pending already.
+    /// Appends `new`. Returns false if it is pending already.
     pub(super) fn push(&self, new: &'static Item) -> bool {
         let mut ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if new.pending.load(Relaxed) {
@@ -80,7 +80,7 @@ impl List {
         true
     }
 
-    /// Takes the first item.
+    /// Takes the first item out of the list.
     pub(super) fn pop(&self) -> Option<&'static Item> {
         let mut ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let first = item(ends.first)?;

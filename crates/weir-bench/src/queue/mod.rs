@@ -28,13 +28,13 @@ use throughput::Figures;
 /// The plan of the queue benchmark.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Number of jobs in a round of one producer.
+    /// Number of jobs in a round with one producer.
     pub single: usize,
     /// Number of jobs in a round of several producers, all together.
     pub multi: usize,
-    /// Number of producers in a round of several.
+    /// Number of producers in a round with several producers.
     pub producers: usize,
-    /// Number of rounds of every design.
+    /// Number of rounds in which every design is measured.
     pub rounds: usize,
 }
 
@@ -101,7 +101,7 @@ struct Goals {
 const GOALS_SINGLE: Goals = Goals { semaphore: 1.0 / 8.0, batch: 1.0 / 1.2, channels: 1.0 };
 const GOALS_MULTI: Goals = Goals { semaphore: 1.0 / 8.0, batch: 1.0 / 2.0, channels: 1.0 };
 
-/// The rows for one number of producers.
+/// Adds the rows for one number of producers to the report.
 #[expect(clippy::needless_pass_by_value, reason = "goals are a choice made at the call, not data")]
 fn rows(report: &mut Report, id: &str, figures: &Figures, goals: Option<Goals>, claimed: f64) {
     let ours = figures.of(weir::EMBEDDED);

@@ -28,7 +28,7 @@ pub(super) struct Rounds {
 pub(super) struct Figures(Vec<(&'static str, Rounds)>);
 
 impl Figures {
-    /// The rounds of the design called `name`.
+    /// The figures of the design called `name`.
     pub(super) fn of(&self, name: &str) -> &Rounds {
         &self.0.iter().find(|(own, _)| *own == name).expect("every design has run").1
     }

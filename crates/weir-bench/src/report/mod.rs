@@ -95,7 +95,7 @@ pub enum Goal {
 /// The reason why a report could not be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
-    /// The file system refused.
+    /// A file could not be written.
     #[error("{path}: cannot write the report; check the directory and the space left")]
     Write {
         /// The file's path.
@@ -104,13 +104,13 @@ pub enum ReportError {
         #[source]
         source: std::io::Error,
     },
-    /// The text is no report of [`SCHEMA`].
+    /// The text is not a report whose schema is [`SCHEMA`].
     #[error("not a benchmark report of schema {SCHEMA}; write it again with this version's --json")]
     Parse(#[source] serde_json::Error),
     /// The chart could not be drawn.
     #[error("cannot draw the chart of {metric:?}: {reason}")]
     Chart {
-        /// The chart's metric.
+        /// The metric that the chart shows.
         metric: String,
         /// The drawing library's error.
         reason: String,

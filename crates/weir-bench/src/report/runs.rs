@@ -1,6 +1,6 @@
 //! Repeated measurements of a figure, and their statistics.
 
-/// One figure measured several times.
+/// One figure, measured in several runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Runs {
     sorted: Vec<f64>,
@@ -18,7 +18,7 @@ impl Runs {
         self.sorted.len()
     }
 
-    /// Whether nothing was measured yet.
+    /// Whether there is no figure of any run yet.
     pub fn is_empty(&self) -> bool {
         self.sorted.is_empty()
     }

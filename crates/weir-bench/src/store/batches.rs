@@ -18,7 +18,7 @@ use weir_core::{PAGE_SIZE, Page, Slot};
 use weir_store::vram::{PathMode, RingMode, VramUrl};
 use weir_store::{Done, Lane, Progress, Store, StoreUrl};
 
-/// Number of pages of each thread.
+/// Number of pages that each thread reads and writes.
 const PART: u32 = 16_384;
 /// Largest number of pages that a call moves, so that staging memory stays small.
 const CALL_PAGES: u32 = 4096;
@@ -63,14 +63,14 @@ impl Shape {
     }
 }
 
-/// The loads to run.
+/// The plan of a batch sweep: the loads to run.
 #[derive(Clone, Debug)]
 pub struct Sweep {
     /// The path of this program, for the child processes.
     pub program: PathBuf,
-    /// The card under test.
+    /// The URL of the card under test.
     pub store: VramUrl,
-    /// Seconds for each load.
+    /// Number of seconds for which each load runs.
     pub seconds: u64,
     /// Numbers of copies in a call, to try one after another.
     pub copies: Vec<u32>,

@@ -27,7 +27,7 @@ pub struct Copier<'a> {
 }
 
 impl CopyEngine {
-    /// Opens the control; `None` without CUDA.
+    /// Opens the control. `None` on a machine without CUDA.
     pub fn open(bytes: u64) -> Option<Self> {
         let context =
             Context::open(Path::new("libcuda.so.1"), Which::Index(0), BatchCopies { reads: 1, writes: 1 })

@@ -106,7 +106,7 @@ impl Part {
     /// Writes every page once, so that every later read has something to check.
     ///
     /// # Errors
-    /// Fails on a fault.
+    /// Fails when a write ends with a fault.
     pub fn fill(&mut self, lane: &mut impl Pages) -> Result<(), BenchError> {
         /// Number of pages that are written together. Every lane of the benchmark has room for so
         /// many.

@@ -39,7 +39,7 @@ pub struct Plan {
     pub efforts: Vec<Effort>,
     /// Seconds for each pair of paths of the coherence row.
     pub coherence_seconds: u64,
-    /// Shorter measurements, for tests of the benchmark itself.
+    /// Whether all measurements are shorter, for tests of the benchmark itself.
     pub short: bool,
     /// The row ids to run, or the start of them; empty for all.
     pub only: Vec<String>,
@@ -58,18 +58,18 @@ pub enum BenchError {
     /// The store could not be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// An operation failed.
+    /// An operation of the store failed.
     #[error("an operation failed: {0}")]
     Fault(Fault),
     /// A page was read with another content than was written, which must never happen.
     #[error("page {number} is not its generation {generation}")]
     Mismatch {
-        /// The page's number.
+        /// The number of the page that was read.
         number: u32,
-        /// The generation that was written last.
+        /// The generation that was last written to the page.
         generation: u32,
     },
-    /// The copy-engine control failed.
+    /// The control that calls the card's copy engine failed.
     #[error("the control: {0}")]
     Control(CallError),
     /// The volume could not be made.

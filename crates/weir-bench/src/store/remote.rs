@@ -142,7 +142,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Gets a value; returns the time that it took.
+    /// Gets a value by the client crate. Returns the time that this took.
     fn get(&mut self) -> Result<Duration, BenchError> {
         let value = self.random.below(PAGES);
         let since = Instant::now();

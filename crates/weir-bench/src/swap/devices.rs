@@ -35,7 +35,7 @@ pub(crate) enum Kind {
     /// The device is a loop device over Weir's FUSE server.
     Weir {
         spin_us: u32,
-        /// The store's URL; `None`: host memory.
+        /// The URL of the store that the server serves; `None` for host memory.
         store: Option<String>,
     },
 }
@@ -107,7 +107,7 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Sets a device up.
+    /// Sets up a device of this kind, and turns it on as swap.
     pub fn new(kind: &Kind, plan: &Plan, bytes: u64, scratch: &Scratch) -> Result<Device, SwapError> {
         let say = |what: &str| SwapError::failed(format!("{}: {what}", kind.name()));
         let mut device = Device {
@@ -185,7 +185,7 @@ impl Device {
         &self.name
     }
 
-    /// Removes the device.
+    /// Turns the swap off, and removes the device.
     pub fn end(mut self) -> Result<(), SwapError> {
         let name = self.name.clone();
         let swap = self.swap.take().expect("taken down once");

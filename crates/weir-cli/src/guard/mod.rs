@@ -26,13 +26,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_system::signals;
 
-/// Tells the child which process guards it.
+/// The environment variable that tells the child which process guards it.
 const ENVIRONMENT: &str = "WEIR_GUARD";
 /// Time that a server may take to end in good order.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Pause between two signals to a process that is to end.
 const AGAIN: Duration = Duration::from_millis(250);
-/// The start of the names that a child makes.
+/// The beginnings of the names that a guarded child gives to its files and directories.
 const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 
 /// Runs `work` in a child, and undoes the changes that the child leaves. `elsewhere` is one more

@@ -31,7 +31,7 @@ pub enum State {
 pub struct Block {
     pub at: usize,
     pub state: State,
-    /// The block's room in the store.
+    /// The number of the first page of the block's room in the store; `None` without room.
     pub room: Option<u64>,
     /// A bit for each page that is zeros and is not in the store.
     pub zeros: [u64; BLOCK_PAGES / 64],
@@ -81,7 +81,7 @@ impl Blocks {
         self.by_address.len()
     }
 
-    /// Whether a block has this number.
+    /// Whether there is a block with this number.
     pub fn is_known(&self, id: u32) -> bool {
         self.by_address.get(&self.all[id as usize].at) == Some(&id)
     }

@@ -29,7 +29,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The program's threads go on for a while.
+    /// Lets the program's threads run for a while.
     fn pass(&mut self) {
         self.world.now += Duration::from_nanos(500);
         if self.program.has_begun && self.world.random.one_in(3) {

@@ -1,6 +1,6 @@
 //! Numbers from a seed, and from the environment.
 
-/// Numbers from a seed (splitmix64).
+/// Random numbers from a seed (splitmix64).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 

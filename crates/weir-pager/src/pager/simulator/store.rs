@@ -11,9 +11,9 @@ use weir_core::PageBytes;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     pub rooms: u64,
-    /// A write is refused.
+    /// A write is refused at once.
     pub refused: u64,
-    /// A write was taken, and fails later.
+    /// A write is accepted, and fails later.
     pub doomed: u64,
     pub unreadable: u64,
     /// The number of reads after which every read fails.
@@ -23,9 +23,9 @@ pub struct Faults {
 /// The counts that the checks of the simulated program need.
 #[derive(Debug, Default)]
 pub struct Said {
-    /// Reads that failed.
+    /// Number of reads that failed.
     pub unreadable: u64,
-    /// Writes that failed, and claims that found no room.
+    /// Number of writes that failed, and of claims that found no room.
     pub refused: u64,
     pub rooms: usize,
 }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// The address of the first page.
+/// The address of page 0 of the simulated address space.
 pub const BASE: usize = 1 << 40;
 /// Number of pages in the simulated address space.
 pub const PAGES: usize = OWN + 200 * BLOCK_PAGES;

@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, uniform_value};
 
-/// Number of blocks of staging memory.
+/// Number of slots in the staging memory. A slot has room for one block.
 const SLOTS: usize = 16;
 /// Number of pages that are written or read in one step.
 const STEP: usize = 64;
