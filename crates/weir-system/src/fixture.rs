@@ -1,8 +1,39 @@
-//! A machine for a test: a directory with files such as `proc/meminfo`.
+//! A machine for a test: a directory with files such as `proc/meminfo`. And a test in a mount
+//! namespace of its own.
 
 use crate::Machine;
 use std::fs;
 use std::path::PathBuf;
+use std::process::Command;
+
+/// Tells a process that [`alone`] started it.
+const ALONE: &str = "WEIR_TEST_ALONE";
+
+/// Runs the test `name` of this program again, in a process with a mount namespace of its own.
+/// There this function calls `mount`, and what `mount` prints and mounts is of that process alone.
+/// Returns the process's standard error. `None`, with a line on standard error, if this machine
+/// denies such a namespace.
+///
+/// # Panics
+/// Panics when the process cannot be started, or its test fails.
+pub fn alone(name: &str, mount: impl FnOnce()) -> Option<String> {
+    if std::env::var_os(ALONE).is_some() {
+        mount();
+        return None;
+    }
+    let mut again = Command::new("unshare");
+    again.args(if rustix::process::geteuid().is_root() { ["-m"] } else { ["-rm"] });
+    again.arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture", "--test-threads=1"]);
+    let output = again.env(ALONE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    if said.starts_with("unshare: ") {
+        eprintln!("skipped: {name}: {said}");
+        return None;
+    }
+    let listed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && listed.contains("1 passed"), "{listed}{said}");
+    Some(said)
+}
 
 /// The directory of the machine's files, removed when dropped.
 #[derive(Debug)]

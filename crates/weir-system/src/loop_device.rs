@@ -155,7 +155,11 @@ impl LoopDevice {
             node(&device.path, device.number);
             let opened = open(&device.path)?;
             match configure(&opened, &backing, file) {
-                Ok(()) => return device.checked(file),
+                Ok(()) => {
+                    // A device that is open does not go.
+                    drop(opened);
+                    return device.checked(file);
+                }
                 // Another program has taken the device.
                 Err(Errno::BUSY) => {}
                 Err(errno) => return Err(refused(errno.into())),
@@ -323,6 +327,8 @@ fn call(fd: impl AsFd, command: Opcode, argument: *mut c_void) -> rustix::io::Re
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture;
+    use rustix::mount::{MountFlags, mount};
 
     #[test]
     fn what_is_no_loop_device_is_not_found() {
@@ -341,5 +347,27 @@ mod tests {
         // The kernel makes no loop device of a file in /proc.
         let own = LoopDevice::attach(Path::new("/proc/self/comm")).unwrap_err().to_string();
         assert!(own.starts_with("the kernel made no loop device of /proc/self/comm: "), "{own}");
+    }
+
+    #[test]
+    fn a_file_that_every_access_would_cache_is_refused() {
+        fixture::alone("loop_device::tests::a_file_that_every_access_would_cache_is_refused", || {
+            if open(Path::new("/dev/loop-control")).is_err() {
+                return println!("skipped: no loop devices here");
+            }
+            mount("none", "/mnt", "ramfs", MountFlags::empty(), None).unwrap();
+            let file = PathBuf::from(format!("/mnt/disk-{}", std::process::id()));
+            fs::write(&file, [0; 1 << 20]).unwrap();
+            let begun = Instant::now();
+            let attached = LoopDevice::attach(&file);
+            let took = begun.elapsed();
+            let left = LoopDevice::over(&file);
+            let is_left = !left.is_empty();
+            left.into_iter().for_each(|device| device.detach().unwrap());
+            let error = attached.unwrap_err().to_string();
+            let words = " does not offer direct I/O, so a loop device over it would cache every page twice";
+            assert_eq!(error, format!("{}{words}", file.display()));
+            assert!(took < SETTLE && !is_left, "its device did not go");
+        });
     }
 }

@@ -56,3 +56,31 @@ impl Drop for PageCluster {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::PageCluster;
+    use crate::fixture;
+    use rustix::mount::mount_bind;
+
+    #[test]
+    fn a_setting_that_cannot_be_put_back_is_named_with_its_value() {
+        let said =
+            fixture::alone("vm::tests::a_setting_that_cannot_be_put_back_is_named_with_its_value", || {
+                let scratch = std::env::temp_dir().join(format!("weir-vm-{}", std::process::id()));
+                std::fs::create_dir(&scratch).unwrap();
+                let kept = PageCluster::kept(&scratch).unwrap();
+                std::fs::remove_dir_all(&scratch).unwrap();
+                // No write to this file succeeds.
+                mount_bind("/dev/full", PageCluster::FILE).unwrap();
+                drop(kept);
+            });
+        let Some(said) = said else { return };
+        let value = std::fs::read_to_string(PageCluster::FILE).unwrap();
+        let expected = format!(
+            "weir: cannot put /proc/sys/vm/page-cluster back to {}: No space left on device (os error 28)",
+            value.trim()
+        );
+        assert!(said.lines().any(|line| line == expected), "{said}");
+    }
+}

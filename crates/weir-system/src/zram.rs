@@ -49,3 +49,26 @@ impl Drop for Zram {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Zram;
+    use crate::fixture;
+    use rustix::mount::{MountFlags, mount};
+    use std::fs;
+
+    #[test]
+    fn a_device_that_stays_is_named_and_one_that_has_gone_is_not() {
+        let name = "zram::tests::a_device_that_stays_is_named_and_one_that_has_gone_is_not";
+        let said = fixture::alone(name, || {
+            // A kernel without the file that removes a device.
+            mount("none", "/sys", "tmpfs", MountFlags::empty(), None).unwrap();
+            fs::create_dir_all("/sys/block/zram7").unwrap();
+            drop(Zram(6));
+            drop(Zram(7));
+        });
+        let Some(said) = said else { return };
+        let lines: Vec<&str> = said.lines().collect();
+        assert_eq!(lines, ["weir: cannot remove zram7: No such file or directory (os error 2)"]);
+    }
+}

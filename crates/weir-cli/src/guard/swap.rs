@@ -27,13 +27,18 @@ pub fn scratch_path(pid: u32) -> PathBuf {
 /// # Errors
 /// Fails with the first thing that could not be undone. A later call tries again.
 pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
+    undo_within(OTHERS, scratch, pid)
+}
+
+/// Does what [`undo`] does, and waits for another process for `patience` at most.
+fn undo_within(patience: Duration, scratch: &Path, pid: u32) -> io::Result<()> {
     if scratch.file_name() != scratch_path(pid).file_name() {
         return Ok(());
     }
     // The kernel shows a loop device's file by its canonical path, so compare with that one.
     let scratch = &fs::canonicalize(scratch)?;
     let cgroup = Cgroup::of(pid);
-    if !cgroup.empty(OTHERS) {
+    if !cgroup.empty(patience) {
         return Err(io::Error::other("a process that it limited does not end"));
     }
     let is_ours = |file: &Path| file.starts_with(scratch);
@@ -47,7 +52,7 @@ pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
             // A process that is about to exit may still have the device open, or turn its swap on
             // at the last moment.
             match LoopDevice::find(&path).map(LoopDevice::detach) {
-                Ok(Err(LoopError::InUse(_))) if begun.elapsed() < OTHERS => thread::sleep(LOOK),
+                Ok(Err(LoopError::InUse(_))) if begun.elapsed() < patience => thread::sleep(LOOK),
                 Ok(Err(error)) => return Err(io::Error::other(error)),
                 // The device is detached, or it is gone already.
                 Ok(Ok(())) | Err(_) => break,
@@ -88,4 +93,33 @@ fn swapoff(path: &Path) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::mount::{MountFlags, mount};
+    use weir_system::fixture;
+
+    #[test]
+    fn a_limited_process_that_does_not_end_is_reported_and_nothing_is_undone() {
+        let name =
+            "guard::swap::tests::a_limited_process_that_does_not_end_is_reported_and_nothing_is_undone";
+        fixture::alone(name, || {
+            mount("none", "/sys/fs/cgroup", "tmpfs", MountFlags::empty(), None).unwrap();
+            mount("none", "/mnt", "tmpfs", MountFlags::empty(), None).unwrap();
+            // No process has such a number, so no signal ends it.
+            let cgroup = Path::new("/sys/fs/cgroup/memory/weir-bench-swap-7");
+            fs::create_dir_all(cgroup).unwrap();
+            fs::write(cgroup.join("cgroup.procs"), format!("{}\n", i32::MAX)).unwrap();
+            let scratch = Path::new("/mnt").join(scratch_path(7).file_name().unwrap());
+            fs::create_dir(&scratch).unwrap();
+            fs::write(scratch.join(zram::NOTE), "no number").unwrap();
+            let error = undo_within(LOOK, &scratch, 7).unwrap_err();
+            assert_eq!(error.to_string(), "a process that it limited does not end");
+            fs::write(cgroup.join("cgroup.procs"), "").unwrap();
+            let error = undo_within(LOOK, &scratch, 7).unwrap_err();
+            assert_eq!(error.to_string(), "invalid digit found in string");
+        });
+    }
 }
