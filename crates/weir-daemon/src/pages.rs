@@ -326,7 +326,7 @@ fn pages(size: ByteSize) -> Result<u32, Error> {
 mod tests {
     use super::*;
     use crate::keeper::played::Keeper;
-    use weir_core::{PageBytes, PageNo};
+    use weir_core::{PageBytes, PageNo, chain};
     use weir_store::Progress;
 
     const PAGES: u32 = 700;
@@ -393,5 +393,27 @@ mod tests {
             assert_eq!(lane.read(page, PageNo(page), &mut found), Progress::Done(Ok(())));
             assert!(found == content(page), "page {page}");
         }
+    }
+
+    #[test]
+    fn a_keeper_that_lacks_a_part_of_the_volume_or_holds_another_thing_is_refused() {
+        let keeper = Keeper::default();
+        drop(start(&keeper, &mut Held::default(), Some(PAGES.into())).expect("a volume"));
+        let refused = |held: &mut Held| {
+            chain(&start(&keeper, held, Some(PAGES.into())).expect_err("a part is missing"))
+        };
+        for part in [MAP, VOLUMES, "records.0"] {
+            let mut held = keeper.held();
+            held.take(part).expect("it was kept");
+            assert_eq!(refused(&mut held), format!("the keeper does not hold {part}"));
+        }
+        // A file that could shrink under its mapping.
+        let file = rustix::fs::memfd_create("weir-test", rustix::fs::MemfdFlags::empty()).expect("memory");
+        rustix::fs::ftruncate(&file, PAGE_SIZE as u64).expect("memory");
+        let map = keeper.0.lock().expect("no panic").insert(MAP.to_owned(), file).expect("it was kept");
+        let said = refused(&mut keeper.held());
+        assert_eq!(said, "cannot map what the keeper holds: Invalid argument (os error 22)");
+        keeper.0.lock().expect("no panic").insert(MAP.to_owned(), map);
+        start(&keeper, &mut keeper.held(), Some(PAGES.into())).expect("its volume");
     }
 }

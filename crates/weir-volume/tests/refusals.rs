@@ -110,8 +110,12 @@ fn page() -> PageBytes {
 }
 
 fn over_a_backing(fast: impl Store + 'static) -> Arc<Volume> {
+    over_a_backing_of(Arc::new(fast))
+}
+
+fn over_a_backing_of(fast: Arc<dyn Store>) -> Arc<Volume> {
     let backing = Host::new(CONFIG.slots()).unwrap();
-    Volume::create(CONFIG, vec![Arc::new(fast), Arc::new(backing)]).unwrap()
+    Volume::create(CONFIG, vec![fast, Arc::new(backing)]).unwrap()
 }
 
 #[test]
@@ -160,4 +164,31 @@ fn a_lane_that_is_busy_for_too_long_is_said() {
     };
     drop(looks);
     assert_eq!(error, "a lane has been busy for 10s");
+}
+
+#[test]
+fn a_chunk_stays_while_a_dead_daemons_write_may_still_land_in_it() {
+    let slow = SimUrl { size: ByteSize(1 << 20), latency: Duration::from_secs(1), ..SimUrl::default() };
+    let disk = Arc::new(Sim::open(slow).unwrap());
+    let volume = over_a_backing_of(Arc::clone(&disk) as _);
+    let mut writer = volume.lane().unwrap();
+    assert_eq!(writer.write(0, PageNo(3), &page()), Progress::Queued);
+    writer.submit();
+    disk.let_writes_outlive_lanes(true);
+    writer.abandon();
+    disk.let_writes_outlive_lanes(false);
+    let adopt = |fd: BorrowedFd<'_>| Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
+    let fds = volume.kept_fds();
+    let kept = Kept { map: adopt(fds.map), records: fds.records.into_iter().map(adopt).collect() };
+    drop(volume);
+    assert_eq!(disk.orphans(), 1);
+    let backing = Arc::new(Host::new(CONFIG.slots()).unwrap());
+    let (volume, _) = Volume::take_over(CONFIG, vec![Arc::clone(&disk) as _, backing], kept).unwrap();
+    let refused = volume.begin_give_back(0, &[0]).unwrap_err().to_string();
+    assert_eq!(
+        refused,
+        "what the daemon before had begun to write is still under way; try again when the disk has done it"
+    );
+    disk.land(0);
+    volume.begin_give_back(0, &[0]).unwrap();
 }

@@ -286,6 +286,7 @@ impl Ends for Connections<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::keeper::played;
     use std::fs;
 
     #[test]
@@ -321,5 +322,13 @@ mod tests {
             Some("/dev/nbd3 is in use as a file system: run umount /dev/nbd3"),
         ];
         assert_eq!(said.each_ref().map(Option::as_deref), lines);
+    }
+
+    #[test]
+    fn without_its_keeper_a_daemon_says_that_the_list_of_devices_is_not_kept() {
+        let log: Log = Arc::new(|_, _| {});
+        let attachments = Attachments::new(Some(played::gone()), None, &log);
+        let said = weir_core::chain(&attachments.detached(7).expect_err("nobody keeps it"));
+        assert_eq!(said, "the keeper does not remember the device: Broken pipe (os error 32)");
     }
 }

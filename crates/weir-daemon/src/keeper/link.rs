@@ -208,11 +208,21 @@ pub mod played {
     #[derive(Clone, Default)]
     pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>);
 
+    /// The two ends of a socket between a daemon and its keeper.
+    fn pair() -> (OwnedFd, OwnedFd) {
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        pair.expect("sockets")
+    }
+
+    /// A link of a daemon to a keeper that is gone.
+    pub fn gone() -> Link {
+        Link(Arc::new(Line { socket: pair().0, turn: Mutex::new(()) }))
+    }
+
     impl Keeper {
         /// Links a daemon to this test's keeper.
         pub fn link(&self) -> Link {
-            let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-            let (socket, its) = pair.expect("sockets");
+            let (socket, its) = pair();
             let held = Arc::clone(&self.0);
             std::thread::spawn(move || {
                 while let Ok(Some(Message { text, fd })) = receive(&its) {

@@ -551,12 +551,9 @@ fn reap(pid: Pid) -> io::Result<End> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_daemon_that_says_nonsense_is_quoted() {
-        let log = weir_core::log::to_stderr(Level::Warning);
-        let (signals, _tell) = UnixStream::pair().unwrap();
-        let mut keeper = Keeper {
-            log: &log,
+    fn keeper(log: &Log, signals: UnixStream) -> Keeper<'_> {
+        Keeper {
+            log,
             kept: BTreeMap::new(),
             is_needed: false,
             set_aside: Vec::new(),
@@ -568,7 +565,14 @@ mod tests {
             told_by: None,
             processors: 1,
             gone: None,
-        };
+        }
+    }
+
+    #[test]
+    fn a_daemon_that_says_nonsense_is_quoted() {
+        let log = weir_core::log::to_stderr(Level::Warning);
+        let (signals, _tell) = UnixStream::pair().unwrap();
+        let mut keeper = keeper(&log, signals);
         let (line, _daemon) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
                 .unwrap();
@@ -576,6 +580,20 @@ mod tests {
         let message = Message { text: "please 1".to_owned(), fd: None };
         let error = keeper.answer(&line, message, rustix::process::getpid(), &mut life).unwrap_err();
         assert_eq!(error.to_string(), "it said \"please 1\"");
+    }
+
+    #[test]
+    fn a_panic_over_one_daemon_ends_that_daemon_and_not_the_keeper() {
+        let log = weir_core::log::to_stderr(Level::Warning);
+        let (signals, _tell) = UnixStream::pair().unwrap();
+        let mut keeper = keeper(&log, signals);
+        // Only a bug keeps memory that cannot be handed over.
+        let kept = Kept::Memory(Memory::anonymous(4096).unwrap());
+        keeper.kept.insert("map".to_owned(), kept);
+        let error = keeper.one_life(Path::new("/bin/true")).map(|life| life.end).unwrap_err();
+        assert_eq!(error.to_string(), "a bug in the keeper, reported above");
+        keeper.kept.clear();
+        assert_eq!(keeper.one_life(Path::new("/bin/true")).unwrap().end, End::Exit(0));
     }
 
     #[test]
