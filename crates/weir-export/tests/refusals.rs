@@ -3,13 +3,13 @@
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketType, accept, bind, listen, recv, socket};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 use weir_core::log::{Level, to_stderr};
 use weir_export::{fuse, nbd, share, ublk};
-use weir_share::wire::Welcome;
+use weir_share::wire::{VERSION, Welcome};
 use weir_share::{Client, Options, send};
 use weir_store::Host;
 use weir_volume::Volume;
@@ -25,28 +25,33 @@ fn path(name: &str) -> PathBuf {
     path
 }
 
-/// Answers one client's greeting with `answer`, and hangs up. Without an answer it only hangs up.
-fn share_server(path: &Path, answer: Option<Vec<u8>>) {
+/// Answers one client's greeting with `answer` and as many descriptors, and hangs up. Without an
+/// answer it only hangs up.
+fn share_server(path: &Path, answer: Option<Vec<u8>>, descriptors: usize) {
     let server: OwnedFd = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
     bind(&server, &SocketAddrUnix::new(path).unwrap()).unwrap();
     listen(&server, 1).unwrap();
     thread::spawn(move || {
         let client = accept(&server).unwrap();
         recv(&client, &mut [0; 256], RecvFlags::empty()).unwrap();
-        answer.inspect(|answer| send(&client, answer, &[]).unwrap());
+        // A file that is no memory.
+        let null = std::fs::File::open("/dev/null").unwrap();
+        answer.inspect(|answer| send(&client, answer, &vec![null.as_fd(); descriptors]).unwrap());
     });
 }
 
 #[test]
 fn a_share_client_says_what_is_wrong_with_its_server() {
     let refusal = Welcome { version: 7, status: -16, frames: 0, entries: 0, pages: 0, windows: 0 };
-    for (name, answer, words) in [
-        ("refuses", Some(refusal.encode().to_vec()), "the share server (format 7) refuses: "),
-        ("nonsense", Some(b"hello".to_vec()), "the share server's greeting makes no sense"),
-        ("gone", None, "the share server has gone; connect again"),
+    let welcome = Welcome { version: VERSION, status: 0, frames: 8, entries: 8, pages: 64, windows: 0 };
+    for (name, answer, descriptors, words) in [
+        ("refuses", Some(refusal.encode().to_vec()), 0, "the share server (format 7) refuses: "),
+        ("nonsense", Some(b"hello".to_vec()), 0, "the share server's greeting makes no sense"),
+        ("gone", None, 0, "the share server has gone; connect again"),
+        ("fails", Some(welcome.encode().to_vec()), 2, "the share connection failed"),
     ] {
         let path = path(name);
-        share_server(&path, answer);
+        share_server(&path, answer, descriptors);
         let error = Client::connect(&path, Options::default()).unwrap_err().to_string();
         std::fs::remove_file(&path).unwrap();
         assert!(error.starts_with(words), "{error}");

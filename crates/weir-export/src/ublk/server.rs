@@ -21,7 +21,7 @@ use weir_core::PAGE_SIZE;
 use weir_core::log::{Level, Log};
 use weir_core::swap_safety::{self, Children, NOT_PROTECTED, Unprotected};
 use weir_store::OpenError;
-use weir_volume::Volume;
+use weir_volume::{Lane, Volume};
 
 /// Bytes of a thread's stack. With `mlockall` the whole stack is resident.
 const STACK_BYTES: usize = 256 << 10;
@@ -230,15 +230,8 @@ impl Server {
         let gate = Arc::new(SpinGate::new(processors));
         let (ready, started) = mpsc::channel::<Ready>();
         for number in 0..queues {
-            let lane = volume.lane()?;
             let failed = |source| UblkError::Queue { queue: number, queues, source };
-            let engine = Engine::new(lane, info.depth, info.buffer_bytes)
-                .map_err(|error| failed(doing("taking its buffers", &error)))?;
-            if config.swap && !engine.is_locked() {
-                return Err(failed(io::Error::other(
-                    "its buffers cannot be locked in memory, as swap needs: raise RLIMIT_MEMLOCK",
-                )));
-            }
+            let engine = engine(volume.lane()?, info, config.swap).map_err(failed)?;
             let thread = Thread {
                 number,
                 depth: info.depth,
@@ -428,6 +421,18 @@ pub(super) fn doing(what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
+/// Makes a queue's engine, with its buffers.
+fn engine(lane: Lane, info: &DeviceInfo, swap: bool) -> io::Result<Engine> {
+    let engine = Engine::new(lane, info.depth, info.buffer_bytes)
+        .map_err(|error| doing("taking its buffers", &error))?;
+    if swap && !engine.is_locked() {
+        return Err(io::Error::other(
+            "its buffers cannot be locked in memory, as swap needs: raise RLIMIT_MEMLOCK",
+        ));
+    }
+    Ok(engine)
+}
+
 fn open(path: &str) -> Result<OwnedFd, UblkError> {
     let begun = Instant::now();
     loop {
@@ -474,4 +479,48 @@ fn check(config: &Config) -> Result<(), UblkError> {
         ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+    use weir_core::chain;
+    use weir_system::fixture;
+
+    fn lane() -> Lane {
+        let config = weir_volume::Config { pages: 8, lanes: 1, depth: 8 };
+        let store = weir_store::open(&"host:1MiB".parse().unwrap()).unwrap();
+        Volume::create(config, vec![store]).unwrap().lane().unwrap()
+    }
+
+    #[test]
+    fn a_character_device_that_cannot_be_opened_is_named() {
+        let error = open("/dev/full/ublkc0").unwrap_err();
+        assert_eq!(chain(&error), "/dev/full/ublkc0 does not open: Not a directory (os error 20)");
+    }
+
+    #[test]
+    fn a_queue_whose_buffers_no_memory_can_hold_does_not_serve() {
+        let info = DeviceInfo { depth: u16::MAX, buffer_bytes: u32::MAX, ..DeviceInfo::default() };
+        let source = engine(lane(), &info, false).err().unwrap();
+        let error = chain(&UblkError::Queue { queue: 1, queues: 4, source });
+        let words = "queue 1 of 4 cannot serve; fewer or shallower queues need less memory: ";
+        assert_eq!(error, format!("{words}taking its buffers: Cannot allocate memory (os error 12)"));
+    }
+
+    #[test]
+    fn buffers_that_may_be_swapped_out_carry_no_swap() {
+        fixture::alone("ublk::server::tests::buffers_that_may_be_swapped_out_carry_no_swap", || {
+            setrlimit(Resource::Memlock, Rlimit { current: Some(0), maximum: Some(0) }).unwrap();
+            let mut rights = capabilities(None).unwrap();
+            rights.effective -= CapabilitySet::IPC_LOCK;
+            set_capabilities(None, rights).unwrap();
+            let info = DeviceInfo { depth: 4, buffer_bytes: 4096, ..DeviceInfo::default() };
+            let error = engine(lane(), &info, true).err().unwrap().to_string();
+            assert_eq!(error, "its buffers cannot be locked in memory, as swap needs: raise RLIMIT_MEMLOCK");
+            engine(lane(), &info, false).unwrap_or_else(|error| panic!("{error}"));
+        });
+    }
 }
