@@ -6,11 +6,11 @@ use engine::{Engine, PASSWORD, PATIENCE, all, engines, open, page, read, url, wr
 use rustix::process::Signal;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use weir_core::Slot;
-use weir_store::{Fault, OpenErrorKind, RemoteStore, State, Store, StoreUrl, conformance};
+use weir_core::{PAGE_SIZE, Slot};
+use weir_store::{Fault, OpenErrorKind, Progress, RemoteStore, State, Store, StoreUrl, conformance};
 
 #[test]
 fn one_node_and_three_with_two_copies_keep_the_contract_of_a_store() {
@@ -167,33 +167,40 @@ fn a_node_that_stands_still_has_its_pages_wait_and_loses_none() {
 }
 
 /// A proxy in front of an engine. While it `holds`, what clients send on connections that are open
-/// is kept, and passed on when it lets go.
+/// is kept, and passed on when it lets go. With `holds_answers` the answers are kept instead.
 struct Proxy {
     port: u16,
+    /// The port of the engine that connections which come lead to.
+    engine: Arc<AtomicU16>,
     holds: Arc<AtomicBool>,
+    holds_answers: Arc<AtomicBool>,
 }
 
 impl Proxy {
     fn start(engine: u16) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
-        let holds = Arc::new(AtomicBool::new(false));
-        let shared = Arc::clone(&holds);
+        let engine = Arc::new(AtomicU16::new(engine));
+        let [holds, holds_answers] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+        let proxy = Proxy { port, engine, holds, holds_answers };
+        let Proxy { engine, holds, holds_answers, .. } = &proxy;
+        let (engine, shared) = (Arc::clone(engine), [holds, holds_answers].map(Arc::clone));
         std::thread::spawn(move || {
             for client in listener.incoming() {
+                let engine = engine.load(Ordering::SeqCst);
                 let (Ok(client), Ok(server)) = (client, TcpStream::connect((Ipv4Addr::LOCALHOST, engine)))
                 else {
                     return;
                 };
                 // Connections that come while it holds pass.
-                let is_held = !shared.load(Ordering::SeqCst);
-                let holds = Arc::clone(&shared);
+                let is_held = !shared.iter().any(|holds| holds.load(Ordering::SeqCst));
+                let [holds, holds_answers] = shared.clone();
                 let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
                 std::thread::spawn(move || pump(from, to, is_held.then_some(&*holds)));
-                std::thread::spawn(move || pump(server, client, None));
+                std::thread::spawn(move || pump(server, client, is_held.then_some(&*holds_answers)));
             }
         });
-        Proxy { port, holds }
+        proxy
     }
 }
 
@@ -244,6 +251,52 @@ fn a_write_of_a_connection_that_was_given_up_never_lands_on_a_newer_one() {
         assert!(read(&mut *lane, 3) == Ok(page(4)), "an older write has landed");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+#[test]
+fn an_answer_of_a_process_whose_place_another_has_taken_does_not_count() {
+    let name = "an_answer_of_a_process_whose_place_another_has_taken_does_not_count";
+    let Some(engines) = engines(2, name) else { return };
+    let proxy = Proxy::start(engines[0].port);
+    let store = open(&format!("redis://127.0.0.1:{}?size=1MiB", proxy.port));
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let list = Arc::clone(&told);
+    store.report().unwrap().when_changed(Arc::new(move |condition| {
+        list.lock().unwrap().extend(condition.why.clone());
+    }));
+    let eventually = |what: &str, done: &dyn Fn() -> bool| {
+        let begun = Instant::now();
+        while !done() {
+            assert!(begun.elapsed() < PATIENCE, "{what}: {:?}", told.lock().unwrap());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let mut lane = store.lane(8).unwrap();
+    assert_eq!(write(&mut *lane, 3, 1), Ok(()));
+    assert_eq!(read(&mut *lane, 3), Ok(page(1)));
+    proxy.holds_answers.store(true, Ordering::SeqCst);
+    assert_eq!(lane.write(0, Slot(4), &page(2)), Progress::Queued);
+    lane.submit();
+    eventually("the write", &|| engines[0].keys() == 2);
+    // The thread that reads finds another process. The other thread's answer is under way still.
+    proxy.engine.store(engines[1].port, Ordering::SeqCst);
+    let clients = engines[0].text(&["CLIENT", "LIST"]);
+    let reader = clients.lines().find(|line| line.contains(" cmd=get ")).expect("a connection");
+    let id = reader.split(' ').next().unwrap().strip_prefix("id=").unwrap();
+    engines[0].call(&["CLIENT", "KILL", "ID", id]).unwrap();
+    assert_eq!(lane.read(1, Slot(3), &mut [0; PAGE_SIZE]), Progress::Queued);
+    lane.submit();
+    let has = |words: &str| told.lock().unwrap().iter().any(|why| why.starts_with(words));
+    eventually("the other process", &|| has("it is another process, without the "));
+    proxy.holds_answers.store(false, Ordering::SeqCst);
+    eventually("the late answer", &|| has("it is another process by now"));
+    drop(lane);
+    let mut lane = store.lane(8).unwrap();
+    eventually("its return", &|| store.state(0) == State::Online);
+    assert_eq!(write(&mut *lane, 5, 3), Ok(()));
+    assert_eq!(read(&mut *lane, 5), Ok(page(3)));
+    // The page that only the former process has kept is lost.
+    assert_eq!(read(&mut *lane, 3), Err(Fault::Lost));
 }
 
 #[test]
