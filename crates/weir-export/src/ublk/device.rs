@@ -394,7 +394,7 @@ mod tests {
     fn a_device_that_would_not_survive_its_server_is_not_left_behind() {
         let mut driver = Fake { grants: FEATURE_IOCTL_ENCODE, ..Fake::default() };
         let error = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap_err();
-        assert!(error.to_string().contains("ADD_DEV"), "{error}");
+        assert_eq!(error.to_string(), "ublk device /dev/ublkb7: ADD_DEV was refused");
         assert!(driver.info.is_none());
         let shape = Shape { recoverable: false, ..SHAPE };
         let (_, info) = Device::add(&mut driver, RECOVERY, &shape, drop).unwrap();
