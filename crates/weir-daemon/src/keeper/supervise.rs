@@ -590,10 +590,10 @@ mod tests {
         // Only a bug keeps memory that cannot be handed over.
         let kept = Kept::Memory(Memory::anonymous(4096).unwrap());
         keeper.kept.insert("map".to_owned(), kept);
-        let error = keeper.one_life(Path::new("/bin/true")).map(|life| life.end).unwrap_err();
+        let error = keeper.one_life(Path::new("/bin/true"), false).map(|life| life.end).unwrap_err();
         assert_eq!(error.to_string(), "a bug in the keeper, reported above");
         keeper.kept.clear();
-        assert_eq!(keeper.one_life(Path::new("/bin/true")).unwrap().end, End::Exit(0));
+        assert_eq!(keeper.one_life(Path::new("/bin/true"), false).unwrap().end, End::Exit(0));
     }
 
     #[test]
