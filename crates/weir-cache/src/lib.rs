@@ -169,7 +169,7 @@ pub struct Cache {
     asleep: AtomicBool,
 }
 
-/// A lane's place in the cache: whether a lane has it, and that lane's counts.
+/// A lane's seat in the cache: whether a lane has it, and that lane's counts.
 #[derive(Default)]
 #[repr(align(128))]
 struct Seat {

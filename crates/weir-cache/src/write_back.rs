@@ -1,13 +1,14 @@
 //! The write-back: writes dirty pages home in address order, so that the home's lane can join
 //! neighbours. A home that is a log gets whole segments of pages at a time.
 //!
-//! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It works when
+//! [`WriteBack::step`] does a bounded piece of work and says what it needs next. There are three
+//! reasons for work:
 //!
-//! - a set has no frame that could be given to another page (its dirty pages go first),
-//! - a flush is asked for, or all pages must go home: then it goes through all pages once, from the
-//!   first on,
-//! - more frames are dirty than the upper watermark: then it works until the lower one is reached,
-//!   from where it stopped.
+//! - A set has no frame that could be given to another page. The set's dirty pages go home first.
+//! - A flush is asked for, or all pages must go home. Then the write-back goes through all pages
+//!   once, from the first on.
+//! - More frames are dirty than the upper watermark. Then the write-back goes on from where it
+//!   stopped, until the lower watermark is reached.
 //!
 //! A sweep for the watermark prefers pages that were not used again since they were cached. It
 //! takes others only if those are not enough, since a page that is often written would go home

@@ -46,7 +46,7 @@ pub struct Given {
     pub last: bool,
 }
 
-/// Largest number of references that are returned in one go: those of a chunk.
+/// Largest number of references that are taken back in one go: those of a chunk.
 const RUN: usize = CHUNK_SLOTS as usize;
 
 /// References of one chunk that were returned and are not recorded yet.
@@ -364,8 +364,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Closes a connection and returns all references that it holds, in time proportional to their
-    /// number. `on_return` is called for every reference. Returns how many there were.
+    /// Closes a connection and takes back all references that it holds, in time proportional to
+    /// their number. `on_return` is called for every reference. Returns how many there were.
     #[expect(clippy::needless_pass_by_value, reason = "what is closed must not be used again")]
     pub fn close(&mut self, connection: Connection, mut on_return: impl FnMut(Place, bool)) -> u32 {
         let index = connection.index;

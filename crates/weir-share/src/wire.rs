@@ -190,7 +190,7 @@ pub struct Completed {
     /// frame. -EINVAL: there is no such page. -EBADF: the client does not hold the token, or it
     /// stands for a page of a window. -EROFS: only reading is allowed.
     pub status: i32,
-    /// The token of the page or frame that the completion hands out, if it does.
+    /// The token of the page or frame that the completion hands out, if any.
     pub token: u32,
     /// The place of the token's page or frame.
     pub spot: Spot,

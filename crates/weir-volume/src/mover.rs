@@ -29,7 +29,7 @@ pub enum Task {
     /// the task fails, the whole chunk is open again. Each page then lies in the chunk, or in its
     /// new slot.
     GiveBack {
-        /// The store's index in the pool's order.
+        /// The store's index among the pool's stores.
         store: usize,
         /// The chunk's number in the store.
         chunk: u32,
@@ -38,7 +38,7 @@ pub enum Task {
     /// that several movers can empty it together. Pages that stay are left to [`Task::GiveBack`],
     /// which follows all parts.
     MoveOut {
-        /// The store's index in the pool's order.
+        /// The store's index among the pool's stores.
         store: usize,
         /// The chunk's number in the store.
         chunk: u32,
@@ -48,7 +48,7 @@ pub enum Task {
     /// Promotes pages of a store, as many as one batch takes and the faster stores have room for.
     /// The faster stores keep the room that writes under way need.
     MoveUp {
-        /// The store's index in the pool's order.
+        /// The store's index among the pool's stores.
         from: usize,
         /// The first slot that the task looks at, or the first page if the store has packs: 0 at
         /// first, then [`Mover::next`].
@@ -57,7 +57,7 @@ pub enum Task {
     /// Empties sparse packs, as many as one batch takes. A page that cannot be moved stays in its
     /// slot, and [`Mover::failed`] names it.
     Compact {
-        /// The store's index in the pool's order.
+        /// The store's index among the pool's stores.
         store: usize,
         /// The first slot that the task looks at: 0 at first, then [`Mover::next`].
         next: u32,

@@ -4,15 +4,16 @@
 use std::ops::Range;
 use weir_core::PageNo;
 
-/// Number of page numbers, the highest ones, with which slot records stand for packs.
+/// Slot records stand for packs with the highest page numbers. This is how many numbers are kept
+/// for that.
 pub(crate) const PACKS: u32 = 1 << 13;
 /// Number of pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
 pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
 /// Number of pages whose entries are one page of memory: a part of the map.
 pub(crate) const PART: u32 = 512;
 
-/// The ranges in use, in order. Each begins with a [part](PART) of the map, and has its parts for
-/// itself.
+/// The ranges in use, in order. Each begins with a [part](PART) of the map, and shares no part with
+/// another.
 #[derive(Debug, Default)]
 pub(crate) struct Ranges {
     all: Vec<Range<u32>>,

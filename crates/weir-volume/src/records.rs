@@ -143,7 +143,8 @@ impl Records {
         self.count();
     }
 
-    /// The slots in use for which `referenced` is false: a write to them was under way.
+    /// The slots in use for which `referenced` is false. A write to each was under way when the
+    /// daemon that left the records died.
     pub fn claimed(&self, referenced: impl Fn(Slot) -> bool) -> Vec<Slot> {
         (0..self.slots)
             .map(Slot)

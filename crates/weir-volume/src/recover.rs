@@ -1,8 +1,8 @@
 //! Takes over the pages of a daemon that has died.
 //!
-//! The keeper holds three kinds of memory for a pool: the page map, the slot records of each
-//! store, and (for a host store) the pages. The map decides, also about how many pages of a pack
-//! count. A record that the map does not name belongs to a write that was never acknowledged, or to
+//! The keeper holds three kinds of memory for a pool: the page map, the slot records of each store,
+//! and (for a host store) the pages. The map decides which slots, and which pages of a pack, are
+//! valid. A record that the map does not name belongs to a write that was never acknowledged, or to
 //! a slot that was just freed. That slot is free at once; or, if the write may still be on its way
 //! to a disk, once that is over. An entry that its record contradicts is damaged. Its page is lost,
 //! and reading it fails.

@@ -43,8 +43,8 @@ impl fmt::Display for Compression {
     }
 }
 
-/// Number of bytes that hold any page compressed by either algorithm. So neither algorithm has to
-/// check for the end of its room.
+/// Bytes of a buffer that holds any page compressed by either algorithm. So neither algorithm has
+/// to check for the buffer's end.
 pub(crate) const WORST: usize = PAGE_SIZE + 1024;
 const _: () = assert!(WORST >= lz4_flex::block::get_maximum_output_size(PAGE_SIZE));
 

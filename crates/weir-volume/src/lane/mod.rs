@@ -51,9 +51,9 @@ pub(crate) const PARTS: usize = 8;
 pub struct Lane {
     pub(crate) pool: Arc<Pool>,
     volume: Arc<Volume>,
-    /// The volume's first page in the pool.
+    /// The number in the pool of the volume's first page.
     first: u32,
-    /// A volume without pages, for the time in which the lane is turned to no other.
+    /// A volume without pages, to which the lane is turned while it has no other.
     nowhere: Arc<Volume>,
     seat: usize,
     /// The lane's pin and its counts, which other threads read.
@@ -238,12 +238,12 @@ impl Lane {
     }
 
     /// Turns this lane to another volume of its pool. With `None` the lane has no pages, and holds
-    /// no volume. Neither takes or frees memory, if somebody else holds the volume that the lane
-    /// had.
+    /// no volume. A turn takes no memory. It frees none either, if somebody else holds the lane's
+    /// former volume.
     ///
-    /// Only operations know pages of a volume, and none is under way. A slot whose write was
-    /// answered too late for its page stays with the lane until the write has settled. No page
-    /// names that slot.
+    /// Nothing of the former volume is left behind: only operations name its pages, and none is in
+    /// flight. The lane keeps slots of writes that have timed out until they have settled, but no
+    /// page names such a slot.
     ///
     /// # Panics
     /// Panics when an operation is in flight, or the volume belongs to another pool.
@@ -253,7 +253,7 @@ impl Lane {
         assert!(Arc::ptr_eq(volume.pool(), &self.pool), "a lane is turned to a volume of another pool");
         self.first = volume.range().start;
         self.volume = Arc::clone(volume);
-        // The next client's first write must wait for a slot as long as any other.
+        // The first write to the next volume must wait for a slot as long as any other.
         self.slot_wait = SlotWait::default();
         self.asks_for_look = false;
         self.long = 0;
