@@ -27,15 +27,15 @@ pub struct Cli {
 /// The benchmarks.
 #[derive(Debug, Clone, Subcommand)]
 pub enum Bench {
-    /// The NBD server with a host store, asleep and spinning, beside nbdkit's memory plugin, driven
-    /// by fio.
+    /// The NBD server with a host store, asleep and spinning between requests, beside nbdkit's
+    /// memory plugin. fio is the client.
     Block(BenchBlockOptions),
 
     /// Requests of 1 MiB by one job and by four, to a store, with and without a card's window.
     /// Beside it run nbdkit, nbd-vram and a server that keeps nothing.
     Long(BenchLongOptions),
 
-    /// The file store beside fio's own io_uring engine, on the same disk.
+    /// The file store beside fio's own io_uring engine on the same disk.
     Disk(BenchDiskOptions),
 
     /// The cost of a work item from the thread that schedules it to the one that runs it, beside
@@ -48,34 +48,35 @@ pub enum Bench {
 
     /// Pages used in place over the share transport, beside the same pages over NBD.
     Share {
-        /// Rounds; the figures are medians.
+        /// Number of rounds; the figures are medians.
         #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..))]
         rounds: u8,
     },
-    /// A store by itself and under a volume, beside the GPU's copy engine used call by call.
+    /// A store by itself and under a volume, beside the GPU's copy engine with one call for each
+    /// request.
     Store(BenchStoreOptions),
 
-    /// The cost of a page that comes back from swap: FUSE and a loop device, beside a RAM loop,
-    /// zram, a file and nbdfuse.
+    /// The time of a page that comes back from swap: on a loop device over Weir's FUSE server,
+    /// beside a RAM loop, zram, a file and nbdfuse.
     Swap(BenchSwapOptions),
 
-    /// The cost for a program of keeping a quarter of its memory: weir run, beside swap, a bare
-    /// handler and no limit.
+    /// The cost for a program when it may keep a quarter of its memory in RAM: under weir run,
+    /// beside swap, a bare handler and no limit.
     Fault(BenchFaultOptions),
 
-    /// The child process that goes through its memory, for `fault`.
+    /// The child process of `fault`: it goes through its memory.
     #[command(hide = true)]
     FaultTouch {
-        /// Memory to go through.
+        /// Bytes of memory to go through.
         #[arg(long)]
         size: ByteSize,
         /// Milliseconds for which single pages are touched.
         #[arg(long)]
         milliseconds: u64,
-        /// The cgroup.procs file of the cgroup to enter.
+        /// The cgroup.procs file of the cgroup that the process enters.
         #[arg(long)]
         entrance: Option<PathBuf>,
-        /// Bytes that a bare handler lets the child keep.
+        /// Bytes that a bare handler lets the child keep in RAM.
         #[arg(long, conflicts_with = "entrance")]
         bare: Option<usize>,
     },
@@ -84,38 +85,38 @@ pub enum Bench {
     /// notice.
     GiveBack(BenchGiveBackOptions),
 
-    /// The child process that allocates most of the card, for `give-back`.
+    /// The child process of `give-back`: it allocates most of the card.
     #[command(hide = true)]
     Allocate {
-        /// Bytes of one allocation.
+        /// Bytes of one allocation on the card.
         #[arg(long)]
         step: ByteSize,
     },
 
-    /// The child process that a driver may crash, for `store --batch-sweep`.
+    /// The child process of `store --batch-sweep`: a driver may crash it.
     #[command(hide = true)]
     BatchBurn {
         /// The card, as a store's URL.
         #[arg(long)]
         store: StoreUrl,
-        /// The load, as JSON.
+        /// The load to run, as JSON.
         #[arg(long)]
         shape: store::batches::Shape,
-        /// Seconds of the load.
+        /// Seconds for which the load runs.
         #[arg(long)]
         seconds: u64,
     },
 
-    /// The child process that swaps, for `swap`.
+    /// The child process of `swap`: its memory is swapped.
     #[command(hide = true)]
     SwapTouch {
-        /// Memory to touch.
+        /// Bytes of memory to touch.
         #[arg(long)]
         size: ByteSize,
         /// Milliseconds for which page faults are timed.
         #[arg(long)]
         milliseconds: u64,
-        /// The cgroup.procs file of the cgroup to enter.
+        /// The cgroup.procs file of the cgroup that the process enters.
         #[arg(long)]
         entrance: PathBuf,
     },
@@ -129,37 +130,38 @@ pub enum Bench {
         /// Bytes of the pages that are written, and compared after each kill.
         #[arg(long, default_value = "1GiB")]
         bytes: ByteSize,
-        /// Number of kills.
+        /// Number of times that the daemon is killed.
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         kills: u32,
     },
 
-    /// Shows results that were saved; with --report or --plots, draws them.
+    /// Shows saved results as a table. With --report or --plots, draws them.
     Show {
-        /// The JSON files; only one with --json or --report.
+        /// The saved JSON files. With --json or --report there may be only one.
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// Write a picture of each file into this directory, as FILE.svg: each figure that has a
+        /// For each file, write a picture into this directory as FILE.svg: each figure that has a
         /// goal, beside its control.
         #[arg(long, value_name = "DIRECTORY")]
         plots: Option<PathBuf>,
     },
 
-    /// The cost of compression for a page, and the room that it saves, beside a volume without.
+    /// The time that compression costs a page, and the room that it saves, beside a volume without
+    /// compression.
     Compress {
-        /// Pages to write and read, in bytes.
+        /// Bytes of the pages to write and read.
         #[arg(long, default_value = "256MiB")]
         size: ByteSize,
 
-        /// Times that each volume is filled and read.
+        /// Number of times that each volume is filled and read.
         #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..=100))]
         runs: u8,
     },
 
-    /// Print completions for a shell.
+    /// Print the script by which a shell completes arguments.
     #[command(hide = true)]
     Completions {
-        /// The shell that is to complete.
+        /// The shell that is to complete arguments.
         shell: clap_complete::Shell,
     },
 
@@ -170,9 +172,10 @@ pub enum Bench {
         directory: PathBuf,
     },
 
-    /// Hit rates of the cache's policy on traces of pages, beside LRU and OPT with as much room.
+    /// Hit rates of the cache's policy on traces of pages, beside LRU and OPT with a cache of the
+    /// same size.
     Policy {
-        /// A text file with a page number a line [default: made traces: Zipf, uniform, scans
+        /// A text file with a page number in each line [default: made traces: Zipf, uniform, scans
         /// through a hot set].
         #[arg(long, value_name = "FILE")]
         trace: Option<PathBuf>,
@@ -182,26 +185,27 @@ pub enum Bench {
         room: Vec<u8>,
     },
 
-    /// Random 4 KiB requests on limited disks: bare, through a cache, through a cache over a log.
+    /// Random 4 KiB requests on simulated disks: directly, through a cache, and through a cache
+    /// over a log.
     Cache {
         /// Size of all simulated disks together. They take this much memory, and the cache takes a
         /// quarter of it on top.
         #[arg(long, default_value = "8GiB")]
         size: ByteSize,
 
-        /// Number of disks.
+        /// Number of simulated disks.
         #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
         members: u32,
 
-        /// Operations a second that each disk can do.
+        /// Number of operations a second that each disk can do.
         #[arg(long, value_name = "N", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
         iops: u64,
 
-        /// Bytes a second that each disk can move.
+        /// Number of bytes a second that each disk can move.
         #[arg(long, value_name = "SIZE", default_value = "400000000")]
         bandwidth: ByteSize,
 
-        /// Seconds that each contender is measured.
+        /// Seconds for which each contender is measured.
         #[arg(long, value_name = "SECONDS", default_value_t = 10)]
         time: u64,
 
@@ -210,9 +214,9 @@ pub enum Bench {
         runs: u16,
     },
 
-    /// The memory of a volume besides the pages themselves.
+    /// The memory that a volume takes besides the pages themselves.
     Memory {
-        /// The volume's size.
+        /// The size of the volume.
         #[arg(long, default_value = "64GiB")]
         size: ByteSize,
     },
@@ -221,11 +225,11 @@ pub enum Bench {
 /// The memory to swap, and the length of the measurement.
 #[derive(Debug, Clone, Args)]
 pub struct BenchSwapOptions {
-    /// Memory that a child process writes.
+    /// Bytes of memory that a child process writes.
     #[arg(long, default_value = "256MiB")]
     pub size: ByteSize,
 
-    /// Memory of the child process that may stay in RAM.
+    /// Bytes of the child process that may stay in RAM.
     #[arg(long, default_value = "64MiB")]
     pub limit: ByteSize,
 
@@ -242,7 +246,8 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
-    /// Microseconds for which the spinning server spins: 20 is what `weir on` has it do by default.
+    /// Microseconds for which the spinning server spins before it sleeps: 20 is the default of
+    /// `weir on`.
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub spin_us: u32,
 
@@ -251,8 +256,8 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "DEVICE")]
     pub only: Vec<String>,
 
-    /// Values of vm.page-cluster to measure each device at: 0,3 compares a page a fault with the
-    /// kernel's default.
+    /// Values of vm.page-cluster at which each device is measured: 0,3 compares one page for each
+    /// page fault with the kernel's default.
     #[arg(long, value_name = "LIST", default_value = "0", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(..=10))]
     pub page_cluster: Vec<u8>,
 }
@@ -260,11 +265,11 @@ pub struct BenchSwapOptions {
 /// The child's memory, and its limit.
 #[derive(Debug, Clone, Args)]
 pub struct BenchFaultOptions {
-    /// Memory that a child process goes through: a power of two.
+    /// Bytes of memory that a child process goes through: a power of two.
     #[arg(long, default_value = "256MiB", value_parser = power_of_two)]
     pub size: ByteSize,
 
-    /// Memory that the child may keep in RAM.
+    /// Bytes of the child process that may stay in RAM.
     #[arg(long, default_value = "64MiB")]
     pub limit: ByteSize,
 
@@ -280,8 +285,8 @@ pub struct BenchFaultOptions {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
-    /// A way to measure beside no limit: run, run-store, bare, zram, ram-loop, host; may be
-    /// repeated [default: all].
+    /// A way to keep the limit, to measure beside no limit: run, run-store, bare, zram, ram-loop,
+    /// host; may be repeated [default: all].
     #[arg(long, value_name = "WAY")]
     pub only: Vec<String>,
 }
@@ -305,7 +310,7 @@ pub struct BenchGiveBackOptions {
     #[arg(long, value_name = "URL")]
     pub below: Option<StoreUrl>,
 
-    /// The device's size; every page of it is in use.
+    /// The size of the block device; every page of it is in use.
     #[arg(long, default_value = "16GiB")]
     pub size: ByteSize,
 
@@ -334,11 +339,11 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub runs: usize,
 
-    /// Threads of the deep rows [default: one a processor].
+    /// Number of threads in the deep rows [default: one a processor].
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
 
-    /// Operations that each thread of the deep rows has in flight.
+    /// Number of operations that each thread of the deep rows has in flight.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub depth: usize,
 
@@ -346,16 +351,16 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "ID")]
     pub only: Vec<String>,
 
-    /// A way to give memory back: the number of drain threads, and of pages that each reads at
-    /// once. May be repeated, to compare.
+    /// The effort of a give-back: the number of threads that read chunks, and the number of pages
+    /// that each reads at once. May be repeated, to compare.
     #[arg(long, value_name = "THREADSxPAGES", default_value = "4x32")]
     pub give_back: Vec<Effort>,
 
-    /// Seconds for each pair of paths of the coherence rows.
+    /// Seconds for which the coherence rows check each pair of paths.
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub coherence_seconds: u64,
 
-    /// A fiftieth of each measurement's time: a test of the benchmark, not of the store.
+    /// Measure for a fiftieth of the time: this tests the benchmark, not the store.
     #[arg(long)]
     pub short: bool,
 
@@ -378,7 +383,7 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "N", default_values_t = [16, 64, 256, 1024, 2048], value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub sweep_copies: Vec<u32>,
 
-    /// Seconds for each shape of --batch-sweep.
+    /// Seconds for which --batch-sweep runs each shape of load.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub sweep_seconds: u64,
 }
@@ -390,7 +395,7 @@ pub struct BenchBlockOptions {
     #[arg(long, value_enum, default_value_t)]
     pub against: BlockControl,
 
-    /// The device's size.
+    /// The size of the block device.
     #[arg(long, default_value = "256MiB")]
     pub size: ByteSize,
 
@@ -398,7 +403,7 @@ pub struct BenchBlockOptions {
     #[arg(long, value_name = "URL")]
     pub store: Option<StoreUrl>,
 
-    /// Seconds that a case runs on each server.
+    /// Seconds for which a case runs on each server.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
@@ -406,7 +411,7 @@ pub struct BenchBlockOptions {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
-    /// Microseconds for which the spinning server spins.
+    /// Microseconds for which the spinning server spins before it sleeps.
     #[arg(long, value_name = "N", default_value_t = 50)]
     pub spin_us: u32,
 
@@ -419,7 +424,7 @@ pub struct BenchBlockOptions {
 /// The store, the program beside it, and the length and number of runs.
 #[derive(Debug, Clone, Args)]
 pub struct BenchLongOptions {
-    /// The device's size.
+    /// The size of the block device.
     #[arg(long, default_value = "256MiB")]
     pub size: ByteSize,
 
@@ -427,11 +432,11 @@ pub struct BenchLongOptions {
     #[arg(long, value_name = "URL")]
     pub store: Option<StoreUrl>,
 
-    /// The program of nbd-vram, to run beside it.
+    /// The path of nbd-vram's program, to run it beside Weir.
     #[arg(long, value_name = "PROGRAM")]
     pub nbd_vram: Option<PathBuf>,
 
-    /// Seconds that a case runs on each server.
+    /// Seconds for which a case runs on each server.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
@@ -459,7 +464,7 @@ pub struct BenchDiskOptions {
     #[arg(long, default_value = "1GiB")]
     pub size: ByteSize,
 
-    /// Seconds that each case runs each way.
+    /// Seconds for which each case runs on Weir with encryption, on Weir without, and on fio.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
@@ -471,15 +476,15 @@ pub struct BenchDiskOptions {
 /// The arguments of nv_kthread_q's own benchmark (there 300000 600000 8 10).
 #[derive(Debug, Clone, Args)]
 pub struct BenchQueueOptions {
-    /// Jobs in a round of one producer.
+    /// Number of jobs in a round with one producer.
     #[arg(default_value_t = 3_000_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub single: u32,
 
-    /// Jobs in a round of several producers.
+    /// Number of jobs in a round with several producers.
     #[arg(default_value_t = 6_000_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub multi: u32,
 
-    /// Producers in a round of several producers.
+    /// Number of producers in a round with several producers.
     #[arg(default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub producers: u32,
 
@@ -491,19 +496,19 @@ pub struct BenchQueueOptions {
 /// The connections, and the references that each holds.
 #[derive(Debug, Clone, Args)]
 pub struct BenchLeaseOptions {
-    /// Connections; may be repeated, each is a row [default: 1, 1000, 10000].
+    /// Number of connections; may be repeated, each is a row [default: 1, 1000, 10000].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub connections: Vec<u32>,
 
-    /// References that each connection holds.
+    /// Number of references that each connection holds.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub outstanding: u32,
 
-    /// Bytes of the region that the references are in.
+    /// Bytes of the memory region whose pages the connections reference.
     #[arg(long, default_value = "2GiB")]
     pub region: ByteSize,
 
-    /// Threads; may be repeated, each is a column [default: 1, 2].
+    /// Number of threads; may be repeated, each is a column [default: 1, 2].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub threads: Vec<u32>,
 
@@ -515,7 +520,7 @@ pub struct BenchLeaseOptions {
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub flows: u32,
 
-    /// Workers that serve the flows. The benchmark measures how busy they are.
+    /// Number of workers that serve the flows. The benchmark measures how busy they are.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub workers: u32,
 }

@@ -43,7 +43,7 @@ pub struct Plan {
     pub time: Duration,
     /// Number of runs; the figures are medians.
     pub runs: usize,
-    /// Microseconds that the spinning server spins.
+    /// Microseconds for which the spinning server spins before it sleeps.
     pub spin_us: u32,
     /// The cases to run, by their row ids or the start of these (`qd1`); empty for all.
     pub only: Vec<String>,

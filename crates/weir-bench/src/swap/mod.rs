@@ -40,7 +40,7 @@ pub struct Plan {
     pub time: Duration,
     /// Number of runs; the figures are medians.
     pub runs: usize,
-    /// Microseconds that the spinning server spins.
+    /// Microseconds for which the spinning server spins before it sleeps.
     pub spin_us: u32,
     /// The devices to measure; empty for all. The RAM loop is always measured.
     pub only: Vec<String>,
