@@ -147,6 +147,26 @@ impl FromStr for StoreUrl {
     }
 }
 
+impl FileUrl {
+    /// Parses what stands behind `file:` in a store URL.
+    ///
+    /// # Errors
+    /// Fails as parsing the whole URL does.
+    pub fn behind_scheme(rest: &str) -> Result<Self, UrlError> {
+        FileUrl::parse(rest).map_err(|problem| UrlError { url: format!("file:{rest}"), problem })
+    }
+}
+
+impl StripeUrl {
+    /// Parses what stands behind `stripe:` in a store URL.
+    ///
+    /// # Errors
+    /// Fails as parsing the whole URL does.
+    pub fn behind_scheme(rest: &str) -> Result<Self, UrlError> {
+        StripeUrl::parse(rest).map_err(|problem| UrlError { url: format!("stripe:{rest}"), problem })
+    }
+}
+
 fn parse(url: &str) -> Result<StoreUrl, UrlProblem> {
     let (scheme, rest) = url.split_once(':').ok_or_else(|| UrlProblem::Scheme(url.to_owned()))?;
     match scheme {

@@ -468,7 +468,7 @@ fn pages_of_what_goes_on_in_the_background_stay_until_it_ends() {
     let script = "
 memory = new(128 << 20)
 fill(memory, 4)
-time.sleep(1)
+time.sleep(1.5)
 print(check(memory, 4))
 ";
     let name = "pages_of_what_goes_on";
@@ -480,6 +480,8 @@ print(check(memory, 4))
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(5), "{said}");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "True\n", "{said}");
+    let words = "weir: the program has ended; 1 of its processes go on, and this ends with the last";
+    assert_eq!(said.lines().filter(|line| *line == words).count(), 1, "{said}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use super::options::{CacheOptions, CreateOptions};
 use super::report::Report;
 use crate::{failure, progress};
 use rustix::event::{PollFd, PollFlags, Timespec};
+use std::fmt::Display;
 use std::io::Read as _;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -51,7 +52,7 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     let lanes = u32::from(options.threads) + 2;
     let mut start =
         Start::new(progress::show(&log), || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
-    let url = match &options.home {
+    let url: &dyn Display = match &options.home {
         HomeUrl::Log(url) => url,
         HomeUrl::Raw(_) => &options.store,
     };
@@ -227,27 +228,37 @@ impl Daemon {
             return Ok(());
         }
         self.cache.drain();
-        let (mut least, mut since) = (u32::MAX, Instant::now());
-        loop {
-            let dirty = self.cache.dirty();
-            tell(u64::from(dirty) * PAGE_SIZE as u64);
-            if dirty == 0 {
-                break;
-            }
-            if dirty < least {
-                (least, since) = (dirty, Instant::now());
-            } else if since.elapsed() > STUCK {
-                return Err(format!(
-                    "{} of pages do not go home to {}; the kernel's log says why; weir cache detach tries again",
-                    ByteSize(u64::from(dirty) * PAGE_SIZE as u64),
-                    self.names[0]
-                ));
-            }
-            thread::sleep(TELL_EVERY);
-        }
+        wait_until_clean(&self.names[0], STUCK, || self.cache.dirty(), tell)?;
         self.flush(&mut |_| {})?;
         self.is_detached.store(true, Ordering::SeqCst);
         Ok(())
+    }
+}
+
+/// Waits until no page is dirty, and tells how many bytes still are. `patience` is the time in which
+/// at least one page must go home.
+fn wait_until_clean(
+    home: &str,
+    patience: Duration,
+    dirty_pages: impl Fn() -> u32,
+    tell: &mut dyn FnMut(u64),
+) -> Result<(), String> {
+    let (mut least, mut since) = (u32::MAX, Instant::now());
+    loop {
+        let dirty = dirty_pages();
+        tell(u64::from(dirty) * PAGE_SIZE as u64);
+        if dirty == 0 {
+            return Ok(());
+        }
+        if dirty < least {
+            (least, since) = (dirty, Instant::now());
+        } else if since.elapsed() > patience {
+            return Err(format!(
+                "{} of pages do not go home to {home}; the kernel's log says why; weir cache detach tries again",
+                ByteSize(u64::from(dirty) * PAGE_SIZE as u64),
+            ));
+        }
+        thread::sleep(TELL_EVERY);
     }
 }
 
@@ -329,5 +340,25 @@ impl Background {
         drop(self.stop);
         // The panic hook has reported a panic of that thread.
         let _ = self.thread.join();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn pages_that_do_not_go_home_end_the_wait_and_those_that_go_do_not() {
+        let told = Cell::new(0);
+        let mut tell = |bytes| told.set(bytes);
+        let stuck = wait_until_clean("/dev/home", Duration::ZERO, || 512, &mut tell);
+        assert_eq!(told.get(), 2 << 20);
+        let words = "2MiB of pages do not go home to /dev/home; the kernel's log says why; ";
+        assert_eq!(stuck, Err(format!("{words}weir cache detach tries again")));
+        let left = Cell::new(3_u32);
+        let one_less = || left.replace(left.get().saturating_sub(1));
+        assert_eq!(wait_until_clean("/dev/home", Duration::ZERO, one_less, &mut tell), Ok(()));
+        assert_eq!(told.get(), 0);
     }
 }

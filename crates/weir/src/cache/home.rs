@@ -3,6 +3,7 @@
 use super::marks;
 use super::options::{CacheOptions, CreateOptions};
 use crate::progress::Shown;
+use std::fmt;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -11,7 +12,7 @@ use std::time::Instant;
 use weir_cli::failure::{Failure, chain};
 use weir_core::{ByteSize, PAGE_SIZE, Watch};
 use weir_log::Log;
-use weir_store::{FileStore, MemberTraffic, Room, Store, StoreUrl};
+use weir_store::{FileStore, FileUrl, MemberTraffic, Room, Store, StripeUrl};
 use weir_system::loop_device::LoopDevice;
 
 /// Bytes of a log's segment. The disks of a striped log take its segments in turns.
@@ -23,7 +24,48 @@ pub enum HomeUrl {
     /// A disk or file without a log: page n lies at n.
     Raw(PathBuf),
     /// Disks or files for a log; what they hold is lost.
-    Log(Box<StoreUrl>),
+    Log(LogUrl),
+}
+
+/// The disks or files of a log.
+#[derive(Clone, PartialEq, Debug)]
+pub enum LogUrl {
+    /// One.
+    One(FileUrl),
+    /// Several, which take the log's segments in turns.
+    Several(StripeUrl),
+}
+
+impl LogUrl {
+    fn paths(&self) -> &[PathBuf] {
+        match self {
+            LogUrl::One(file) => std::slice::from_ref(&file.path),
+            LogUrl::Several(stripe) => &stripe.paths,
+        }
+    }
+
+    fn size(&self) -> Option<ByteSize> {
+        match self {
+            LogUrl::One(file) => file.size,
+            LogUrl::Several(stripe) => stripe.size,
+        }
+    }
+
+    fn is_encrypted(&self) -> bool {
+        match self {
+            LogUrl::One(file) => file.encrypt,
+            LogUrl::Several(stripe) => stripe.encrypt,
+        }
+    }
+}
+
+impl fmt::Display for LogUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LogUrl::One(file) => file.fmt(f),
+            LogUrl::Several(stripe) => stripe.fmt(f),
+        }
+    }
 }
 
 impl FromStr for HomeUrl {
@@ -31,16 +73,14 @@ impl FromStr for HomeUrl {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let Some(rest) = text.strip_prefix("log:") else { return Ok(HomeUrl::Raw(text.into())) };
-        let kind = if rest.contains(',') { "stripe" } else { "file" };
-        let url: StoreUrl = format!("{kind}:{rest}").parse().map_err(|error| chain(&error))?;
-        Ok(HomeUrl::Log(Box::new(match url {
-            StoreUrl::Stripe(mut stripe) => {
-                // The stripe's units are the log's segments.
-                stripe.unit = SEGMENT;
-                StoreUrl::Stripe(stripe)
-            }
-            url => url,
-        })))
+        let url = if rest.contains(',') {
+            // The stripe's units are the log's segments.
+            StripeUrl::behind_scheme(rest)
+                .map(|stripe| LogUrl::Several(StripeUrl { unit: SEGMENT, ..stripe }))
+        } else {
+            FileUrl::behind_scheme(rest).map(LogUrl::One)
+        };
+        url.map(HomeUrl::Log).map_err(|error| chain(&error))
     }
 }
 
@@ -59,11 +99,7 @@ impl HomeUrl {
     pub fn paths(&self) -> &[PathBuf] {
         match self {
             HomeUrl::Raw(path) => std::slice::from_ref(path),
-            HomeUrl::Log(url) => match &**url {
-                StoreUrl::Stripe(stripe) => &stripe.paths,
-                StoreUrl::File(file) => std::slice::from_ref(&file.path),
-                _ => &[],
-            },
+            HomeUrl::Log(url) => url.paths(),
         }
     }
 }
@@ -146,20 +182,12 @@ fn check_flags(options: &CreateOptions) -> Result<(), Failure> {
                 "--durable is about logs, and what is at {path} is durable anyway: leave it away, or write log:{path}"
             )))
         }
-        HomeUrl::Log(url) if options.durable && is_encrypted(url) => {
+        HomeUrl::Log(url) if options.durable && url.is_encrypted() => {
             let what =
                 "--durable: a durable log is not encrypted yet: add ?encrypt=off to the home if that will do";
             Err(Failure::Usage(what.to_owned()))
         }
         _ => Ok(()),
-    }
-}
-
-fn is_encrypted(url: &StoreUrl) -> bool {
-    match url {
-        StoreUrl::Stripe(stripe) => stripe.encrypt,
-        StoreUrl::File(file) => file.encrypt,
-        _ => true,
     }
 }
 
@@ -173,13 +201,8 @@ fn config(members: usize, lanes: u32) -> weir_log::Config {
 }
 
 /// Makes a durable log on the disks, and opens the disks. Files that do not exist are made.
-fn make_durable(options: &CreateOptions, url: &StoreUrl, lanes: u32) -> Result<Arc<FileStore>, Failure> {
-    let paths = options.cache.home.paths();
-    let size = match url {
-        StoreUrl::Stripe(stripe) => stripe.size,
-        StoreUrl::File(file) => file.size,
-        _ => None,
-    };
+fn make_durable(options: &CreateOptions, url: &LogUrl, lanes: u32) -> Result<Arc<FileStore>, Failure> {
+    let (paths, size) = (url.paths(), url.size());
     erase(options, paths)?;
     let missing: Vec<_> = paths.iter().filter(|path| !holds_something(path)).collect();
     let made = match (missing.is_empty(), size) {
@@ -305,13 +328,12 @@ fn open_raw(options: &CreateOptions, path: &Path) -> Result<Home, Failure> {
     Ok(Home { disks: Arc::new(disks), log: None, is_scratch: false })
 }
 
-fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_>) -> Result<Home, Failure> {
-    let paths = options.cache.home.paths();
+fn open_log(options: &CreateOptions, url: &LogUrl, lanes: u32, watch: Watch<'_>) -> Result<Home, Failure> {
+    let paths = url.paths();
     erase(options, paths)?;
     let opened = match url {
-        StoreUrl::Stripe(stripe) => FileStore::open_stripe_watched(stripe, Room::Reserved, watch),
-        StoreUrl::File(file) => FileStore::open_watched(file, Room::Reserved, watch),
-        _ => return Err(Failure::Usage("a log lies on files or devices".to_owned())),
+        LogUrl::Several(stripe) => FileStore::open_stripe_watched(stripe, Room::Reserved, watch),
+        LogUrl::One(file) => FileStore::open_watched(file, Room::Reserved, watch),
     };
     let disks = Arc::new(opened.map_err(crate::failure::of)?.patient());
     let log = Log::create(Arc::clone(&disks) as _, config(paths.len(), lanes));

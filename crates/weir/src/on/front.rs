@@ -308,6 +308,23 @@ mod tests {
     use weir_system::fixture::Fixture;
 
     #[test]
+    fn a_daemon_must_say_which_ublk_device_it_has_made() {
+        let directory = std::env::temp_dir().join(format!("weir-front-{}", std::process::id()));
+        let mut journal = Journal::open(&directory).expect("a journal");
+        let mut status = Status::example(0);
+        let attach =
+            |status: &Status, journal: &mut Journal| attach(Front::Ublk, &directory, 1, status, journal);
+        let Err(Failure::Failed(said)) = attach(&status, &mut journal) else { panic!("it has NBD alone") };
+        assert_eq!(said, "the daemon does not say which ublk device it has made");
+        assert_eq!(journal.state().steps, []);
+        status.exports[0].kind = "ublk".into();
+        status.exports[0].address = "/dev/ublkb7".to_owned();
+        let device = attach(&status, &mut journal).expect("its device");
+        assert_eq!(device, Path::new("/dev/ublkb7"));
+        journal.delete().expect("removed");
+    }
+
+    #[test]
     fn the_best_that_the_machine_has_is_taken_and_only_missing_modules_are_loaded() {
         let nbd = |name, release| {
             Fixture::new(name).with("/proc/sys/kernel/osrelease", release).with("/sys/module/nbd/refcnt", "0")

@@ -34,7 +34,6 @@ use clap::ValueEnum as _;
 use preflight::OnPlan;
 use service::Service;
 use state::{Again, Journal, Phase, State, Step};
-use std::fs;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 use weir_cli::failure::Failure;
@@ -112,10 +111,7 @@ fn turn_on(options: &OnOptions, plan: &OnPlan, journal: &mut Journal) -> Result<
     }
     for path in &plan.files {
         journal.intend(Step::File { path: path.clone() })?;
-        if let Some(directory) = off::own_directory(path) {
-            fs::create_dir_all(directory)
-                .map_err(|error| Failure::Failed(format!("cannot make {}: {error}", directory.display())))?;
-        }
+        off::make_own_directory(path)?;
     }
     let mut devices = Vec::new();
     let mut bytes = 0;

@@ -141,6 +141,16 @@ pub fn own_directory(file: &Path) -> Option<&Path> {
     file.parent().filter(|_| file == Path::new(BACKING))
 }
 
+/// Makes the directory of a file, if Weir makes and removes it with the file.
+///
+/// # Errors
+/// Fails when the directory cannot be made.
+pub fn make_own_directory(file: &Path) -> Result<(), Failure> {
+    let Some(directory) = own_directory(file) else { return Ok(()) };
+    std::fs::create_dir_all(directory)
+        .map_err(|error| Failure::Failed(format!("cannot make {}: {error}", directory.display())))
+}
+
 pub fn undo(step: &Step) -> Result<(), Failure> {
     match step {
         Step::Swap { path, .. } => drain::swapoff(path),
@@ -174,6 +184,24 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::mount::{MountFlags, mount};
+    use weir_system::fixture;
+
+    #[test]
+    fn a_directory_that_cannot_be_made_is_named_and_that_of_the_users_own_file_is_not_made() {
+        let name = "on::off::tests::a_directory_that_cannot_be_made_is_named_and_that_of_the_users_own_file_is_not_made";
+        fixture::alone(name, || {
+            mount("none", "/var/lib", "tmpfs", MountFlags::empty(), None).expect("mounted");
+            make_own_directory(Path::new("/var/lib/other/file")).expect("nothing to do");
+            assert!(!Path::new("/var/lib/other").exists());
+            make_own_directory(Path::new(BACKING)).expect("made");
+            std::fs::remove_dir("/var/lib/weir").expect("it is there");
+            std::fs::write("/var/lib/weir", "").expect("written");
+            let error = make_own_directory(Path::new(BACKING)).expect_err("a file is in the way");
+            let Failure::Failed(said) = error else { panic!("{error:?}") };
+            assert_eq!(said, "cannot make /var/lib/weir: File exists (os error 17)");
+        });
+    }
 
     #[test]
     fn a_ublk_device_is_asked_for_after_its_daemon_has_ended_however_often_that_takes() {

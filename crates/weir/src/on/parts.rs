@@ -200,11 +200,13 @@ pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
         if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
         }
-        let Step::Away { bytes: size, asleep, .. } = &step else { continue };
+        let Step::Away { bytes: size, asleep, directory, config, front, priority } = &step else { continue };
         if amount.is_none() && !asleep {
             continue;
         }
-        let device = turn_on(&mut journal, &step).map_err(|failure| match failure {
+        let device = turn_on(&mut journal, directory, config, *front, *priority);
+        let device = device.and_then(|device| journal.remove(|other| *other == step).map(|()| device));
+        let device = device.map_err(|failure| match failure {
             Failure::Failed(why) => Failure::Failed(format!(
                 "took {}: {why}; end what uses the memory, then weir take again",
                 ByteSize(bytes)
@@ -335,39 +337,34 @@ fn undo(journal: &mut Journal, which: impl Fn(&Step) -> bool) -> Result<(), Fail
     journal.remove(|other| *other == step)
 }
 
-fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
-    let Step::Away { directory, config, front, priority, .. } = away else {
-        return Err(Failure::failed("nothing of this part is away"));
-    };
+/// Turns the part on again that has its daemon in `directory`. `config` has the daemon's options.
+/// What was done until a failure is undone.
+fn turn_on(
+    journal: &mut Journal,
+    directory: &Path,
+    config: &str,
+    front: Front,
+    priority: i32,
+) -> Result<PathBuf, Failure> {
     let config: toml::Table = config.parse().map_err(Failure::failed)?;
     let connections = front.connections(&config);
-    let service = Service { directory: directory.clone(), unit: None, config };
+    let service = Service { directory: directory.to_owned(), unit: None, config };
     let turn_on = |journal: &mut Journal| {
         let status = service.start(journal)?;
-        let device = front::attach(*front, directory, connections, &status, journal)?;
+        let device = front::attach(front, directory, connections, &status, journal)?;
         swap_area::make(&device, ByteSize(status.volume.bytes))?;
-        journal.intend(Step::Swap { path: device.clone(), priority: *priority })?;
-        swaps::on(&device, *priority).map_err(|error| {
+        journal.intend(Step::Swap { path: device.clone(), priority })?;
+        swaps::on(&device, priority).map_err(|error| {
             Failure::Failed(format!("the kernel refuses {} as swap: {error}; see dmesg", device.display()))
         })?;
         Ok(device)
     };
-    match turn_on(journal) {
-        Ok(device) => {
-            journal.remove(|step| step == away)?;
-            Ok(device)
+    turn_on(journal).inspect_err(|_| {
+        interrupt::forget();
+        if let Err(also) = take_away(journal, directory) {
+            also.report();
         }
-        Err(failure) => {
-            interrupt::forget();
-            match take_away(journal, directory) {
-                Ok(()) => Err(failure),
-                Err(also) => {
-                    also.report();
-                    Err(failure)
-                }
-            }
-        }
-    }
+    })
 }
 
 #[cfg(test)]

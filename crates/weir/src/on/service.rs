@@ -132,7 +132,7 @@ impl Service {
                 Some(child)
             }
         };
-        self.wait(child.as_mut())
+        self.wait(child.as_mut(), START)
     }
 
     /// Starts the daemon in its own session, so that closing a terminal does not end it.
@@ -165,7 +165,8 @@ impl Service {
         })
     }
 
-    fn wait(&self, mut child: Option<&mut Child>) -> Result<Status, Failure> {
+    /// Waits until the daemon serves, for `most` at most.
+    fn wait(&self, mut child: Option<&mut Child>, most: Duration) -> Result<Status, Failure> {
         let (begun, mut starting) = (Instant::now(), Starting::default());
         loop {
             let status = control::status(&control_socket(&self.directory));
@@ -184,11 +185,11 @@ impl Service {
                 let report = StartReport::read(&start_report(&self.directory));
                 return Err(report.map_or_else(|| self.ended_in_silence(), failure::reported));
             }
-            if begun.elapsed() > START {
+            if begun.elapsed() > most {
                 return Err(Failure::Failed(format!(
                     "the daemon does not answer at {} after {} s",
                     control_socket(&self.directory).display(),
-                    START.as_secs()
+                    most.as_secs()
                 )));
             }
             interrupt::check()?;
@@ -386,13 +387,17 @@ fn open_device(directory: &Path) -> Option<String> {
 
 /// Returns the running process with this number. A zombie counts as ended.
 pub fn identify(pid: u32) -> io::Result<Process> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    read_identity(pid, &fs::read_to_string(format!("/proc/{pid}/stat"))?)
+}
+
+/// Identifies process `pid` by the content of its `/proc/PID/stat`.
+fn read_identity(pid: u32, stat: &str) -> io::Result<Process> {
     let missing = || io::Error::other(format!("/proc/{pid}/stat makes no sense"));
-    if fields(&stat).next() == Some("Z") {
+    if fields(stat).next() == Some("Z") {
         return Err(io::ErrorKind::NotFound.into());
     }
     // proc(5) counts the start time as field 22; fields() begins with field 3.
-    let started = fields(&stat).nth(19).and_then(|field| field.parse().ok()).ok_or_else(missing)?;
+    let started = fields(stat).nth(19).and_then(|field| field.parse().ok()).ok_or_else(missing)?;
     Ok(Process { pid, started })
 }
 
@@ -417,6 +422,17 @@ mod tests {
         assert_eq!(identify(std::process::id()).expect("again"), own);
         assert!(own.started > 0);
         assert!(identify(u32::MAX).is_err());
+        let cut_short = read_identity(7, "7 (weir) S 1 7 7").expect_err("it has no start");
+        assert_eq!(cut_short.to_string(), "/proc/7/stat makes no sense");
+    }
+
+    #[test]
+    fn a_daemon_that_never_serves_is_given_up_after_a_while() {
+        let directory = std::env::temp_dir().join(format!("weir-no-daemon-{}", std::process::id()));
+        let service = Service { directory: directory.clone(), unit: None, config: Table::new() };
+        let Err(Failure::Failed(said)) = service.wait(None, Duration::ZERO) else { panic!("it serves") };
+        let control = directory.join("control.sock");
+        assert_eq!(said, format!("the daemon does not answer at {} after 0 s", control.display()));
     }
 
     #[test]
