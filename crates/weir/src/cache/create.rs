@@ -235,8 +235,8 @@ impl Daemon {
     }
 }
 
-/// Waits until no page is dirty, and tells how many bytes still are. `patience` is the time in which
-/// at least one page must go home.
+/// Waits until no page is dirty, and tells how many bytes still are. `patience` is the time in
+/// which at least one page must go home.
 fn wait_until_clean(
     home: &str,
     patience: Duration,
