@@ -3,50 +3,18 @@
 mod common;
 
 use common::Ends;
+use common::bounded::{Scratch, build, can_run, compiled, directory_of};
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 const LIMIT_MIB: usize = 48;
-
-/// Builds the object that is preloaded, beside the program.
-fn build() {
-    static BUILD: Once = Once::new();
-    BUILD.call_once(|| {
-        let directory = Path::new(WEIR).parent().expect("it lies somewhere");
-        let profile = match directory.file_name().and_then(|name| name.to_str()) {
-            Some("debug") | None => "dev",
-            Some(other) => other,
-        };
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let built = Command::new(cargo)
-            .args(["build", "--locked", "--package", "weir-preload", "--profile", profile, "--target-dir"])
-            .arg(directory.parent().expect("the target directory"))
-            .output()
-            .expect("cargo runs");
-        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    });
-}
-
-/// Whether this machine allows programs to be bounded; if not, prints that.
-fn can_run(name: &str) -> bool {
-    build();
-    let output = weir(&["--", "/bin/true"]);
-    let said = String::from_utf8_lossy(&output.stderr);
-    if said.contains("userfaultfd") {
-        println!("skipped: {name}: {}", said.trim());
-        return false;
-    }
-    assert!(output.status.success(), "{said}");
-    true
-}
 
 fn weir(arguments: &[&str]) -> Output {
     let limit = format!("{LIMIT_MIB}MiB");
@@ -138,28 +106,6 @@ fn program(name: &str) -> Option<String> {
         println!("skipped: {name}: not installed");
     }
     found?.to_str().map(str::to_owned)
-}
-
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let directory = std::env::temp_dir().join(format!("weir-test-run-{}-{name}", std::process::id()));
-        fs::create_dir_all(&directory).unwrap();
-        Scratch(directory)
-    }
-
-    fn file(&self, name: &str, content: &str) -> PathBuf {
-        let file = self.0.join(name);
-        fs::write(&file, content).unwrap();
-        file
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 /// Lines that come backwards in groups of 64, each group in random order. In a completely random
@@ -771,17 +717,7 @@ int main(void) {
 /// Compiles [`SWEEPER`].
 fn sweeper(name: &str, scratch: &Scratch) -> Option<PathBuf> {
     let source = scratch.file("sweeper.c", SWEEPER);
-    let program = scratch.0.join("sweeper");
-    match Command::new("cc").args(["-O1", "-pthread", "-o"]).args([&program, &source]).output() {
-        Ok(output) => {
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-            Some(program)
-        }
-        Err(error) => {
-            println!("skipped: {name}: no C compiler: {error}");
-            None
-        }
-    }
+    compiled(name, &source, scratch)
 }
 
 /// A program under `weir run`. It is killed when this is dropped.
@@ -846,11 +782,6 @@ impl Drop for Sweeping {
 fn kill(process: u32) {
     let process = rustix::process::Pid::from_raw(process.cast_signed()).expect("a process");
     common::kill(process, rustix::process::Signal::KILL);
-}
-
-/// The directory of a run, by the process number of `weir run`.
-fn directory_of(run: impl std::fmt::Display) -> PathBuf {
-    std::env::temp_dir().join(format!("weir-run-{run}"))
 }
 
 /// `WEIR_SCALE=full` kills 102 daemons; `WEIR_RECORD=FILE` writes the result.

@@ -2,6 +2,8 @@
 //! removed when a test ends.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
+pub mod bounded;
+
 use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;

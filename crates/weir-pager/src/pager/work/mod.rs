@@ -136,6 +136,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let (staging, nursery) = (kernel.reserve(SLOTS * BLOCK)?, kernel.reserve(BLOCK)?);
         let single = kernel.reserve(PAGE_SIZE)?;
         kernel.register(staging, staging + SLOTS * BLOCK).map_err(system)?;
+        // Give every second slot other advice. The kernel merges only mappings with equal flags, so
+        // each slot stays a mapping of its own. Otherwise it would have to be split off before it
+        // is scrubbed. The kernel refuses that once a process has `vm.max_map_count` mappings.
+        for slot in (1..SLOTS).step_by(2) {
+            kernel.advise(staging + slot * BLOCK, BLOCK, Advice::Random).map_err(system)?;
+        }
         let bells = shared.bells.base;
         kernel.register(bells, bells + BELLS * PAGE_SIZE).map_err(system)?;
         let mut mappings = Vec::new();
