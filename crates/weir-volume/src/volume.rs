@@ -183,7 +183,10 @@ impl Pool {
     /// # Errors
     /// Fails as [`Volume::lane`] does.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
-        Volume::over(self, 0..0).lane()
+        let mut lane = Volume::over(self, 0..0).lane()?;
+        // From here on the lane has a volume that its later turns do not free.
+        lane.turn(None);
+        Ok(lane)
     }
 
     /// Makes a volume of `pages` pages, which are all empty. The caller must record its range for
