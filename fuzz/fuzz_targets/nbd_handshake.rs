@@ -4,8 +4,31 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use weir_export::nbd::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
+use weir_export::nbd::handshake::{Catalog, Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use weir_export::nbd::wire::OPTION_REPLY_MAGIC;
+
+/// So many devices, which all answer as one export. The first is the default one.
+struct Devices(Export, usize);
+
+impl Devices {
+    fn names(&self) -> impl Iterator<Item = String> {
+        let first = std::iter::once(self.0.name.clone());
+        first.chain((1..self.1).map(|at| format!("{}{at}", self.0.name)))
+    }
+}
+
+impl Catalog for Devices {
+    type Device = String;
+
+    fn find(&self, name: &[u8]) -> Option<(Export, String)> {
+        let mut found = self.names().filter(|its| name.is_empty() || its.as_bytes() == name);
+        found.next().map(|name| (self.0.clone(), name))
+    }
+
+    fn list(&self, each: &mut dyn FnMut(&str, &str)) {
+        self.names().for_each(|name| each(&name, &self.0.description));
+    }
+}
 
 fuzz_target!(|data: &[u8]| {
     let Some((&[how, piece], stream)) = data.split_first_chunk::<2>() else { return };
@@ -18,7 +41,8 @@ fuzz_target!(|data: &[u8]| {
         read_only: how & 0x40 != 0,
         clears: how & 0x20 != 0,
     };
-    let mut handshake = Handshake::new(&export, tls);
+    let devices = Devices(export, if how & 0x10 == 0 { 1 } else { 300 });
+    let mut handshake = Handshake::new(&devices, tls);
     let mut pending: Vec<u8> = Vec::with_capacity(INPUT_MAX);
     let mut output = Vec::with_capacity(OUTPUT_MAX);
     for part in stream.chunks(usize::from(piece).max(1)) {
@@ -31,10 +55,12 @@ fuzz_target!(|data: &[u8]| {
             pending.drain(..consumed);
             match step {
                 Step::NeedMore => break,
-                Step::Again => assert!(consumed > 0, "it stands still"),
+                Step::Again => assert!(consumed > 0 || !output.is_empty(), "it stands still"),
                 Step::Transmission(negotiated) => {
                     assert!(tls != Tls::Required && room);
                     assert!(negotiated.structured || !negotiated.allocation);
+                    let device = handshake.take_device();
+                    assert!(device.is_some_and(|name| devices.names().any(|its| its == name)));
                     return;
                 }
                 Step::StartTls => {

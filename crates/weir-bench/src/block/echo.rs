@@ -11,7 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use weir_export::nbd::handshake::{Export, Handshake, INPUT_MAX, Step, Tls};
+use weir_export::nbd::handshake::{Export, Handshake, INPUT_MAX, Step, Tls, greeting};
 use weir_export::nbd::transmission::{Event, Parser, data_chunk, simple_reply};
 use weir_export::nbd::wire::command;
 
@@ -64,7 +64,7 @@ fn serve(mut stream: UnixStream, export: &Export, stop: &AtomicBool) -> io::Resu
     let mut input = vec![0; INPUT_MAX.max(2 * REQUEST_MAX)];
     let (mut filled, mut output) = (0, Vec::new());
     let mut handshake = Handshake::new(export, Tls::Off);
-    stream.write_all(&Handshake::greeting())?;
+    stream.write_all(&greeting())?;
     let structured = loop {
         let (used, step) = handshake.advance(&input[..filled], true, &mut output);
         input.copy_within(used..filled, 0);

@@ -5,7 +5,8 @@
 //! fixed size, for [`PATIENCE`] each. When one more connection comes, the oldest is dropped. A real
 //! client negotiates within milliseconds, so a flood of idle connections only drops its own.
 
-use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
+use super::exports::Exports;
+use super::handshake::{self, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use super::listen::{Listen, Listener};
 use super::seat::Seats;
 use super::tls;
@@ -53,9 +54,9 @@ impl Bell {
 }
 
 /// A connection that negotiates.
-struct Pending<'e> {
+struct Pending<'e, E: Exports> {
     socket: OwnedFd,
-    handshake: Handshake<'e>,
+    handshake: Handshake<'e, E>,
     listener: usize,
     since: Instant,
     /// Bytes received and not yet consumed.
@@ -67,19 +68,19 @@ struct Pending<'e> {
 }
 
 /// The memory of one negotiation: its state, and its buffers.
-struct Negotiation<'e> {
-    pending: Option<Pending<'e>>,
+struct Negotiation<'e, E: Exports> {
+    pending: Option<Pending<'e, E>>,
     input: Box<[u8]>,
     output: Vec<u8>,
 }
 
-pub(super) struct Control<'e> {
+pub(super) struct Control<'e, E: Exports> {
     epoll: OwnedFd,
     listeners: &'e [Listener],
-    export: &'e Export,
-    seats: &'e Seats,
+    exports: &'e E,
+    seats: &'e Seats<E::Device>,
     send_patience: Duration,
-    negotiations: Vec<Negotiation<'e>>,
+    negotiations: Vec<Negotiation<'e, E>>,
     /// The time until which no new connections are accepted.
     paused: Option<Instant>,
     log: Throttle,
@@ -87,15 +88,15 @@ pub(super) struct Control<'e> {
     shortage: Throttle,
 }
 
-impl<'e> Control<'e> {
+impl<'e, E: Exports> Control<'e, E> {
     /// Allocates the memory of the control thread.
     ///
     /// # Errors
     /// Fails when the system has no descriptors left.
     pub fn new(
         listeners: &'e [Listener],
-        export: &'e Export,
-        seats: &'e Seats,
+        exports: &'e E,
+        seats: &'e Seats<E::Device>,
         send_patience: Duration,
         bell: &Bell,
         log: Log,
@@ -116,7 +117,7 @@ impl<'e> Control<'e> {
         Ok(Control {
             epoll,
             listeners,
-            export,
+            exports,
             seats,
             send_patience,
             negotiations,
@@ -216,8 +217,9 @@ impl<'e> Control<'e> {
         let at = match self.negotiations.iter().position(|negotiation| negotiation.pending.is_none()) {
             Some(at) => at,
             None => {
-                let since =
-                    |negotiation: &Negotiation<'_>| negotiation.pending.as_ref().map(|pending| pending.since);
+                let since = |negotiation: &Negotiation<'_, E>| {
+                    negotiation.pending.as_ref().map(|pending| pending.since)
+                };
                 let oldest = (0..self.negotiations.len())
                     .min_by_key(|at| since(&self.negotiations[*at]))
                     .expect("there is room for some");
@@ -232,9 +234,9 @@ impl<'e> Control<'e> {
         let negotiation = &mut self.negotiations[at];
         negotiation.output.clear();
         if tls != Tls::Active {
-            negotiation.output.extend_from_slice(&Handshake::greeting());
+            negotiation.output.extend_from_slice(&handshake::greeting());
         }
-        let handshake = Handshake::new(self.export, tls);
+        let handshake = Handshake::new(self.exports, tls);
         let since = Instant::now();
         negotiation.pending =
             Some(Pending { socket, handshake, listener, since, input: 0, sent: 0, then: None });
@@ -301,8 +303,7 @@ impl<'e> Control<'e> {
             None | Some(Step::Again | Step::NeedMore) => {}
             Some(Step::Close(ending)) => {
                 self.negotiations[at].pending = None;
-                let level =
-                    if ending == super::handshake::Ending::Abort { Level::Info } else { Level::Warning };
+                let level = if ending == handshake::Ending::Abort { Level::Info } else { Level::Warning };
                 self.log.line(level, format_args!("negotiation ended: {ending}"));
                 return Ok(false);
             }
@@ -314,8 +315,9 @@ impl<'e> Control<'e> {
                 return Ok(false);
             }
             Some(Step::Transmission(negotiated)) => {
-                let Pending { socket, input: early, .. } =
+                let Pending { socket, input: early, mut handshake, .. } =
                     self.negotiations[at].pending.take().expect("matched above");
+                let device = handshake.take_device().expect("the client has chosen one");
                 epoll::delete(&self.epoll, &socket)?;
                 rustix::io::ioctl_fionbio(&socket, false)?;
                 // If the system refuses the larger buffer, long reads are slower, but correct.
@@ -326,7 +328,7 @@ impl<'e> Control<'e> {
                     Some(self.send_patience),
                 )?;
                 let early = &self.negotiations[at].input[..early];
-                match self.seats.give(socket, negotiated, early) {
+                match self.seats.give(socket, negotiated, device, early) {
                     Ok(seat) => {
                         self.log.line(Level::Info, format_args!("connection {seat}: begins"));
                     }

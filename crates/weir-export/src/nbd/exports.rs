@@ -1,7 +1,10 @@
 //! The devices that a server offers, by name.
 
-use super::handshake::Export;
-use weir_device::PageLane;
+use super::handshake::{Catalog, Export};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use weir_core::PAGE_SIZE;
+use weir_device::{PageDevice, PageLane};
 use weir_store::OpenError;
 
 /// The devices that a server offers, by name. They may come and go while the server runs.
@@ -33,4 +36,71 @@ pub trait Exports: Send + Sync + 'static {
     /// Turns a lane at rest to a device, or to none. An I/O thread calls this, so it must neither
     /// take nor free memory.
     fn turn(&self, lane: &mut Self::Lane, device: Option<&Self::Device>);
+}
+
+/// One device, under one name and by default.
+pub(super) struct Single<D> {
+    device: Arc<D>,
+    name: String,
+    description: String,
+    read_only: bool,
+    /// The device's size in bytes, as its lanes say.
+    bytes: AtomicU64,
+}
+
+impl<D> Single<D> {
+    pub fn new(device: &Arc<D>, name: &str, description: &str, read_only: bool) -> Self {
+        Single {
+            device: Arc::clone(device),
+            name: name.to_owned(),
+            description: description.to_owned(),
+            read_only,
+            bytes: AtomicU64::new(0),
+        }
+    }
+}
+
+impl<D> Exports for Single<D>
+where
+    D: PageDevice<Error = OpenError> + 'static,
+    D::Lane: 'static,
+{
+    type Lane = D::Lane;
+    type Device = ();
+
+    fn open(&self) -> Result<D::Lane, OpenError> {
+        let lane = self.device.open()?;
+        self.bytes.store(u64::from(lane.pages()) * PAGE_SIZE as u64, Ordering::Relaxed);
+        Ok(lane)
+    }
+
+    fn find(&self, name: &[u8]) -> Option<(Export, ())> {
+        let export = || Export {
+            name: self.name.clone(),
+            description: self.description.clone(),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            read_only: self.read_only,
+            clears: D::Lane::CLEARS,
+        };
+        (name.is_empty() || name == self.name.as_bytes()).then(|| (export(), ()))
+    }
+
+    fn list(&self, each: &mut dyn FnMut(&str, &str)) {
+        each(&self.name, &self.description);
+    }
+
+    /// Does nothing: a lane has its device from the start.
+    fn turn(&self, _lane: &mut D::Lane, _device: Option<&()>) {}
+}
+
+impl<E: Exports> Catalog for E {
+    type Device = E::Device;
+
+    fn find(&self, name: &[u8]) -> Option<(Export, E::Device)> {
+        Exports::find(self, name)
+    }
+
+    fn list(&self, each: &mut dyn FnMut(&str, &str)) {
+        Exports::list(self, each);
+    }
 }

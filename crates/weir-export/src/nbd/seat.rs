@@ -2,6 +2,7 @@
 //! memory and its lane. Each waits at its seat until it is given a connection.
 
 use super::connection::Worker;
+use super::exports::Exports;
 use super::handshake::{INPUT_MAX, Negotiated};
 use super::stats::{Counters, Stats};
 use crate::spin::{Spin, SpinGate};
@@ -12,35 +13,41 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
-use weir_device::PageLane;
 
 /// The state that all seats share.
-pub(super) struct Seats {
-    seats: Box<[Seat]>,
+pub(super) struct Seats<D> {
+    seats: Box<[Seat<D>]>,
     gate: SpinGate,
     spin: Duration,
-    read_only: bool,
     /// Whether the server has begun to shut its connections' sockets for reading.
     closing: AtomicBool,
     log: Log,
 }
 
-struct Seat {
-    mailbox: Mutex<Mailbox>,
+struct Seat<D> {
+    mailbox: Mutex<Mailbox<D>>,
     /// The condition variable that is notified when the mailbox's state changes.
     bell: Condvar,
     counters: Counters,
 }
 
-struct Mailbox {
+struct Mailbox<D> {
     state: State,
     /// The connection's socket, for another thread that must end the connection.
     socket: Option<OwnedFd>,
-    /// The serving thread's own descriptor of the connection, until the thread takes it.
-    given: Option<OwnedFd>,
-    negotiated: Negotiated,
+    /// The connection, until the serving thread takes it.
+    given: Option<Given<D>>,
     early: Box<[u8]>,
     early_len: usize,
+}
+
+/// A connection, as its serving thread is given it.
+struct Given<D> {
+    /// The thread's own descriptor of the connection.
+    socket: OwnedFd,
+    negotiated: Negotiated,
+    /// The connection's hold on the device that it is for.
+    device: D,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,41 +60,52 @@ enum State {
     Closing,
 }
 
-impl Seats {
-    pub fn new(count: usize, spin: Duration, read_only: bool, log: Log) -> Seats {
+/// The seats as the server sees them, whatever devices it offers.
+pub(super) trait Seating: Send + Sync {
+    /// Makes every thread leave. Idle threads leave now, and others after they have answered what
+    /// they have received. After `grace` their connections are cut. Returns the number of threads
+    /// that were still busy some time later, because they wait for a store.
+    fn close(&self, grace: Duration) -> usize;
+
+    /// Number of connections that may be the kernel's: all that no other living process made. One
+    /// that this process made counts too, since this process may have made it for the kernel.
+    fn kernels(&self) -> usize;
+
+    /// Ends the connections that may be those of the kernel's NBD client.
+    fn hang_up_kernels(&self);
+
+    /// The counts of all seats.
+    fn stats(&self) -> Stats;
+}
+
+impl<D> Seats<D> {
+    pub fn new(count: usize, spin: Duration, log: Log) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let mailbox = || Mailbox {
             state: State::Empty,
             socket: None,
             given: None,
-            negotiated: Negotiated { structured: false, allocation: false },
             early: vec![0; INPUT_MAX].into_boxed_slice(),
             early_len: 0,
         };
         let seat =
             || Seat { mailbox: Mutex::new(mailbox()), bell: Condvar::new(), counters: Counters::default() };
         let seats = std::iter::repeat_with(seat).take(count).collect();
-        Seats {
-            seats,
-            gate: SpinGate::new(processors),
-            spin,
-            read_only,
-            closing: AtomicBool::new(false),
-            log,
-        }
+        Seats { seats, gate: SpinGate::new(processors), spin, closing: AtomicBool::new(false), log }
     }
 
     /// The work of a seat's thread: serves each connection that it is given, until it must leave.
-    pub fn sit<L: PageLane>(&self, number: usize, worker: &mut Worker<L>) {
+    /// The worker's lane is turned to no device between two connections.
+    pub fn sit<E: Exports<Device = D>>(&self, number: usize, worker: &mut Worker<E::Lane>, exports: &E) {
         weir_core::seal::on_io_thread(|| {
-            while let Some(socket) = self.seats[number].wait() {
-                self.serve(number, worker, socket);
+            while let Some(given) = self.seats[number].wait() {
+                self.serve(number, worker, exports, given);
             }
         });
     }
 
     /// Notes that a thread is about to take this seat. The seat may be given a connection, and
-    /// [`close`](Seats::close) waits for the thread.
+    /// [`close`](Seating::close) waits for the thread.
     pub fn open(&self, number: usize) {
         self.seats[number].lock().state = State::Idle;
     }
@@ -96,36 +114,44 @@ impl Seats {
     pub fn vacate(&self, number: usize) {
         let mut mail = self.seats[number].lock();
         mail.shut(Shutdown::Both);
-        (mail.state, mail.socket, mail.given) = (State::Empty, None, None);
+        let given = mail.given.take();
+        (mail.state, mail.socket) = (State::Empty, None);
         self.seats[number].bell.notify_all();
+        // The owner's drop of a device runs without the lock.
+        drop(mail);
+        drop(given);
     }
 
     /// Vacates the seat when the returned guard is dropped: as the thread's last act, even after a
     /// panic.
-    pub fn vacate_at_end(&self, number: usize) -> Sitting<'_> {
+    pub fn vacate_at_end(&self, number: usize) -> Sitting<'_, D> {
         Sitting(self, number)
     }
 
-    fn serve<L: PageLane>(&self, number: usize, worker: &mut Worker<L>, socket: OwnedFd) {
+    fn serve<E: Exports<Device = D>>(
+        &self,
+        number: usize,
+        worker: &mut Worker<E::Lane>,
+        exports: &E,
+        Given { socket, negotiated, device }: Given<D>,
+    ) {
         let seat = &self.seats[number];
         seat.counters.connections.add(1);
         let mut early = [0; INPUT_MAX];
-        let (negotiated, early_len) = {
+        let early_len = {
             let mail = seat.lock();
             early[..mail.early_len].copy_from_slice(&mail.early[..mail.early_len]);
-            (mail.negotiated, mail.early_len)
+            mail.early_len
         };
         let mut spin = Spin::new(&self.gate, self.spin);
         let early = &early[..early_len];
-        let ending = worker.serve(
-            socket.as_fd(),
-            negotiated,
-            self.read_only,
-            &self.closing,
-            early,
-            &mut spin,
-            &seat.counters,
-        );
+        exports.turn(worker.lane(), Some(&device));
+        let ending =
+            worker.serve(socket.as_fd(), negotiated, &self.closing, early, &mut spin, &seat.counters);
+        // The connection's last operation has ended. From here on its device may go. A client that
+        // waits for the end of the connection finds it gone.
+        exports.turn(worker.lane(), None);
+        drop(device);
         let level = if ending.is_usual() { Level::Info } else { Level::Warning };
         (self.log)(level, format_args!("nbd: connection {number}: {ending}"));
         drop(socket);
@@ -146,13 +172,18 @@ impl Seats {
     ///
     /// # Errors
     /// Fails when no thread is idle, or no descriptor can be had.
-    pub fn give(&self, socket: OwnedFd, negotiated: Negotiated, early: &[u8]) -> io::Result<usize> {
+    pub fn give(
+        &self,
+        socket: OwnedFd,
+        negotiated: Negotiated,
+        device: D,
+        early: &[u8],
+    ) -> io::Result<usize> {
         for (number, seat) in self.seats.iter().enumerate() {
             let mut mail = seat.lock();
             if mail.state == State::Idle {
-                mail.given = Some(socket.try_clone()?);
+                mail.given = Some(Given { socket: socket.try_clone()?, negotiated, device });
                 mail.socket = Some(socket);
-                mail.negotiated = negotiated;
                 mail.early[..early.len()].copy_from_slice(early);
                 mail.early_len = early.len();
                 mail.state = State::Serving;
@@ -161,28 +192,6 @@ impl Seats {
             }
         }
         Err(io::ErrorKind::ResourceBusy.into())
-    }
-
-    /// Makes every thread leave. Idle threads leave now, and others after they have answered what
-    /// they have received. After `grace` their connections are cut. Returns the number of threads
-    /// that were still busy some time later, because they wait for a store.
-    pub fn close(&self, grace: Duration) -> usize {
-        self.closing.store(true, Ordering::SeqCst);
-        for seat in &self.seats {
-            let mut mail = seat.lock();
-            if mail.state != State::Empty {
-                mail.state = State::Closing;
-            }
-            mail.shut(Shutdown::Read);
-            seat.bell.notify_all();
-        }
-        let deadline = Instant::now() + grace;
-        if self.empty_by(deadline) > 0 {
-            for seat in &self.seats {
-                seat.lock().shut(Shutdown::Both);
-            }
-        }
-        self.empty_by(Instant::now().max(deadline) + Duration::from_secs(2))
     }
 
     /// Waits until every thread has left, or the deadline; returns how many have not.
@@ -201,15 +210,33 @@ impl Seats {
         }
         busy
     }
+}
 
-    /// Number of connections that may be the kernel's: all that no other living process made. One
-    /// that this process made counts too, since this process may have made it for the kernel.
-    pub fn kernels(&self) -> usize {
+impl<D: Send> Seating for Seats<D> {
+    fn close(&self, grace: Duration) -> usize {
+        self.closing.store(true, Ordering::SeqCst);
+        for seat in &self.seats {
+            let mut mail = seat.lock();
+            if mail.state != State::Empty {
+                mail.state = State::Closing;
+            }
+            mail.shut(Shutdown::Read);
+            seat.bell.notify_all();
+        }
+        let deadline = Instant::now() + grace;
+        if self.empty_by(deadline) > 0 {
+            for seat in &self.seats {
+                seat.lock().shut(Shutdown::Both);
+            }
+        }
+        self.empty_by(Instant::now().max(deadline) + Duration::from_secs(2))
+    }
+
+    fn kernels(&self) -> usize {
         self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
     }
 
-    /// Ends the connections that may be those of the kernel's NBD client.
-    pub fn hang_up_kernels(&self) {
+    fn hang_up_kernels(&self) {
         for seat in &self.seats {
             let mail = seat.lock();
             if mail.socket.as_ref().is_some_and(is_kernels) {
@@ -218,7 +245,7 @@ impl Seats {
         }
     }
 
-    pub fn stats(&self) -> Stats {
+    fn stats(&self) -> Stats {
         let mut stats = Stats { connections_max: self.seats.len() as u64, ..Stats::default() };
         for seat in &self.seats {
             stats.add(&seat.counters);
@@ -229,27 +256,27 @@ impl Seats {
 }
 
 /// Vacates a seat when dropped; see [`Seats::vacate_at_end`].
-pub(super) struct Sitting<'a>(&'a Seats, usize);
+pub(super) struct Sitting<'a, D>(&'a Seats<D>, usize);
 
-impl Drop for Sitting<'_> {
+impl<D> Drop for Sitting<'_, D> {
     fn drop(&mut self) {
         self.0.vacate(self.1);
     }
 }
 
-impl Seat {
+impl<D> Seat<D> {
     /// Locks the mailbox, even after a panic. Each change is one assignment, so no change is half
     /// done.
-    fn lock(&self) -> MutexGuard<'_, Mailbox> {
+    fn lock(&self) -> MutexGuard<'_, Mailbox<D>> {
         self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a connection; `None` when the thread must leave.
-    fn wait(&self) -> Option<OwnedFd> {
+    fn wait(&self) -> Option<Given<D>> {
         let mut mail = self.lock();
         loop {
-            if let Some(socket) = mail.given.take() {
-                return Some(socket);
+            if let Some(given) = mail.given.take() {
+                return Some(given);
             }
             if mail.state == State::Closing {
                 return None;
@@ -268,7 +295,7 @@ fn is_kernels(socket: &OwnedFd) -> bool {
         || !std::path::Path::new(&format!("/proc/{maker}")).exists()
 }
 
-impl Mailbox {
+impl<D> Mailbox<D> {
     fn shut(&self, how: Shutdown) {
         if let Some(socket) = &self.socket {
             // A shutdown fails only if the client has gone already.
@@ -284,12 +311,15 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
+    const NEGOTIATED: Negotiated =
+        Negotiated { structured: false, allocation: false, bytes: 0, read_only: false, clears: false };
+
     #[test]
     fn what_this_process_connected_for_the_kernel_is_hung_up() {
-        let seats = Seats::new(2, Duration::ZERO, false, Arc::new(|_, _| {}));
+        let seats = Seats::new(2, Duration::ZERO, Arc::new(|_, _| {}));
         seats.open(0);
         let (ours, mut client) = UnixStream::pair().unwrap();
-        seats.give(ours.into(), Negotiated { structured: false, allocation: false }, &[]).unwrap();
+        seats.give(ours.into(), NEGOTIATED, (), &[]).unwrap();
         assert_eq!(seats.kernels(), 1);
         seats.hang_up_kernels();
         assert_eq!(client.read(&mut [0]).unwrap(), 0);
@@ -297,11 +327,11 @@ mod tests {
 
     #[test]
     fn a_thread_that_panics_leaves_its_seat_and_its_client() {
-        let seats = Seats::new(1, Duration::ZERO, false, Arc::new(|_, _| {}));
+        let seats = Seats::new(1, Duration::ZERO, Arc::new(|_, _| {}));
         seats.open(0);
         let (ours, mut client) = UnixStream::pair().unwrap();
         client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        seats.give(ours.into(), Negotiated { structured: false, allocation: false }, &[]).unwrap();
+        seats.give(ours.into(), NEGOTIATED, (), &[]).unwrap();
         let ended = std::thread::scope(|scope| {
             let sit = || {
                 let _sitting = seats.vacate_at_end(0);

@@ -3,9 +3,10 @@
 
 use super::connection::{Shared, Worker};
 use super::control::{Bell, Control};
-use super::handshake::{Export, NAME_MAX};
+use super::exports::{Exports, Single};
+use super::handshake::NAME_MAX;
 use super::listen::{Listen, ListenError, Listener};
-use super::seat::Seats;
+use super::seat::{Seating, Seats};
 use super::stats::Stats;
 use std::fmt;
 use std::io;
@@ -14,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use weir_core::log::Log;
 use weir_core::swap_safety::{self, Children, NOT_PROTECTED, Unprotected};
-use weir_device::{PageDevice, PageLane};
+use weir_device::PageDevice;
 use weir_store::OpenError;
 
 /// Bytes of a thread's stack. With `mlockall` the whole stack is resident.
@@ -23,7 +24,8 @@ const STACK_BYTES: usize = 256 << 10;
 /// The settings of a server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The export's name. Clients may also ask for the default export, which is the same.
+    /// The export's name. Clients may also ask for the default export, which is the same. This and
+    /// the next two settings are of [`Server::start`]; [`Exports`] has its own.
     pub name: String,
     /// The export's description, for people.
     pub description: String,
@@ -87,7 +89,7 @@ pub enum ServeError {
 
 /// A running NBD server. Dropping it shuts it down at once.
 pub struct Server {
-    seats: Arc<Seats>,
+    seats: Arc<dyn Seating>,
     bell: Arc<Bell>,
     addresses: Vec<Listen>,
     control: Option<JoinHandle<()>>,
@@ -103,7 +105,7 @@ impl fmt::Debug for Server {
 
 /// The server's connections that may be those of the kernel's NBD client.
 #[derive(Clone)]
-pub struct KernelConnections(Arc<Seats>);
+pub struct KernelConnections(Arc<dyn Seating>);
 
 impl fmt::Debug for KernelConnections {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -124,8 +126,8 @@ impl KernelConnections {
 }
 
 impl Server {
-    /// Listens, starts every thread and takes all memory; the process may be sealed afterwards.
-    /// Clients are served from here on.
+    /// Serves one device, under the name in `config` and by default. See
+    /// [`start_exports`](Server::start_exports).
     ///
     /// # Errors
     /// Fails with a [`ServeError`]; nothing is left running or listening then.
@@ -136,36 +138,45 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError>
     where
-        D: PageDevice<Error = OpenError>,
+        D: PageDevice<Error = OpenError> + 'static,
         D::Lane: 'static,
     {
+        check_export(config)?;
+        let single = Single::new(device, &config.name, &config.description, config.read_only);
+        Server::start_exports(Arc::new(single), config, listen, log)
+    }
+
+    /// Listens, starts every thread and takes all memory; the process may be sealed afterwards.
+    /// Clients are served from here on, each with the device of the name that it asks for.
+    ///
+    /// # Errors
+    /// Fails with a [`ServeError`]; nothing is left running or listening then.
+    pub fn start_exports<E: Exports>(
+        exports: Arc<E>,
+        config: &Config,
+        listen: &[Listen],
+        log: &Log,
+    ) -> Result<Server, ServeError> {
         check(config, listen)?;
         let resources = |source| ServeError::Resources { connections: config.connections, source };
         let listeners = listen.iter().map(Listener::bind).collect::<Result<Vec<_>, _>>()?;
         let addresses = listeners.iter().map(|listener| listener.bound.clone()).collect();
         let bell = Arc::new(Bell::new().map_err(resources)?);
-        let seats = Arc::new(Seats::new(config.connections, config.spin, config.read_only, Arc::clone(log)));
+        let seats = Arc::new(Seats::new(config.connections, config.spin, Arc::clone(log)));
         let mut server = Server {
-            seats: Arc::clone(&seats),
+            seats: Arc::<Seats<E::Device>>::clone(&seats),
             bell: Arc::clone(&bell),
             addresses,
             control: None,
             threads: Vec::with_capacity(config.connections),
             memory_locked: true,
         };
-        let bytes = server.start_seats(device, config)?;
-        let export = Export {
-            name: config.name.clone(),
-            description: config.description.clone(),
-            bytes,
-            read_only: config.read_only,
-            clears: D::Lane::CLEARS,
-        };
+        server.start_seats(&exports, &seats, config)?;
         let (ready, started) = mpsc::channel();
         let log = Arc::clone(log);
         let send_patience = config.send_patience;
         let negotiate = move || {
-            let mut control = match Control::new(&listeners, &export, &seats, send_patience, &bell, log) {
+            let mut control = match Control::new(&listeners, &*exports, &seats, send_patience, &bell, log) {
                 Ok(control) => control,
                 Err(error) => return drop(ready.send(Err(error))),
             };
@@ -178,35 +189,34 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts the threads, and returns the device's size in bytes.
-    fn start_seats<D>(&mut self, device: &Arc<D>, config: &Config) -> Result<u64, ServeError>
-    where
-        D: PageDevice<Error = OpenError>,
-        D::Lane: 'static,
-    {
+    /// Starts the threads.
+    fn start_seats<E: Exports>(
+        &mut self,
+        exports: &Arc<E>,
+        seats: &Arc<Seats<E::Device>>,
+        config: &Config,
+    ) -> Result<(), ServeError> {
         let connections = config.connections;
         let resources = |source| ServeError::Resources { connections, source };
         let (ready, started) = mpsc::channel();
         let shared = Shared::new(connections).map_err(resources)?;
         self.memory_locked &= shared.is_locked();
-        let mut bytes = 0;
         for number in 0..connections {
-            let lane = device.open()?;
+            let lane = exports.open()?;
             let mut worker = Worker::new(lane, &shared).map_err(resources)?;
             self.memory_locked &= worker.is_locked();
-            bytes = worker.bytes();
-            let seats = Arc::clone(&self.seats);
+            let (theirs, exports) = (Arc::clone(seats), Arc::clone(exports));
             let arrive = arrival(config, &ready);
             let serve = move || {
-                let _sitting = seats.vacate_at_end(number);
+                let _sitting = theirs.vacate_at_end(number);
                 if arrive() {
-                    seats.sit(number, &mut worker);
+                    theirs.sit(number, &mut worker, &*exports);
                 }
             };
-            self.seats.open(number);
+            seats.open(number);
             let spawned = thread(&format!("weir-nbd-{number}")).spawn(serve);
             self.threads.push(spawned.map_err(|error| {
-                self.seats.vacate(number);
+                seats.vacate(number);
                 resources(error)
             })?);
         }
@@ -217,7 +227,7 @@ impl Server {
                 Err(missing) => return Err(ServeError::Flusher(missing)),
             }
         }
-        Ok(bytes)
+        Ok(())
     }
 
     /// The addresses on which the server listens, with the ports that the system chose.
@@ -294,7 +304,7 @@ fn thread(name: &str) -> std::thread::Builder {
     std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES)
 }
 
-fn check(config: &Config, listen: &[Listen]) -> Result<(), ServeError> {
+fn check_export(config: &Config) -> Result<(), ServeError> {
     for (what, text) in [("name", &config.name), ("description", &config.description)] {
         if text.len() > NAME_MAX {
             let length = text.len();
@@ -302,6 +312,10 @@ fn check(config: &Config, listen: &[Listen]) -> Result<(), ServeError> {
             return Err(ServeError::Config(error));
         }
     }
+    Ok(())
+}
+
+fn check(config: &Config, listen: &[Listen]) -> Result<(), ServeError> {
     if config.connections == 0 {
         return Err(ServeError::Config("0 connections: a server needs at least 1".to_owned()));
     }

@@ -2,6 +2,8 @@
 //! An allocation on an I/O thread, on any path through the server, aborts the test.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
+pub mod gated;
+
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::process::Command;

@@ -157,9 +157,9 @@ impl<L: PageLane> Worker<L> {
         })
     }
 
-    /// The device's size in bytes.
-    pub fn bytes(&mut self) -> u64 {
-        u64::from(self.work.requests.lane().pages()) * PAGE_SIZE as u64
+    /// The thread's lane. It is at rest between two connections.
+    pub fn lane(&mut self) -> &mut L {
+        self.work.requests.lane()
     }
 
     /// Whether the thread's memory is locked in RAM.
@@ -167,23 +167,24 @@ impl<L: PageLane> Worker<L> {
         self.input.is_locked() && self.work.heads.is_locked() && self.work.rest.is_locked()
     }
 
-    /// Serves a connection until it ends. `early` holds bytes that the client sent after its last
-    /// option. `closing` says that the server has shut the socket for reading.
-    #[allow(clippy::too_many_arguments)] // each is a part of the connection, given once
+    /// Serves a connection until it has ended and the lane is at rest. `early` holds bytes that the
+    /// client sent after its last option. `closing` says that the server has shut the socket for
+    /// reading.
     pub fn serve(
         &mut self,
         socket: BorrowedFd<'_>,
         negotiated: Negotiated,
-        read_only: bool,
         closing: &AtomicBool,
         early: &[u8],
         spin: &mut Spin<'_>,
         counters: &Counters,
     ) -> Ending {
+        let there = u64::from(self.lane().pages()) * PAGE_SIZE as u64;
         let rules = Rules {
-            bytes: self.bytes(),
-            read_only,
-            clears: L::CLEARS,
+            // The client was told this size. It stays, though the device may grow meanwhile.
+            bytes: negotiated.bytes.min(there),
+            read_only: negotiated.read_only,
+            clears: negotiated.clears,
             structured: negotiated.structured,
             allocation: negotiated.allocation,
             unfragmented_max: CHUNK_MAX,

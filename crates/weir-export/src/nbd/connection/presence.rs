@@ -171,10 +171,16 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
         drop(theirs);
-        let negotiated = Negotiated { structured: false, allocation: false };
+        let negotiated = Negotiated {
+            structured: false,
+            allocation: false,
+            bytes: volume.bytes(),
+            read_only: false,
+            clears: true,
+        };
         let (closing, gate, counters) = (AtomicBool::new(closing), SpinGate::new(1), Counters::default());
         let mut spin = Spin::new(&gate, Duration::ZERO);
-        let ending = worker.serve(ours.as_fd(), negotiated, false, &closing, &[], &mut spin, &counters);
+        let ending = worker.serve(ours.as_fd(), negotiated, &closing, &[], &mut spin, &counters);
         let pages = (0..64).map(|page| {
             let mut bytes = [0; PAGE_SIZE];
             assert_eq!(lane.read(0, PageNo(page), &mut bytes), Progress::Done(Ok(())));

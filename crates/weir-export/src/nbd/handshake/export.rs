@@ -5,8 +5,8 @@ use super::super::wire::transmission_flag;
 /// The export, as clients see it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Export {
-    /// The name that clients ask for, of at most [`NAME_MAX`](super::NAME_MAX) bytes. The empty
-    /// name always means this export too.
+    /// The name that clients ask for, of at most [`NAME_MAX`](super::NAME_MAX) bytes. By the empty
+    /// name they ask for the default export, which has a name too.
     pub name: String,
     /// A description for people, of at most [`NAME_MAX`](super::NAME_MAX) bytes.
     pub description: String,

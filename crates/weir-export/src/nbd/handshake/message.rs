@@ -2,6 +2,9 @@
 
 use super::super::wire::{self, u16_at, u32_at};
 
+/// Bytes of a reply without data.
+pub(super) const REPLY_BYTES: usize = 20;
+
 /// The name and the information requests of `INFO` and `GO`, if the lengths add up.
 pub(super) fn split_info(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let length = u32_at(data, 0)? as usize;

@@ -1,13 +1,16 @@
 //! The server's half of the negotiation, without a socket: bytes in, bytes out.
 //!
 //! [`Handshake::advance`] takes the bytes that the client has sent and that were not yet consumed.
-//! It handles at most one option, so [`OUTPUT_MAX`] bounds each answer; a client that does not read
-//! gets no further answers. [`INPUT_MAX`] bounds the memory that a client can make the server hold.
+//! It handles at most one option, and sends a long list in parts. So [`OUTPUT_MAX`] bounds each
+//! answer, and a client that does not read gets no further answers. [`INPUT_MAX`] bounds the memory
+//! that a client can make the server hold.
 
+mod catalog;
 mod ending;
 mod export;
 mod message;
 
+pub use catalog::Catalog;
 pub use ending::Ending;
 pub use export::Export;
 
@@ -15,7 +18,8 @@ use super::wire::{
     self, BASE_ALLOCATION, BASE_ALLOCATION_ID, OPTION_BYTES, client_flag, handshake_flag, info, option,
     option_reply, u32_at, u64_at,
 };
-use message::{error, reply, split_info, split_queries};
+use message::{REPLY_BYTES, error, reply, split_info, split_queries};
+use std::fmt;
 
 /// Longest option data that are read; longer ones are skipped and answered with `ERR_TOO_BIG`. The
 /// longest legitimate data are an export name and a few context queries of 4096 bytes each.
@@ -49,6 +53,12 @@ pub struct Negotiated {
     pub structured: bool,
     /// Whether `base:allocation` was selected, so that the client may ask for block status.
     pub allocation: bool,
+    /// The export's size in bytes, as the client was told.
+    pub bytes: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Whether pages can be discarded and zeroed.
+    pub clears: bool,
 }
 
 /// The result of [`Handshake::advance`].
@@ -57,22 +67,17 @@ pub struct Negotiated {
 pub enum Step {
     /// The input holds no further complete message: read more.
     NeedMore,
-    /// A message was consumed and perhaps answered; call again with the rest.
+    /// A message was consumed and perhaps answered, or a part of a list was answered. Send the
+    /// output, and call again with the rest of the input.
     Again,
     /// Send the output; then TLS begins. Give later bytes to a new [`Handshake`] with
     /// [`Tls::Active`].
     StartTls,
-    /// Send the output; then requests follow, first those in the rest of the input.
+    /// Send the output; then requests follow, first those in the rest of the input. They are for
+    /// the device that [`take_device`](Handshake::take_device) returns.
     Transmission(Negotiated),
     /// Send the output, then close the connection.
     Close(Ending),
-}
-
-/// How a client called the export: by the empty name of the default export, or by its own name.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Called {
-    ByDefault,
-    ByName,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -84,31 +89,52 @@ enum Phase {
         option: u32,
         left: u32,
     },
+    /// Send the rest of the list, from the device with this index on.
+    List {
+        next: usize,
+    },
     Over,
 }
 
 /// One connection's negotiation.
-#[derive(Debug)]
-pub struct Handshake<'e> {
-    export: &'e Export,
+pub struct Handshake<'c, C: Catalog> {
+    catalog: &'c C,
     tls: Tls,
     phase: Phase,
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
-    /// How the client called the export when it selected `base:allocation`; `None` if it has not
-    /// selected it.
-    allocation: Option<Called>,
+    /// The name of the export for which the client selected `base:allocation`; `None` if it has
+    /// not selected it.
+    allocation: Option<Box<[u8]>>,
     options: u32,
+    /// The device with which the client enters transmission.
+    device: Option<C::Device>,
 }
 
-impl<'e> Handshake<'e> {
-    /// Begins a negotiation about `export`. Send [`greeting`](Handshake::greeting) first, unless
-    /// TLS is [`Tls::Active`].
-    pub fn new(export: &'e Export, tls: Tls) -> Self {
+impl<C: Catalog> fmt::Debug for Handshake<'_, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handshake").field("phase", &self.phase).finish_non_exhaustive()
+    }
+}
+
+/// The first bytes that a server sends.
+pub fn greeting() -> [u8; 18] {
+    let mut bytes = [0; 18];
+    bytes[..8].copy_from_slice(&wire::INIT_MAGIC.to_be_bytes());
+    bytes[8..16].copy_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
+    let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+    bytes[16..].copy_from_slice(&flags.to_be_bytes());
+    bytes
+}
+
+impl<'c, C: Catalog> Handshake<'c, C> {
+    /// Begins a negotiation about the devices of `catalog`. Send the [`greeting`] first, unless TLS
+    /// is [`Tls::Active`].
+    pub fn new(catalog: &'c C, tls: Tls) -> Self {
         let phase = if tls == Tls::Active { Phase::Options } else { Phase::ClientFlags };
         Handshake {
-            export,
+            catalog,
             tls,
             phase,
             fixed: tls == Tls::Active,
@@ -116,22 +142,19 @@ impl<'e> Handshake<'e> {
             structured: false,
             allocation: None,
             options: 0,
+            device: None,
         }
     }
 
-    /// The first bytes that a server sends.
-    pub fn greeting() -> [u8; 18] {
-        let mut bytes = [0; 18];
-        bytes[..8].copy_from_slice(&wire::INIT_MAGIC.to_be_bytes());
-        bytes[8..16].copy_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
-        let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
-        bytes[16..].copy_from_slice(&flags.to_be_bytes());
-        bytes
+    /// Takes the device that the client has chosen, after [`Step::Transmission`]. `None` if it was
+    /// taken before.
+    pub fn take_device(&mut self) -> Option<C::Device> {
+        self.device.take()
     }
 
-    /// Consumes at most one message from the front of `input`. Appends the answer, at most
-    /// [`OUTPUT_MAX`] bytes, to `output`. Returns the number of bytes consumed. `room` says whether
-    /// another connection may enter transmission.
+    /// Consumes at most one message from the front of `input`. Appends the answer, or a part of it,
+    /// to `output`: at most [`OUTPUT_MAX`] bytes. Returns the number of bytes consumed. `room` says
+    /// whether another connection may enter transmission.
     pub fn advance(&mut self, input: &[u8], room: bool, output: &mut Vec<u8>) -> (usize, Step) {
         match self.phase {
             Phase::ClientFlags => match u32_at(input, 0) {
@@ -150,6 +173,7 @@ impl<'e> Handshake<'e> {
                 (skipped, Step::Again)
             }
             Phase::Options => self.option(input, room, output),
+            Phase::List { next } => (0, self.list_from(next, output)),
             Phase::Over => (0, Step::NeedMore),
         }
     }
@@ -212,7 +236,8 @@ impl<'e> Handshake<'e> {
             option::EXPORT_NAME => return self.export_name(data, room, output),
             option::INFO | option::GO => return self.info(option, data, room, output),
             option::STARTTLS => return self.start_tls(data, output),
-            option::LIST => self.list(data, output),
+            option::LIST if data.is_empty() => return self.list_from(0, output),
+            option::LIST => error(output, option, option_reply::ERR_INVALID, "this option takes no data"),
             option::STRUCTURED_REPLY => {
                 if data.is_empty() {
                     self.structured = true;
@@ -228,18 +253,18 @@ impl<'e> Handshake<'e> {
     }
 
     fn export_name(&mut self, name: &[u8], room: bool, output: &mut Vec<u8>) -> Step {
-        let Some(called) = self.called(name) else {
+        let Some((export, device)) = self.find(name) else {
             return self.close(Ending::NoSuchExport);
         };
         if !room {
             return self.close(Ending::NoRoom);
         }
-        output.extend_from_slice(&self.export.bytes.to_be_bytes());
-        output.extend_from_slice(&self.export.flags(self.structured).to_be_bytes());
+        output.extend_from_slice(&export.bytes.to_be_bytes());
+        output.extend_from_slice(&export.flags(self.structured).to_be_bytes());
         if !self.no_zeroes {
             output.extend_from_slice(&[0; 124]);
         }
-        self.transmission(called)
+        self.transmission(name, &export, device)
     }
 
     fn info(&mut self, option: u32, data: &[u8], room: bool, output: &mut Vec<u8>) -> Step {
@@ -247,7 +272,7 @@ impl<'e> Handshake<'e> {
             error(output, option, option_reply::ERR_INVALID, "lengths do not add up");
             return Step::Again;
         };
-        let Some(called) = self.called(name) else {
+        let Some((export, device)) = self.find(name) else {
             error(output, option, option_reply::ERR_UNKNOWN, "no such export");
             return Step::Again;
         };
@@ -256,7 +281,6 @@ impl<'e> Handshake<'e> {
             error(output, option, option_reply::ERR_POLICY, text);
             return Step::Again;
         }
-        let export = self.export;
         let mut about = [0; 12];
         about[..2].copy_from_slice(&info::EXPORT.to_be_bytes());
         about[2..10].copy_from_slice(&export.bytes.to_be_bytes());
@@ -277,7 +301,7 @@ impl<'e> Handshake<'e> {
             }
         }
         reply(output, option, option_reply::ACK, &[]);
-        if option == option::GO { self.transmission(called) } else { Step::Again }
+        if option == option::GO { self.transmission(name, &export, device) } else { Step::Again }
     }
 
     fn start_tls(&mut self, data: &[u8], output: &mut Vec<u8>) -> Step {
@@ -304,16 +328,30 @@ impl<'e> Handshake<'e> {
         }
     }
 
-    fn list(&self, data: &[u8], output: &mut Vec<u8>) {
-        if !data.is_empty() {
-            error(output, option::LIST, option_reply::ERR_INVALID, "this option takes no data");
-            return;
+    /// Sends the list, from the device with this index on. What does not fit into one answer is
+    /// for the next. A device that comes or goes meanwhile can move others over the point where an
+    /// answer ends: these are then listed twice, or not at all.
+    fn list_from(&mut self, from: usize, output: &mut Vec<u8>) -> Step {
+        let begun = output.len();
+        let (mut at, mut next) = (0, from);
+        self.catalog.list(&mut |name, description| {
+            let bytes = REPLY_BYTES + 4 + name.len() + description.len();
+            let fits = output.len() - begun + bytes + REPLY_BYTES <= OUTPUT_MAX;
+            if at == next && fits {
+                let length = (name.len() as u32).to_be_bytes();
+                let data = [&length, name.as_bytes(), description.as_bytes()];
+                reply(output, option::LIST, option_reply::SERVER, &data);
+                next += 1;
+            }
+            at += 1;
+        });
+        if next < at && next > from {
+            self.phase = Phase::List { next };
+        } else {
+            reply(output, option::LIST, option_reply::ACK, &[]);
+            self.phase = Phase::Options;
         }
-        let name = self.export.name.as_bytes();
-        let length = (name.len() as u32).to_be_bytes();
-        let description = self.export.description.as_bytes();
-        reply(output, option::LIST, option_reply::SERVER, &[&length, name, description]);
-        reply(output, option::LIST, option_reply::ACK, &[]);
+        Step::Again
     }
 
     fn meta_context(&mut self, option: u32, data: &[u8], output: &mut Vec<u8>) {
@@ -329,10 +367,10 @@ impl<'e> Handshake<'e> {
             error(output, option, option_reply::ERR_INVALID, "lengths do not add up");
             return;
         };
-        let Some(called) = self.called(name) else {
+        if self.find(name).is_none() {
             error(output, option, option_reply::ERR_UNKNOWN, "no such export");
             return;
-        };
+        }
         let mut any = false;
         let mut found = false;
         for query in queries {
@@ -344,23 +382,22 @@ impl<'e> Handshake<'e> {
             reply(output, option, option_reply::META_CONTEXT, &[&id.to_be_bytes(), BASE_ALLOCATION]);
         }
         if set && found {
-            self.allocation = Some(called);
+            self.allocation = Some(name.into());
         }
         reply(output, option, option_reply::ACK, &[]);
     }
 
-    fn called(&self, name: &[u8]) -> Option<Called> {
-        if name.is_empty() {
-            Some(Called::ByDefault)
-        } else {
-            (name == self.export.name.as_bytes()).then_some(Called::ByName)
-        }
+    fn find(&self, name: &[u8]) -> Option<(Export, C::Device)> {
+        if name.len() > NAME_MAX { None } else { self.catalog.find(name) }
     }
 
-    fn transmission(&mut self, called: Called) -> Step {
+    fn transmission(&mut self, name: &[u8], export: &Export, device: C::Device) -> Step {
         self.phase = Phase::Over;
-        let allocation = self.structured && self.allocation == Some(called);
-        Step::Transmission(Negotiated { structured: self.structured, allocation })
+        self.device = Some(device);
+        let Export { bytes, read_only, clears, .. } = *export;
+        let structured = self.structured;
+        let allocation = structured && self.allocation.as_deref() == Some(name);
+        Step::Transmission(Negotiated { structured, allocation, bytes, read_only, clears })
     }
 
     fn close(&mut self, ending: Ending) -> Step {

@@ -1,6 +1,7 @@
 use super::*;
 use crate::nbd::wire::{transmission_flag, u16_at};
 use proptest::prelude::*;
+use std::cell::RefCell;
 
 fn export() -> Export {
     Export {
@@ -9,6 +10,41 @@ fn export() -> Export {
         bytes: 1 << 30,
         read_only: false,
         clears: true,
+    }
+}
+
+/// The terms of a client of that export.
+fn negotiated(structured: bool, allocation: bool) -> Negotiated {
+    Negotiated { structured, allocation, bytes: 1 << 30, read_only: false, clears: true }
+}
+
+/// Devices that come and go; the first is the default one.
+#[derive(Default)]
+struct Devices(RefCell<Vec<Export>>);
+
+impl Devices {
+    fn add(&self, name: &str, bytes: u64, read_only: bool) {
+        let description = format!("about {name}");
+        let clears = !read_only;
+        self.0.borrow_mut().push(Export { name: name.to_owned(), description, bytes, read_only, clears });
+    }
+
+    fn remove(&self, name: &str) {
+        self.0.borrow_mut().retain(|export| export.name != name);
+    }
+}
+
+impl Catalog for Devices {
+    type Device = String;
+
+    fn find(&self, name: &[u8]) -> Option<(Export, String)> {
+        assert!(name.len() <= NAME_MAX, "a name that no device has");
+        let found = |export: &&Export| name.is_empty() || export.name.as_bytes() == name;
+        self.0.borrow().iter().find(found).map(|export| (export.clone(), export.name.clone()))
+    }
+
+    fn list(&self, each: &mut dyn FnMut(&str, &str)) {
+        self.0.borrow().iter().for_each(|export| each(&export.name, &export.description));
     }
 }
 
@@ -49,7 +85,15 @@ fn flags(flags: u32) -> Vec<u8> {
 /// output.
 fn run(tls: Tls, room: bool, script: &[Vec<u8>], piece: usize) -> (Option<Step>, Vec<u8>, usize) {
     let export = export();
-    let mut handshake = Handshake::new(&export, tls);
+    run_through(&mut Handshake::new(&export, tls), room, script, piece)
+}
+
+fn run_through<C: Catalog>(
+    handshake: &mut Handshake<'_, C>,
+    room: bool,
+    script: &[Vec<u8>],
+    piece: usize,
+) -> (Option<Step>, Vec<u8>, usize) {
     let script = script.concat();
     let mut pending: Vec<u8> = Vec::new();
     let (mut output, mut consumed_in_all) = (Vec::new(), 0);
@@ -96,7 +140,7 @@ fn kinds(output: &[u8]) -> Vec<(u32, u32)> {
 fn go_describes_the_export_and_enters_transmission() {
     let script = [flags(3), option(option::STRUCTURED_REPLY, &[]), go(option::GO, b"weir", &[1, 2, 3, 99])];
     let (end, output, _) = run(Tls::Off, true, &script, 1000);
-    assert_eq!(end, Some(Step::Transmission(Negotiated { structured: true, allocation: false })));
+    assert_eq!(end, Some(Step::Transmission(negotiated(true, false))));
     let replies = replies(&output);
     let info: Vec<&[u8]> = replies
         .iter()
@@ -149,7 +193,7 @@ fn block_status_needs_the_context_under_the_name_that_is_used() {
     ] {
         let script = [vec![flags(3)], script, vec![go(option::GO, b"", &[])]].concat();
         let (end, ..) = run(Tls::Off, true, &script, 1000);
-        let wanted = Negotiated { structured: true, allocation: expected };
+        let wanted = negotiated(true, expected);
         assert_eq!(end, Some(Step::Transmission(wanted)), "{script:?}");
     }
 }
@@ -296,6 +340,144 @@ fn no_reply_exceeds_its_bound() {
     let mut output = Vec::new();
     let _ = handshake.advance(&go(option::INFO, b"", &[1, 2, 3, 1, 2]), true, &mut output);
     assert!(output.len() <= OUTPUT_MAX && output.len() > 2 * NAME_MAX, "{}", output.len());
+}
+
+#[test]
+fn each_name_is_answered_with_its_own_device_and_the_empty_name_with_the_default_one() {
+    let devices = Devices::default();
+    for (name, bytes, read_only) in [("one", 4096, false), ("two", 8192, true), ("three", 12288, false)] {
+        devices.add(name, bytes, read_only);
+    }
+    for (asked, device) in [("one", "one"), ("two", "two"), ("three", "three"), ("", "one")] {
+        let (export, _) = devices.find(device.as_bytes()).unwrap();
+        let Export { bytes, read_only, clears, .. } = export;
+        let expected = Negotiated { structured: false, allocation: false, bytes, read_only, clears };
+        let told = [&bytes.to_be_bytes()[..], &export.flags(false).to_be_bytes()].concat();
+        for by_go in [false, true] {
+            let asks = if by_go {
+                go(option::GO, asked.as_bytes(), &[info::NAME])
+            } else {
+                option(option::EXPORT_NAME, asked.as_bytes())
+            };
+            let mut handshake = Handshake::new(&devices, Tls::Off);
+            let (end, output, _) = run_through(&mut handshake, true, &[flags(3), asks], 1000);
+            assert_eq!(end, Some(Step::Transmission(expected)), "{asked}");
+            if by_go {
+                let replies = replies(&output);
+                assert_eq!(replies[0].2[2..], told);
+                assert_eq!(replies[2].2[2..], *device.as_bytes(), "clients are told the device's own name");
+            } else {
+                assert_eq!(output, told);
+            }
+            assert_eq!((handshake.take_device().as_deref(), handshake.take_device()), (Some(device), None));
+        }
+    }
+    let long = "n".repeat(NAME_MAX + 1);
+    for unknown in ["four", "on", "onetwo", "ONE", &long] {
+        let mut handshake = Handshake::new(&devices, Tls::Off);
+        let asks = go(option::GO, unknown.as_bytes(), &[]);
+        let (end, output, _) = run_through(&mut handshake, true, &[flags(3), asks], 1000);
+        assert_eq!((end, kinds(&output)), (None, vec![(option::GO, option_reply::ERR_UNKNOWN)]));
+        let asks = option(option::EXPORT_NAME, unknown.as_bytes());
+        let (end, ..) = run_through(&mut handshake, true, &[asks], 1000);
+        assert_eq!(end, Some(Step::Close(Ending::NoSuchExport)));
+        assert_eq!(handshake.take_device(), None);
+    }
+}
+
+#[test]
+fn a_device_that_goes_between_two_options_is_unknown_to_the_second() {
+    let devices = Devices::default();
+    devices.add("one", 4096, false);
+    devices.add("two", 8192, false);
+    let mut handshake = Handshake::new(&devices, Tls::Off);
+    let asks = |number| go(number, b"two", &[]);
+    let (end, output, _) = run_through(&mut handshake, true, &[flags(3), asks(option::INFO)], 1000);
+    assert_eq!((end, kinds(&output).last()), (None, Some(&(option::INFO, option_reply::ACK))));
+    assert_eq!(handshake.take_device(), None, "to ask about a device does not hold it");
+    devices.remove("two");
+    let (end, output, _) = run_through(&mut handshake, true, &[asks(option::GO)], 1000);
+    assert_eq!((end, kinds(&output)), (None, vec![(option::GO, option_reply::ERR_UNKNOWN)]));
+    // The device that has the name next may be another one.
+    devices.add("two", 16384, true);
+    let (end, ..) = run_through(&mut handshake, true, &[asks(option::GO)], 1000);
+    let expected =
+        Negotiated { structured: false, allocation: false, bytes: 16384, read_only: true, clears: false };
+    assert_eq!(end, Some(Step::Transmission(expected)));
+}
+
+#[test]
+fn block_status_that_was_selected_for_one_device_is_not_for_another() {
+    let devices = Devices::default();
+    devices.add("one", 1 << 30, false);
+    devices.add("two", 1 << 30, false);
+    for (selected, used) in [("one", "two"), ("two", "two"), ("two", "one"), ("", "two"), ("", "")] {
+        let mut handshake = Handshake::new(&devices, Tls::Off);
+        let script = [
+            flags(3),
+            option(option::STRUCTURED_REPLY, b""),
+            contexts(option::SET_META_CONTEXT, selected.as_bytes(), &[b"base:allocation"]),
+            go(option::GO, used.as_bytes(), &[]),
+        ];
+        let (end, ..) = run_through(&mut handshake, true, &script, 1000);
+        let expected = Step::Transmission(negotiated(true, selected == used));
+        assert_eq!(end, Some(expected), "{selected}, {used}");
+    }
+}
+
+#[test]
+fn a_long_list_is_answered_in_parts_with_each_device_once_and_the_session_goes_on() {
+    for (count, length) in [(0, 1), (1, 1), (2, NAME_MAX), (500, 3), (500, 100), (300, NAME_MAX)] {
+        let devices = Devices::default();
+        let description = "d".repeat(length);
+        let names: Vec<String> = (0..count).map(|at| format!("{at:0length$}")).collect();
+        for name in &names {
+            let (name, description) = (name.clone(), description.clone());
+            let export = Export { name, description, ..export() };
+            devices.0.borrow_mut().push(export);
+        }
+        let mut handshake = Handshake::new(&devices, Tls::Active);
+        // The list is one option, however many parts it has.
+        let script = [option(option::LIST, b""), option(option::LIST, b""), option(99, b"")];
+        let (end, output, consumed) = run_through(&mut handshake, true, &script, 1000);
+        assert_eq!((end, consumed), (None, script.concat().len()));
+        let replies = replies(&output);
+        let list: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let length = (name.len() as u32).to_be_bytes();
+                let data = [&length[..], name.as_bytes(), description.as_bytes()];
+                (option::LIST, option_reply::SERVER, data.concat())
+            })
+            .chain([(option::LIST, option_reply::ACK, vec![])])
+            .collect();
+        assert_eq!(replies.len(), 2 * list.len() + 1, "{count} names of {length} bytes");
+        assert!(replies[..list.len()] == list && replies[list.len()..2 * list.len()] == list);
+        assert_eq!(replies[2 * list.len()].1, option_reply::ERR_UNSUP);
+    }
+}
+
+#[test]
+fn a_list_ends_though_devices_go_while_it_is_sent_and_though_one_has_a_name_that_is_too_long() {
+    let devices = Devices::default();
+    (0..200).for_each(|at| devices.add(&format!("{at:0100}"), 4096, false));
+    let mut handshake = Handshake::new(&devices, Tls::Active);
+    let (mut output, asked) = (Vec::new(), option(option::LIST, b""));
+    assert_eq!(handshake.advance(&asked, true, &mut output), (asked.len(), Step::Again));
+    devices.0.borrow_mut().truncate(2);
+    assert_eq!(handshake.advance(&[], true, &mut output), (0, Step::Again));
+    assert_eq!(handshake.advance(&[], true, &mut output), (0, Step::NeedMore));
+    assert_eq!(kinds(&output).last(), Some(&(option::LIST, option_reply::ACK)));
+    devices.add(&"n".repeat(OUTPUT_MAX), 4096, false);
+    output.clear();
+    let mut steps = 0;
+    let mut input = &asked[..];
+    while let (consumed, Step::Again) = handshake.advance(input, true, &mut output) {
+        input = &input[consumed..];
+        steps += 1;
+        assert!(steps < 5 && output.len() <= OUTPUT_MAX);
+    }
+    assert_eq!(kinds(&output).last(), Some(&(option::LIST, option_reply::ACK)));
 }
 
 fn scripts() -> impl Strategy<Value = Vec<Vec<u8>>> {
