@@ -18,8 +18,8 @@ impl Buffer {
         Memory::anonymous(bytes).map(Buffer)
     }
 
-    /// A pointer to the buffer's start, for users that agree by other means which of them accesses
-    /// which part.
+    /// A pointer to the buffer's start, for several users of the buffer. They must agree by other
+    /// means who accesses which bytes, and when.
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.0.as_ptr()
     }

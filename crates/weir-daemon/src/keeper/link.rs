@@ -146,7 +146,7 @@ impl Link {
         send(&self.0.socket, &format!("took {name} {offset} {bytes}"), None)
     }
 
-    /// Has the keeper close the descriptor of this name.
+    /// Tells the keeper to close the descriptor of this name.
     pub fn let_go(&self, name: &str) -> io::Result<()> {
         self.ask(&format!("drop {name}"), None, "dropped", name)
     }

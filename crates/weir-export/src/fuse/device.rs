@@ -77,8 +77,8 @@ impl Device {
         }
     }
 
-    /// Has the kernel send again every request that has been read from any descriptor of the
-    /// connection and not been answered (Linux 6.9).
+    /// Tells the kernel to send again every request that was read from any descriptor of the
+    /// connection and has no answer yet (Linux 6.9).
     ///
     /// # Errors
     /// Fails with `EINVAL` on older kernels.

@@ -173,9 +173,9 @@ impl<L: PageLane> Service<L> for Disk {
                     refuse(errno)
                 }
             },
-            // An acknowledged page is safe, or waits for FSYNC. So FLUSH never waits, and FSYNC
-            // only if the page device has something to flush. After one ENOSYS the kernel does not
-            // ask again, and counts both as done.
+            // An acknowledged page is safe already, or becomes safe by FSYNC. So FLUSH has nothing
+            // to do, and FSYNC only if the page device can flush. ENOSYS makes the kernel count
+            // such a request as done, and it sends no further ones.
             _ => refuse(Errno::NOSYS),
         }
     }

@@ -143,7 +143,7 @@ impl Pool {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// Has every thread leave once it has answered its request.
+    /// Tells every thread to leave once it has answered its request.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
         // The write fails only if the bell's counter is full, after 2^64 rings.

@@ -248,8 +248,8 @@ impl<'e, E: Exports> Control<'e, E> {
     fn start_tls(&mut self, socket: OwnedFd, early: usize, listener: usize) {
         let Listen::Tls { identity, .. } = &self.listeners[listener].bound else { return };
         if early > 0 {
-            // Bytes sent in the clear would count as sent inside TLS: an attacker in the middle may
-            // have added them.
+            // Refuse bytes that came in the clear after STARTTLS. They would count as sent inside
+            // TLS, and an attacker in the middle may have added them.
             let line = "connection dropped: bytes in the clear after NBD_OPT_STARTTLS";
             return self.log.line(Level::Warning, format_args!("{line}"));
         }

@@ -9,8 +9,8 @@ use weir_store::OpenError;
 
 /// The devices that a server offers, by name. They may come and go while the server runs.
 ///
-/// The server opens a lane for each of its threads when it starts. A thread turns its lane to the
-/// device of each client in turn, and to none between two clients.
+/// The server opens a lane for each of its threads when it starts. While a thread serves a client,
+/// its lane leads to that client's device. Between two clients it leads to no device.
 pub trait Exports: Send + Sync + 'static {
     /// A thread's access to any of the devices.
     type Lane: PageLane + 'static;
@@ -19,7 +19,7 @@ pub trait Exports: Send + Sync + 'static {
     /// An I/O thread drops it, so its drop must not free memory.
     type Device: Send + 'static;
 
-    /// Opens a lane that is turned to no device.
+    /// Opens a lane that leads to no device yet.
     ///
     /// # Errors
     /// Fails when there is no room for one more lane, or no memory for it.
@@ -33,8 +33,8 @@ pub trait Exports: Send + Sync + 'static {
     /// long list is sent in parts, and each part asks for the whole list again.
     fn list(&self, each: &mut dyn FnMut(&str, &str));
 
-    /// Turns a lane at rest to a device, or to none. An I/O thread calls this, so it must neither
-    /// take nor free memory.
+    /// Makes a lane without operations under way lead to `device`; `None`: to no device. An I/O
+    /// thread calls this, so it must neither take nor free memory.
     fn turn(&self, lane: &mut Self::Lane, device: Option<&Self::Device>);
 }
 

@@ -1,8 +1,8 @@
 //! The requests of a connection that the request engine has, and the pages that their reads fill.
 //!
-//! The request engine knows a request by the number of its entry. Once it has answered a read, the
-//! client can be answered from the entry. The number of entries is fixed: requests that do not fit
-//! wait in the socket.
+//! Each request takes an entry of a table, and the request engine knows it by the entry's number.
+//! The entry also has what the client's answer needs. The number of entries is fixed: requests that
+//! do not fit wait in the socket.
 
 use super::pool::{Loan, Pool};
 use super::wire::Errno;
@@ -19,26 +19,25 @@ pub(super) const CHUNK_MAX: u32 = 256 << 10;
 /// Largest number of pages that a piece of [`CHUNK_MAX`] bytes touches, if it does not begin at a
 /// page.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
-/// Number of pages that reads under way may fill. They suffice for a request of 1 MiB at any offset
-/// and one more piece, so that the next piece is read while one is sent. The first piece's pages
-/// are the connection's own; the others are borrowed.
+/// Number of pages that reads under way may fill. They are enough for a request of 1 MiB at any
+/// offset, and for one more piece, which is read while an earlier one is sent. The connection
+/// itself has [`SPAN_MAX`] of these pages, and it borrows the others.
 pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
 const LOANS: usize = 4;
 /// Bytes of a borrowed buffer.
 pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
-/// Largest number of requests under way. The pages suffice for few more reads; writes need no
-/// pages.
+/// Largest number of requests under way. Far fewer reads use up all pages, but writes need none.
 pub(super) const ENTRIES: u16 = 256;
-/// Marks the end of the list of an entry's pages.
+/// Marks the end of the list of a request's pages.
 const END: u16 = u16::MAX;
 
-/// The kind of request that an entry holds.
+/// The kind of request that an entry of the flight table holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Work {
-    /// The entry is free.
+    /// The entry holds no request.
     Idle,
-    /// A read of at most [`CHUNK_MAX`] bytes. With a `stream` it is a piece of the long read that
-    /// has that entry.
+    /// A read of at most [`CHUNK_MAX`] bytes, or a piece of a long read. For a piece, `stream` is
+    /// the number of the long read's entry.
     Read { offset: u64, length: u32, stream: Option<u16> },
     /// A read whose pages one function begins to fetch, waits for and answers.
     Held { offset: u64, length: u32 },
@@ -56,17 +55,17 @@ pub(super) struct Entry {
     /// 1 until the request engine has answered. For a long read: the number of its unfinished
     /// pieces, plus one until all of them have begun.
     left: u32,
-    /// The number of the entry's first page.
+    /// The number of the request's first page.
     first: u16,
-    /// The number of the entry's page that was looked up last, and its index in the entry. The next
-    /// look-up begins there.
+    /// The number of the page that was looked up last, and its index among the request's pages. The
+    /// next look-up begins there.
     last: (u16, u32),
 }
 
 pub(super) struct Flight {
     entries: Box<[Entry]>,
     idle: Vec<u16>,
-    /// For each page, the number of the next page of the same entry.
+    /// For each page, the number of the next page of the same request.
     next_pages: Box<[u16]>,
     memory: Buffer,
     pool: Arc<Pool>,
@@ -101,8 +100,8 @@ impl Flight {
         idle
     }
 
-    /// Whether an entry with `span` pages can begin, and one more for the long read that it may
-    /// belong to. Borrows buffers while too few pages are free.
+    /// Whether a request with `span` pages can begin. It may be a piece, so a second entry must be
+    /// free for its long read. Borrows buffers while too few pages are free.
     pub fn has_room(&mut self, span: usize) -> bool {
         while self.idle_pages.len() < span {
             let Some(place) = self.loans.iter().position(Option::is_none) else { return false };
@@ -122,9 +121,9 @@ impl Flight {
         self.idle_pages = Self::own_pages(std::mem::take(&mut self.idle_pages));
     }
 
-    /// Takes an entry and `span` pages for it; the caller has checked that there is room. The
-    /// request engine has the entry until [`end`](Flight::end). It never has the entry of a long
-    /// read, but those of its pieces.
+    /// Takes an entry and `span` pages for a request; the caller has checked that there is room.
+    /// The request engine knows the entry until [`end`](Flight::end). Of a long read it knows only
+    /// the entries of the pieces, and not the entry of the whole.
     pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
         let index = self.idle.pop().expect("the caller has seen that there is room");
         self.writes += usize::from(work == Work::Write);
@@ -158,7 +157,7 @@ impl Flight {
         }
     }
 
-    /// The numbers of an entry's pages, in order.
+    /// The numbers of a request's pages, in order.
     pub fn pages_of(&self, index: u16) -> impl Iterator<Item = u16> {
         let there = |page: u16| (page != END).then_some(page);
         std::iter::successors(there(self.entry(index).first), move |&page| {
@@ -176,7 +175,7 @@ impl Flight {
         }
     }
 
-    /// Notes that the entry's request failed at `offset`; the first error counts.
+    /// Notes that a request failed at `offset`; its first error counts.
     fn fail(&mut self, index: u16, error: Errno, offset: u64) {
         let entry = &mut self.entries[usize::from(index)];
         entry.error.get_or_insert((error, offset));
@@ -190,7 +189,7 @@ impl Flight {
         self.one_less(stream);
     }
 
-    /// Notes the request engine's answer to an entry.
+    /// Notes the request engine's answer to the request of an entry.
     pub fn end(&mut self, answer: &Answer) {
         if let Err(fault) = answer.result {
             let at = match self.entry(answer.id).work {
@@ -205,7 +204,7 @@ impl Flight {
         self.one_less(answer.id);
     }
 
-    /// Whether a [`Work::Held`] entry is finished. The function that began it waits for this.
+    /// Whether a [`Work::Held`] read is finished. The function that began it waits for this.
     pub fn is_finished(&self, index: u16) -> bool {
         self.entry(index).left == 0
     }
@@ -223,7 +222,7 @@ impl Flight {
         &self.ready
     }
 
-    /// Frees the first `count` finished entries, which have been answered.
+    /// Frees the entries of the first `count` finished reads, which have been answered.
     pub fn release_ready(&mut self, count: usize) {
         for _ in 0..count {
             let index = self.ready.pop_front().expect("as many as were answered");
@@ -231,7 +230,7 @@ impl Flight {
         }
     }
 
-    /// Frees a finished entry and its pages.
+    /// Frees the entry and the pages of a finished request.
     pub fn release(&mut self, index: u16) {
         let entry = &mut self.entries[usize::from(index)];
         let work = std::mem::replace(&mut entry.work, Work::Idle);
@@ -250,7 +249,7 @@ impl Flight {
         }
     }
 
-    /// Clears all entries, once nothing is under way.
+    /// Frees all entries and pages. No operation may be under way.
     pub fn reset(&mut self) {
         self.writes = 0;
         self.ready.clear();
@@ -264,7 +263,7 @@ impl Flight {
         self.writes > 0
     }
 
-    /// Number of entries that have begun and are not released.
+    /// Number of entries that hold a request.
     pub fn begun(&self) -> usize {
         usize::from(ENTRIES) - self.idle.len()
     }
@@ -275,7 +274,7 @@ impl Flight {
     }
 }
 
-/// The memory of reads is the pages of their entries. Writes have none: their bytes come in pieces.
+/// A read's memory is its pages. Writes have none here: their bytes come in pieces.
 impl RequestMemory for Flight {
     fn data(&self, _id: Id) -> &[u8] {
         &[]

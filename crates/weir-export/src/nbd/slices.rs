@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 /// piece of a long read together with many short reads, and cheap to set up.
 pub(super) const SLICES_MAX: usize = 256;
 
-/// The slices of one `sendmsg`, at most `MAX`. A list for few slices is made in less time.
+/// The slices of one `sendmsg`, at most `MAX`. A new list is an array of `MAX` empty slices, so it
+/// takes less time to make one with a small `MAX`.
 pub(super) struct Slices<'a, const MAX: usize = SLICES_MAX> {
     list: [IoSlice<'a>; MAX],
     len: usize,

@@ -190,8 +190,8 @@ impl Relay {
                         continue;
                     }
                     Some(read) => {
-                        // The session holds as many bytes as `buffer` does, so it takes all of
-                        // them.
+                        // The session has room for as many bytes as `buffer` holds, so all bytes
+                        // are written.
                         self.session.writer().write_all(&buffer[..read])?;
                         continue;
                     }

@@ -302,8 +302,8 @@ impl Porter {
                 last_work = Instant::now();
                 rest.end();
             } else if rounds % YIELD == 0 {
-                // Let a client run that waits for this very CPU. The scheduler likes to wake a
-                // client on its server's CPU.
+                // A client may be waiting for this very CPU, so let it run. The scheduler likes to
+                // wake a client on its server's CPU.
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();

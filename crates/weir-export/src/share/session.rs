@@ -31,7 +31,7 @@ pub(super) struct Violation(pub &'static str);
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Asked {
     pub seat: usize,
-    /// The session's number, which tells it from a later session in its seat.
+    /// The session's number. A later session in the same seat has another number.
     pub session: u64,
     tag: u32,
     frame: u32,

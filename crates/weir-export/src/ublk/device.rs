@@ -177,9 +177,9 @@ impl Device {
             match begun {
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EBUSY) && again() => {}
-                // A server died during a takeover, and had offered no buffers. The takeover that it
-                // began goes on: the driver refuses to begin another, and waits for the queues'
-                // fetches.
+                // A server died during its takeover, before it had offered any buffer. The takeover
+                // that it began still goes on. The driver refuses to begin another, and waits until
+                // the queues fetch requests.
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EINVAL) && info.state == uapi::STATE_QUIESCED =>
                 {

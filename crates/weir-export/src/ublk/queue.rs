@@ -1,5 +1,5 @@
-//! The thread of a queue: takes requests from its io_uring, has the request engine do them,
-//! answers, and sleeps.
+//! The thread of a queue: takes requests from its io_uring, passes them to the request engine,
+//! answers them, and sleeps.
 //!
 //! Commands are bound to the thread that issued the first of them, so the thread itself makes the
 //! io_uring. One system call sends the answers of a batch and sleeps until the next.
@@ -234,7 +234,7 @@ impl<'a> Queue<'a> {
         })
     }
 
-    /// Has the io_uring wake this thread when a store has a completion.
+    /// Tells the io_uring to wake this thread when a store has a completion.
     fn poll_stores(&mut self) {
         let Queue { ring, engine, polled, .. } = self;
         for fd in engine.wake_fds() {

@@ -27,8 +27,8 @@ use weir_volume::{Lane, Volume};
 const STACK_BYTES: usize = 256 << 10;
 /// Time that the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Time that the server gives processors to put their requests back, if the kernel cannot say when
-/// they have; see [`let_requests_return`].
+/// Time that processors get to put their requests back on the driver's list, if the kernel cannot
+/// say when they have done so; see [`let_requests_return`].
 const RETURN: Duration = Duration::from_millis(250);
 /// Pause between two looks at the driver, or at a device's file that may appear soon.
 const LOOK: Duration = Duration::from_millis(2);
@@ -129,7 +129,7 @@ enum ReadyError {
 
 impl Server {
     /// Finds the device of a dead server of this volume, if it can still be taken over. The device
-    /// keeps its earlier shape.
+    /// keeps the size, the number of queues and the depth that it was made with.
     ///
     /// # Errors
     /// Fails if there is such a device, but the driver does not finish clearing up after the dead
@@ -182,8 +182,8 @@ impl Server {
         match server.start(volume, config, &info, log, Device::start) {
             Ok(()) => Ok(server),
             Err(error) => {
-                // Threads that have started wait for requests of a device that was never published.
-                // Giving up the device ends them.
+                // The device is not published, so the threads that did start would wait for
+                // requests for ever. Giving up the device ends that wait.
                 let _ = device.abandon(&mut server.control);
                 server.join();
                 let _ = device.forget(&mut server.control);

@@ -79,11 +79,11 @@ pub const FEATURE_USER_RECOVERY: u64 = 1 << 3;
 pub const FEATURE_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 /// The feature bit: commands are encoded as ioctls are.
 pub const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
-/// The kernel can quiesce a device. Weir does not use that, but the bit tells newer drivers from
-/// older ones. Newer ones survive their server's death under load (Linux 6.16). In older ones,
-/// completions that are on their way then may outlive their io_uring. That is a NULL pointer in
-/// `tctx_task_work_run`, seen on Debian's 6.12.95; not on 6.12.117, which has the repair and not
-/// this bit.
+/// The kernel can quiesce a device. Weir does not use that, but the bit shows that the driver
+/// survives its server's death under load (Linux 6.16). In older drivers, completions that are
+/// under way at that moment may outlive their io_uring. The kernel then follows a NULL pointer in
+/// `tctx_task_work_run`. That was seen on Debian's 6.12.95, but not on 6.12.117, which has the
+/// repair and not this bit.
 pub const FEATURE_QUIESCE: u64 = 1 << 12;
 /// The kernel knows `TRY_STOP_DEV`.
 pub const FEATURE_SAFE_STOP: u64 = 1 << 17;
@@ -213,7 +213,7 @@ plain! {
         reserved2: u64 = 56,
     }
 
-    /// `struct ublk_param_basic`: the size and shape of a device.
+    /// `struct ublk_param_basic`: a device's size, its block sizes and the limits of its requests.
     BasicParameters: 32 {
         /// Bits for read-only, rotational, a volatile cache and so on; Weir sets none.
         attributes: u32 = 0,
@@ -258,7 +258,7 @@ plain! {
         length: u32 = 0,
         /// The `PARAMETERS_` bits of the parts that are filled in.
         types: u32 = 4,
-        /// The device's size and shape.
+        /// The device's size, its block sizes and the limits of its requests.
         basic: BasicParameters = 8,
         /// The limits of discards.
         discard: DiscardParameters = 40,

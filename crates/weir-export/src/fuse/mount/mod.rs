@@ -203,7 +203,8 @@ pub struct Left {
 }
 
 impl Left {
-    /// Looks at the mount point; call it before the first server starts.
+    /// Notes whether there is anything at the mount point. Call this before the first server
+    /// starts.
     pub fn before(point: &Path) -> Left {
         // Check for a mount first: a look at the file of a mount might wait for ever.
         let vacant = !std::path::absolute(point).is_ok_and(|point| is_mounted(&point))
@@ -294,7 +295,8 @@ pub fn is_mounted(point: &Path) -> bool {
     mounted(point).is_some()
 }
 
-/// Whether a file system of this program is mounted at `point`, which is absolute, and lives.
+/// Whether a file system of this program is mounted at `point`, an absolute path, and its server is
+/// not known to be gone.
 pub fn is_served(point: &Path) -> bool {
     mounted(point).is_some_and(|mounted| mounted.is_ours())
         && matches!(life(point), Life::Alive | Life::Silent)
@@ -327,8 +329,8 @@ fn mount(device: &Device, point: &Path, kind: u32, options: &Options<'_>) -> io:
     Ok(rustix::mount::mount(options.source, point, fstype.as_str(), flags, data.as_c_str())?)
 }
 
-/// Has `fusermount3`, the distribution's set-uid program, mount and pass the descriptor to this
-/// process.
+/// Runs `fusermount3`, the distribution's set-uid program. It mounts the file system and passes the
+/// connection's descriptor to this process.
 fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError> {
     let refused = |reason: String| MountError::Refused { path: point.to_owned(), reason };
     let failed = |error: io::Error| refused(error.to_string());

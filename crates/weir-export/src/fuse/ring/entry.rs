@@ -49,8 +49,8 @@ impl Incoming {
         (operation <= OPERATION_MAX && self.payload <= room).then_some(operation)
     }
 
-    /// Parses the request, has `serve` answer it, and puts the answer where the kernel expects it.
-    /// Returns the answer's length.
+    /// Parses the request, passes it to `serve`, and puts the answer that `serve` gives where the
+    /// kernel expects it. Returns the answer's length.
     ///
     /// # Errors
     /// Fails with the errors of `serve`.
@@ -65,7 +65,7 @@ impl Incoming {
         let front = InHeader::BYTES + operation.unwrap_or(0);
         let (header, bytes) = if self.header.opcode == opcode::WRITE {
             // Put the headers directly before the data, which begin at a page. The parsed request
-            // refers to them, so its answer goes into other memory.
+            // borrows this memory, so its answer goes into other memory.
             let start = PAYLOAD_AT - front;
             memory.copy_within(OPERATION_AT..OPERATION_AT + front - InHeader::BYTES, start + InHeader::BYTES);
             memory.copy_within(..InHeader::BYTES, start);
@@ -132,8 +132,8 @@ impl Reply for Answer<'_> {
         let mut at = 0;
         for slice in body {
             let Some(to) = room.get_mut(at..at + slice.len()) else {
-                // No request asks for an answer that is too long for an entry. So answer with an
-                // error.
+                // No request asks for more bytes than an entry holds. If `serve` gives more all the
+                // same, the program gets an I/O error.
                 let unique = OutHeader::decode(&mut &header[..]).map_or(0, |header| header.unique);
                 self.sent.set((error(unique, Errno::IO), 0));
                 return Ok(());

@@ -39,12 +39,13 @@ const COMMIT_AND_FETCH: u32 = 2;
 const BELL: u64 = 1 << 32;
 const DEVICE: u64 = BELL + 1;
 
-/// The most memory for all entries of a connection. There is one entry for each processor: more
-/// were no faster (measured).
+/// The most memory, in bytes, that all entries of a connection may take. The queue of each
+/// processor has one entry: with more entries it was no faster (measured).
 const MEMORY_MAX: usize = 64 << 20;
 /// Smallest payload of an entry, in bytes. With smaller requests an io_uring is not worthwhile.
 const PAYLOAD_LEAST: usize = 128 << 10;
-/// Largest number of bytes of an answer that may wait while the next request is looked at.
+/// Bytes of the largest answer that waits to be sent together with the next answers. A larger one
+/// is sent at once.
 const LARGE: usize = 64 << 10;
 
 /// The reason why requests come by `/dev/fuse`.
@@ -174,8 +175,8 @@ impl Uring {
         self.memory.is_locked()
     }
 
-    /// Offers every entry to the kernel. Has the io_uring watch `bell` and, if `and_device`,
-    /// `/dev/fuse`. Call it on the thread that is to serve.
+    /// Offers every entry to the kernel. From then on the io_uring also watches `bell` and, if
+    /// `and_device`, `/dev/fuse`. Call this on the thread that is to serve.
     ///
     /// # Errors
     /// Fails when the kernel refuses the io_uring. All requests then come by `/dev/fuse`.
@@ -211,7 +212,7 @@ impl Uring {
         Ok(())
     }
 
-    /// Has [`Event::Device`] come once, as soon as `/dev/fuse` has a request.
+    /// Makes the io_uring report [`Event::Device`] once, as soon as `/dev/fuse` has a request.
     pub fn watch_device(&mut self, device: &Device) {
         self.watch(device.as_fd(), DEVICE);
     }
@@ -247,8 +248,8 @@ impl Uring {
         })
     }
 
-    /// Has `serve` answer the request in an entry, and returns the entry to the kernel with the
-    /// answer.
+    /// Passes the request in an entry to `serve`, and returns the entry to the kernel with the
+    /// answer that `serve` gave.
     ///
     /// # Errors
     /// Fails with the errors of `serve`, and of the io_uring.

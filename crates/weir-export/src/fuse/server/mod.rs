@@ -92,8 +92,8 @@ impl Server {
         Server::start_over(volume, (volume.bytes(), lies_in_memory(volume)), config, point, log)
     }
 
-    /// Does the same as [`start`](Server::start), for any page device of `bytes` bytes. Its
-    /// requests come by `/dev/fuse`.
+    /// Does the same as [`start`](Server::start), for any page device of `bytes` bytes. Requests
+    /// come only by `/dev/fuse`, and not by io_uring.
     ///
     /// # Errors
     /// Fails with a [`ServeError`]; nothing is left mounted or running then.

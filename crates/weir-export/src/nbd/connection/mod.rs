@@ -115,7 +115,8 @@ pub(super) struct Worker<L> {
     work: Desk<L>,
 }
 
-/// The parts of a worker without its input buffer, which stays borrowed while these parts work.
+/// The state of a connection's thread, apart from its input buffer. That is a value of its own,
+/// because it stays borrowed while the requests in it are done.
 struct Desk<L> {
     requests: Requests<L>,
     flight: Flight,
@@ -307,7 +308,8 @@ impl<L: PageLane> Connection<'_, L> {
         counters.requests.add(1);
         let checked = self.rules.check(&request);
         match (request.command, checked) {
-            // A refused write is opened too: its payload must be received all the same.
+            // Begin a refused write too: its payload must be received before the next request can
+            // be parsed.
             (command::WRITE, checked) => {
                 counters.writes.add(1);
                 counters.bytes_written.add(u64::from(request.length));
@@ -423,8 +425,8 @@ impl<L: PageLane> Connection<'_, L> {
         while requests.is_busy() {
             requests.turn(Instant::now(), flight);
             if requests.is_busy() {
-                // Stores answer within [`weir_store::ANSWER_WITHIN`]. This thread serves no client
-                // until then, so a short sleep delays none.
+                // The stores answer within [`weir_store::ANSWER_WITHIN`]. This thread takes no
+                // other client before that, so the sleep delays nobody.
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }

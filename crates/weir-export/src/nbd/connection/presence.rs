@@ -98,11 +98,12 @@ impl<L: PageLane> Connection<'_, L> {
         if ending == Ending::Closed && self.presence.leaves { Ok(()) } else { Err(ending) }
     }
 
-    /// Whether the last request of a client that has closed its end asked for a disconnect. A
-    /// client counts as gone if the socket still holds more bytes than the buffer of headers: it
-    /// has not waited for its answers.
+    /// Whether the last request of a client that has closed its end asked for a disconnect. If the
+    /// socket still holds more bytes than the buffer of headers can take, the answer is no: such a
+    /// client has not waited for its answers.
     fn ends_with_goodbye(&mut self) -> bool {
-        // Peek into the buffer of headers: it is free while a send waits, and between two sends.
+        // Use the buffer of headers for a look at the socket's bytes: it is free while a send
+        // waits, and between two sends.
         let waiting = &mut self.desk.heads[..];
         let Ok((count, _)) =
             rustix::net::recv(self.socket, &mut *waiting, RecvFlags::PEEK | RecvFlags::DONTWAIT)

@@ -11,8 +11,9 @@ use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_device::{PageGuard, PageLane, View};
 
-/// Longest time that pages are kept in place while the client takes them; the rest is copied then.
-/// A client that reads has room for more within microseconds.
+/// Longest time that pages stay in place in their store while the client takes them. After that,
+/// the bytes that it has not taken are copied. A client that reads makes room for more within
+/// microseconds.
 const PINNED_WAIT: Duration = Duration::from_millis(1);
 
 impl<L: PageLane> Connection<'_, L> {

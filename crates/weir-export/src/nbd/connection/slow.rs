@@ -9,8 +9,8 @@ use weir_core::PAGE_SIZE;
 use weir_device::PageLane;
 use weir_request::{Op, Request, Span};
 
-/// Least number of bytes of a read's piece that is submitted by itself. Shorter pieces are
-/// submitted with the batch.
+/// Bytes of the smallest piece of a read that is submitted to its store at once. Smaller pieces are
+/// submitted together with the rest of the batch.
 const PIPED: u32 = 64 << 10;
 
 impl<L: PageLane> Connection<'_, L> {
@@ -51,13 +51,15 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Begins an entry, and has the request engine read its range.
+    /// Begins a read: takes an entry of the flight table, and passes the range to the request
+    /// engine.
     pub(super) fn begin(&mut self, work: Work, cookie: u64, offset: u64, length: u32) -> Result<u16, Ending> {
         let span = Span { offset, length: length.into() };
         self.begin_request(work, cookie, Request { op: Op::Read, span, fua: false })
     }
 
-    /// Begins an entry, and gives its request to the request engine.
+    /// Begins a request: takes an entry of the flight table, and passes the request to the request
+    /// engine.
     pub(super) fn begin_request(&mut self, work: Work, cookie: u64, request: Request) -> Result<u16, Ending> {
         let pages = if request.op == Op::Read { request.span.pages() as usize } else { 0 };
         while !self.desk.flight.has_room(pages) {
@@ -159,9 +161,9 @@ impl<L: PageLane> Connection<'_, L> {
     /// them.
     ///
     /// While this lane has operations under way, slots that other lanes free cannot be used again.
-    /// So this thread takes completions until none is under way, and only then blocks. The answers
-    /// to them wait. `gather` is called again after each look at the store, and must add the same
-    /// bytes.
+    /// So this thread takes completions until none is under way, and only then blocks. Requests
+    /// that finish meanwhile are answered later. `gather` is called again after each look at the
+    /// store, and must add the same bytes.
     pub(super) fn send<const SLICES: usize>(
         &mut self,
         head: &[u8],
@@ -248,7 +250,7 @@ fn gather_ready<'a>(
     (count, errors)
 }
 
-/// Adds the bytes that an entry has read to `slices`.
+/// Appends to `slices` the bytes that a read has fetched into its pages.
 pub(super) fn push_pages<'a>(
     flight: &'a Flight,
     index: u16,

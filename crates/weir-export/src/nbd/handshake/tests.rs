@@ -312,8 +312,8 @@ fn tls_when_required_comes_before_anything_else() {
     let (end, ..) = run(Tls::Required, true, &[flags(3), option(option::EXPORT_NAME, b"")], 50);
     assert_eq!(end, Some(Step::Close(Ending::TlsRequired)));
 
-    // Inside TLS there are no client flags, and no second TLS; in the clear such a TLS request is
-    // refused.
+    // Inside TLS a client sends no flags, and STARTTLS is refused. It is refused too if the server
+    // offers no TLS.
     let script = [option(option::STARTTLS, b""), go(option::GO, b"", &[])];
     let (end, output, _) = run(Tls::Active, true, &script, 50);
     assert!(matches!(end, Some(Step::Transmission(_))));
