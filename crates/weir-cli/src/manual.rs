@@ -51,7 +51,7 @@ pub fn pages(
     })
 }
 
-/// The names of a command's page and of those below it.
+/// The name of a command's man page, and the names of its subcommands' pages.
 fn names(command: &Command, name: &str) -> Vec<String> {
     let below = command.get_subcommands().filter(|below| !below.is_hide_set() && below.get_name() != "help");
     let below = below.flat_map(|below| names(below, &format!("{name}-{}", below.get_name())));

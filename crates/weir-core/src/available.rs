@@ -1,5 +1,5 @@
-//! The memory that can be taken without waking the OOM killer. A machine has so much of it, and a
-//! container or a service may have a part of that.
+//! The memory that can be taken without waking the OOM killer. The machine has a limit, and a
+//! container or a service may have a lower one.
 
 use std::fs;
 use std::path::Path;

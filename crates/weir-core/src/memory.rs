@@ -115,10 +115,11 @@ impl Memory {
         Ok(memory)
     }
 
-    /// From here on memory is taken without a check that the machine has it free. A process calls
-    /// this if it takes over from a dead process that had as much. When memory is short,
-    /// `MemAvailable` is 0, since it leaves out the kernel's reserve. A thread that brings swap
-    /// back may use that reserve ([`reach_reserves`](crate::swap_safety::reach_reserves)).
+    /// From here on this process takes memory without a check that the machine has so much free. A
+    /// process calls this if it takes over from a dead process that had as much. When memory is
+    /// short, the check would refuse: `MemAvailable` is then 0, since it leaves out the kernel's
+    /// reserve. A thread that brings swap back may use that reserve
+    /// ([`reach_reserves`](crate::swap_safety::reach_reserves)).
     pub fn take_over() {
         TAKES_OVER.store(true, Ordering::Relaxed);
     }
@@ -183,9 +184,9 @@ impl Memory {
     pub fn populate_again(&self, offset: usize, bytes: usize) -> io::Result<()> {
         self.each_part(offset, bytes, |at, bytes| {
             self.lock(at, bytes);
-            // A page fault for reading also maps the pages around its own; one for writing does
-            // not. So to populate by reading takes half the time, while the kernel may be waiting
-            // for this memory.
+            // Populate by reading, which takes half as long as by writing. A page fault for reading
+            // also maps the pages around its own; one for writing does not. The time matters, since
+            // the kernel may be waiting for this memory.
             self.advise(at, bytes, Advice::LinuxPopulateRead)
         })
     }
@@ -359,8 +360,8 @@ fn in_pieces(
         // Set the counter of begun pieces past the end, so that no thread begins another piece.
         worked.inspect_err(|_| next.store(pieces, Ordering::Relaxed)).into()
     };
-    // The number of processors is read from files. A single piece needs no second thread, so it
-    // does not wait for that.
+    // The number of processors is read from files, which takes time. A single piece needs no second
+    // thread, so the files are not read for it.
     let workers = if pieces > 1 { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
     std::thread::scope(|scope| {
         let others: Vec<_> = (1..pieces.min(workers).min(WORKERS_MOST))
@@ -418,8 +419,8 @@ static TAKES_OVER: AtomicBool = AtomicBool::new(false);
 /// one. Adopted memory is not checked, since its pages exist already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
-    // A daemon that takes over leaves the check out. The check reads files, which took half the
-    // time in which the daemon's connections started.
+    // A process that takes over does not ask how much memory is available. The answer is read from
+    // files. Reading them took half of the time that the daemon's connections needed to start.
     let asks = !TAKES_OVER.load(Ordering::Relaxed);
     match asks.then(available).flatten() {
         Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
@@ -466,8 +467,8 @@ mod tests {
         format!("{} kB", smaps_parts(memory, key).into_iter().map(kib).sum::<u64>())
     }
 
-    /// The field in each entry that smaps has of the mapping. If only parts of a mapping are
-    /// locked, it has several entries.
+    /// The value of a field, from each entry of smaps that belongs to the mapping. If only parts of
+    /// a mapping are locked, smaps has several entries for it.
     fn smaps_parts(memory: &Memory, key: &str) -> Vec<String> {
         let range = memory.as_ptr().addr()..memory.as_ptr().addr() + memory.len();
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();

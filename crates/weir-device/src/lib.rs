@@ -119,8 +119,8 @@ pub trait PageLane: Send {
     /// that are freed meanwhile, so keep it for a millisecond or two at most.
     fn pin(&mut self) -> Self::Guard<'_>;
 
-    /// Gives up the writes under way whose tickets `whose` selects: they take no effect from here
-    /// on, and end with [`Fault::Forsaken`].
+    /// Gives up each write under way for which `whose` returns true, by the write's ticket. From
+    /// here on the write takes no effect, and it ends with [`Fault::Forsaken`].
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool);
 
     /// Whether the page may have content. A page without content reads as zeros, and takes no room
@@ -132,7 +132,7 @@ pub trait PageLane: Send {
     /// Whether the page is known to read as zeros, without a look into a store.
     fn known_zero(&self, page: PageNo) -> bool;
 
-    /// Starts the queued operations, and ends the batch if nothing is in flight.
+    /// Starts the queued operations. If no operation is in flight, this ends the present batch.
     fn submit(&mut self);
 
     /// Hands over every finished operation. Never waits. Takes `now` for the present time, and
@@ -153,14 +153,14 @@ pub trait PageLane: Send {
 
 /// A guard: as long as it lives, pages that [`view`](PageGuard::view) shows stay in place.
 pub trait PageGuard {
-    /// A read of the page without I/O. A page shown as bytes has been verified.
+    /// Reads the page without I/O. If the result holds the page's bytes, they have been verified.
     fn view(&self, page: PageNo) -> View<'_>;
 
     /// Prefetches a page for a coming [`view`](PageGuard::view), one or two pages ahead.
     fn prefetch(&self, _page: PageNo) {}
 
-    /// Counts as read the `pages` pages that this guard has shown. `faults` of them could not be
-    /// read.
+    /// Adds `pages` to the device's count of pages read, for pages that this guard has shown.
+    /// `faults` of them could not be read.
     fn count_reads(&self, _pages: u64, _faults: u64) {}
 }
 
@@ -176,7 +176,7 @@ pub enum View<'a> {
     Fault(Fault),
 }
 
-/// A part of an announced batch.
+/// One announcement about a batch: a run of pages to read, or a number of pages to write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Coming {
     /// The lane will read pages from this page number on, as many as the second value says.

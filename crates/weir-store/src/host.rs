@@ -142,7 +142,7 @@ impl Survive for Host {
         if !held {
             keep.hold(HANDOFF, self.fd(), true)?;
         }
-        // `set` cannot fail: a volume gets a keeper only once.
+        // The store gets a keeper only once, so `set` cannot fail.
         let _ = self.shared.keep.set(keep);
         Ok(())
     }
@@ -186,7 +186,7 @@ impl Reclaim for Host {
 
 impl Host {
     /// Takes a chunk's memory again, if `available` has room for it. Populating more memory than
-    /// there is would not fail: it would have the OOM killer end a process.
+    /// there is would not fail. Instead the OOM killer would end a process.
     fn take_of(&self, chunk: u32, available: Option<u64>) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         if available.is_some_and(|available| bytes > available) {
@@ -195,9 +195,9 @@ impl Host {
         let taken = self.shared.memory.take(offset as usize, bytes as usize, &mut unwatched);
         taken.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
         if let Some(keep) = self.shared.keep.get() {
-            // Have the keeper map these pages too. Without it, no process would map them once this
+            // The keeper must map these pages too. Otherwise no process would map them once this
             // one dies, and the kernel would swap them out first of all. If the call fails, the
-            // keeper is gone, and nothing could survive.
+            // keeper is gone, and the pages could not outlive this process anyway.
             let _ = keep.took(HANDOFF, offset, bytes);
         }
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);

@@ -197,9 +197,9 @@ pub trait Lane: Send {
     }
 
     /// Queues the read of `count` slots from `first` on, at most [`run_room`](Lane::run_room), as
-    /// one operation. Returns how many of the first slots it has taken; 0: none, and
-    /// [`read`](Lane::read) returns the reason. Each page has a completion of its own, in the order
-    /// of the slots, all with this ticket.
+    /// one operation. Returns the number of slots in the operation, counted from `first`. If it is
+    /// 0, nothing was queued, and [`read`](Lane::read) returns the reason. Each page has a
+    /// completion of its own, in the order of the slots, all with this ticket.
     fn read_run(&mut self, _ticket: Ticket, _first: Slot, _count: usize) -> usize {
         0
     }
@@ -245,10 +245,11 @@ pub trait Lane: Send {
     /// Starts the operations queued since the last call.
     fn submit(&mut self) {}
 
-    /// Hands over every finished operation, in any order. Never waits, and knows only the time
-    /// `now`. The time limit of an operation begins at the first poll after its submission. If it
-    /// has not finished within [`ANSWER_WITHIN`], it ends with [`Fault::Timeout`]. A write that
-    /// ended so may still change its slot until [`settled`](Lane::settled) names the slot.
+    /// Hands over every finished operation, in any order. Never waits, and reads no clock: `now` is
+    /// the present time. The time limit of an operation begins at the first poll after its
+    /// submission. If the operation has not finished within [`ANSWER_WITHIN`], it ends with
+    /// [`Fault::Timeout`]. A write that ended so may still change its slot until
+    /// [`settled`](Lane::settled) names the slot.
     fn poll(&mut self, _now: Instant, _done: &mut dyn FnMut(Done<'_>)) {}
 
     /// Names the slots of writes that ended with [`Fault::Timeout`] and have been completed since,

@@ -27,8 +27,9 @@ pub trait Reclaim {
     }
 }
 
-/// The free memory of one card, after all of its users. The owner comes first: below `floor` free
-/// bytes, Weir must give memory back, and above `spare` it may take more.
+/// The memory of one card that is free at present, so that neither Weir nor another program has it.
+/// The owner comes first: below `floor` free bytes, Weir must give memory back, and above `spare`
+/// it may take more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Headroom {
     /// Bytes that are free on the card.
@@ -52,14 +53,15 @@ impl Headroom {
         self.free < self.floor
     }
 
-    /// Whether a chunk more is free than the floor asks for. With the floor alone, the next take
-    /// would need a give-back at once.
+    /// Whether the floor is free, and the size of a chunk above it. With no more than the floor
+    /// free, the next chunk that is taken would have to be given back at once.
     pub fn has_recovered(&self) -> bool {
         self.free >= self.floor + self.chunk
     }
 
-    /// Number of chunks to give back now. It is 0 while at least the floor is free. Below the floor
-    /// it is the number with which the card [has recovered](Self::has_recovered).
+    /// Number of chunks to give back now. It is 0 while at least the floor is free. If less is
+    /// free, it is the least number of chunks after which the card [has
+    /// recovered](Self::has_recovered).
     pub fn owed_chunks(&self) -> u32 {
         if !self.is_short() {
             return 0;
@@ -67,8 +69,8 @@ impl Headroom {
         chunks((self.floor + self.chunk - self.free).div_ceil(self.chunk))
     }
 
-    /// Number of chunks that may be taken now. All free memory except the spare and one chunk more
-    /// goes to them; that chunk keeps the next take and give-back apart.
+    /// Number of chunks that may be taken now. The spare must stay free, and the size of one chunk
+    /// above it. Without that chunk, a take could soon be followed by a give-back.
     pub fn spare_chunks(&self) -> u32 {
         chunks((self.free.saturating_sub(self.spare) / self.chunk).saturating_sub(1))
     }

@@ -9,7 +9,7 @@ pub trait Report {
     /// The condition of each member.
     fn conditions(&self) -> Vec<Condition>;
 
-    /// Makes a thread that may wait call `tell` once for each change of a member's condition.
+    /// Calls `tell` once for each change of a member's condition, on a thread that may wait.
     fn when_changed(&self, tell: TellChange);
 
     /// The time from the store's opening to its first operation, stage by stage.

@@ -16,7 +16,8 @@ pub struct Deal(Rule);
 enum Rule {
     /// The members take units of `unit` slots in turns.
     Turns { members: u32, unit: u32 },
-    /// For each unit its member, and its number on that member. A unit has `1 << shift` slots.
+    /// A table with each unit's member, and the unit's number on that member. A unit has `1 <<
+    /// shift` slots.
     Table { shift: u32, units: Box<[(u16, u32)]> },
 }
 
@@ -26,14 +27,15 @@ impl Deal {
         Deal(Rule::Turns { members, unit })
     }
 
-    /// A rule by table, for units of `unit` slots, a power of two: `units` gives each unit's
-    /// member, and its number there.
+    /// A rule that is a table, for units of `unit` slots, which must be a power of two. `units` has
+    /// each unit's member, and the unit's number on that member.
     pub fn by_table(unit: u32, units: Vec<(u16, u32)>) -> Self {
         Deal(Rule::Table { shift: unit.ilog2(), units: units.into() })
     }
 
-    /// Deals units of `unit` slots to the members: `counts` of them to each. Every first part of
-    /// the table has units in proportion to `speeds`, as long as each member has units left.
+    /// Deals units of `unit` slots to the members: `counts` of them to each. Of the first units,
+    /// however many, each member has a number in proportion to its speed. This ends once a member
+    /// has no unit left.
     pub fn by_speed(unit: u32, counts: &[u32], speeds: &[f64]) -> Self {
         let mut given = vec![0u32; counts.len()];
         let total = counts.iter().sum::<u32>() as usize;
@@ -50,7 +52,7 @@ impl Deal {
         Self::by_table(unit, units)
     }
 
-    /// The units of a table; empty for units in turns.
+    /// The units of a rule that is a table. Empty for a rule by which members take units in turns.
     pub fn units(&self) -> &[(u16, u32)] {
         match &self.0 {
             Rule::Turns { .. } => &[],
@@ -58,7 +60,8 @@ impl Deal {
         }
     }
 
-    /// A slot's member, and the slot on that member; `None` after the end of a table.
+    /// A slot's member, and the slot on that member. `None` if the rule is a table and the slot
+    /// lies after its end.
     #[inline]
     pub fn locate(&self, slot: Slot) -> Option<(u32, Slot)> {
         match &self.0 {
@@ -75,8 +78,8 @@ impl Deal {
         }
     }
 
-    /// The store's slot that lies at slot `there` of `member`. A rule by table must search its
-    /// table for it.
+    /// The store's slot that lies at slot `there` of `member`. If the rule is a table, the whole
+    /// table is searched.
     pub fn slot(&self, member: u32, there: Slot) -> Option<Slot> {
         match &self.0 {
             Rule::Turns { members, unit } => {
@@ -342,8 +345,9 @@ mod tests {
             for (member, &count) in counts.iter().enumerate() {
                 prop_assert_eq!(deal.units().iter().filter(|it| of(it) == member).count() as u32, count);
             }
-            // Over the first units, while no member has used up its own, each member got units in
-            // proportion to its speed. The difference is at most one unit for each member.
+            // Of the first units, while every member has units left, each member got a number in
+            // proportion to its speed. That number may be off by as many units as there are
+            // members.
             let least = counts.iter().map(|&count| f64::from(count)).fold(f64::INFINITY, f64::min) as usize;
             let sum: f64 = speeds.iter().sum();
             for (member, &speed) in speeds.iter().enumerate() {

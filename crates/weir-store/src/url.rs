@@ -46,7 +46,7 @@ pub enum StoreUrl {
     File(FileUrl),
     /// `stripe:PATH,PATH...[?KEY=VALUE&...]`: a store striped over several files or disks.
     Stripe(StripeUrl),
-    /// `redis://HOST:PORT[,HOST:PORT...]?size=SIZE[&KEY=VALUE...]`: a store in a fleet of engines.
+    /// `redis://HOST:PORT[,HOST:PORT...]?size=SIZE[&KEY=VALUE...]`: a store on key-value nodes.
     Remote(RemoteUrl),
     /// `sim:[KEY=VALUE,...]`: a simulated store.
     Sim(SimUrl),

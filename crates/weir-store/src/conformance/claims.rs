@@ -1,4 +1,4 @@
-//! Claims of the suite that need no model.
+//! Tests of the conformance suite that need no model of the slots' content.
 
 use super::content::{content, label};
 use super::harness::{Kind, PATIENCE, Watched};
@@ -34,8 +34,9 @@ pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
     }
 }
 
-/// Every lane, on any thread, reads the pages that one lane has written past the caches and
-/// settled. A store that has no such write refuses it, and changes nothing.
+/// One lane writes pages past the caches and then calls [`settle`](Lane::settle). After that every
+/// lane, on any thread, reads these pages. A store without such writes refuses them, and changes
+/// nothing.
 pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
     let mut writer = store.lane(4).expect("a lane");
     let slots: Vec<Slot> = (0..64.min(store.slots())).rev().map(Slot).collect();

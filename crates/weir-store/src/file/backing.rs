@@ -39,8 +39,8 @@ pub(super) struct Backing {
 }
 
 impl Backing {
-    /// Prepares `path`. `size` is the room for pages; `None`: as much as the device has, or the
-    /// Weir file had.
+    /// Prepares the file or device at `path`. `size` is the room for pages. `None` means all of a
+    /// device, or as much as a Weir file has already.
     pub(super) fn open(
         name: &str,
         path: &Path,
@@ -468,13 +468,13 @@ impl Backing {
     }
 }
 
-/// Makes several zero pages that one write can take: 4 MiB.
+/// Makes the zero pages that one write takes, 4 MiB in all.
 fn zeros() -> Vec<Page> {
     vec![Page::zeroed(); (4 << 20) / PAGE_SIZE]
 }
 
-/// Whether the path lies in /dev and on that file system, which is for devices only. A file there
-/// would take memory, and stay after Weir.
+/// Whether the path lies in /dev, on the file system of /dev itself, which is for devices only. A
+/// regular file there would take memory, and stay after Weir has ended.
 fn is_for_devices(path: &Path) -> bool {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = parent.canonicalize().unwrap_or_else(|_| parent.to_owned());

@@ -77,7 +77,7 @@ struct Operation {
     direction: Direction,
     /// The time of the first poll after the operation was submitted.
     started: Option<Instant>,
-    /// The operation's owner was given a timeout.
+    /// Whether the caller was told that the operation has timed out, while the ring still has it.
     is_late: bool,
 }
 
@@ -173,7 +173,7 @@ impl FileLane {
     }
 
     /// Takes a staging page for an operation, queues the operation, and returns the page's number.
-    /// Without a free page, returns the operation's answer.
+    /// If no staging page is free, fails with the answer that the lane's caller gets.
     fn queue(
         &mut self,
         ticket: Ticket,
@@ -253,8 +253,9 @@ impl FileLane {
         Some((entry.user_data() as usize, entry.result()))
     }
 
-    /// Handles the kernel's `result` for a run. Returns the run's pages once all are done, else 0:
-    /// the rest of the run is started again. Returns the fault if the run failed.
+    /// Handles the kernel's `result` for a run. Returns the number of the run's pages once all of
+    /// them are done. If some are left, starts the rest of the run again and returns 0. Returns the
+    /// fault if the run failed.
     fn advance(&mut self, first: usize, result: i32) -> Result<usize, Fault> {
         let run = &mut self.runs[first];
         let total = run.pages * PAGE_SIZE;
@@ -302,8 +303,8 @@ impl FileLane {
         self.staging.give(page);
     }
 
-    /// Ends a run that failed: pages transferred before are done. If several pages are left, each
-    /// is tried alone.
+    /// Ends a run that failed. The pages that were transferred before the failure are done. Each
+    /// other page is tried alone, unless the run had only one page.
     fn fail(&mut self, first: usize, fault: Fault, done: &mut dyn FnMut(Done<'_>)) {
         let run = self.runs[first];
         let whole = run.done / PAGE_SIZE;
@@ -455,8 +456,8 @@ impl Lane for FileLane {
                 Err(fault) => self.fail(first, fault, done),
             }
         }
-        // Hand the queued entries to the kernel: the rests of runs, retries, and entries that the
-        // kernel refused before.
+        // Hand the queued entries to the kernel: runs to be continued, runs to be tried again, and
+        // entries that the kernel refused before.
         self.enter();
         self.expire(now, done);
     }

@@ -37,7 +37,7 @@ use std::time::Duration;
 use traffic::Traffic;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
 
-/// Returns the descriptor that a keeper held under a name, once.
+/// Takes the descriptor that a keeper held under a name. Each can be taken once.
 type Take<'a> = &'a mut dyn FnMut(&str) -> Option<OwnedFd>;
 
 /// The name under which the keeper holds the key.
@@ -379,8 +379,8 @@ impl Survive for FileStore {
             }
             cipher.iter().try_for_each(|cipher| keep.hold(KEY, cipher.secret(), true))?;
         }
-        // Hand over the pipes after a takeover too: they have changed. The keeper holds the files
-        // and the key already.
+        // Give the keeper the pipes after a takeover too: this store has added a pipe of its own,
+        // and so their names have changed. The keeper holds the files and the key already.
         quiet.pipes().try_for_each(|(name, fd)| keep.hold(&name, fd, false))
     }
 
@@ -405,14 +405,14 @@ impl Reclaim for FileStore {
         let members = &self.shared.members;
         for (at, member) in members.iter().enumerate() {
             let Err(errno) = member.punch(offset, bytes) else { continue };
-            // This member did not release its part, so the chunk must stay and needs all its room
-            // again. The members before this one have released theirs, and this one may have
-            // released some of it.
+            // This member did not give back its bytes of the chunk, so the chunk must stay and
+            // needs all its room again. The members before this one have given theirs back, and
+            // this one may have given back some.
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {
-                // Another program has taken the chunk's room. So the whole chunk counts as given
-                // back until it is taken again.
+                // Another program has taken room that the chunk needs again. So the chunk counts as
+                // given back, and all its other bytes are given back too.
                 for member in holed {
                     let _ = member.punch(offset, bytes);
                 }

@@ -26,13 +26,14 @@ fn name(at: usize) -> String {
 }
 
 impl Quiet {
-    /// Makes the pipe of a new store.
+    /// Makes a pipe for the rings of a new store.
     pub fn new() -> io::Result<Self> {
         let (reading, writing) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         Ok(Quiet { reading, writing, before: Vec::new() })
     }
 
-    /// Makes the pipe of a store that earlier daemons had; `take` returns their pipes.
+    /// Makes a pipe for the rings of a store that is taken over. `take` returns the pipes of the
+    /// store's earlier daemons.
     pub fn after(take: &mut dyn FnMut(&str) -> Option<OwnedFd>) -> io::Result<Self> {
         let mut before: Vec<OwnedFd> = (0..).map_while(|at| take(&name(at))).collect();
         before.retain(|pipe| !has_hung_up(pipe.as_fd()));

@@ -38,8 +38,9 @@ impl FileStore {
         Self::of_members(name, vec![member], pages as u32, 1, std::slice::from_ref(&path.to_owned()))
     }
 
-    /// Opens the files or devices at `paths` for this process alone. They have no headers, and take
-    /// pages in turns, `unit` bytes at a time. The end of a member that fills no unit is left out.
+    /// Opens the files or devices at `paths` for this process alone, as members of a stripe. They
+    /// have no headers, and take pages in turns, `unit` bytes at a time. Each gives as many whole
+    /// units as the smallest one has; the rest of it stays unused.
     ///
     /// # Errors
     /// Fails when a path does not exist, is in use, or is neither a file nor a block device. Also

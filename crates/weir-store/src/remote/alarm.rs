@@ -3,7 +3,7 @@
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The last call to the thread, and the condition variable by which it wakes.
+/// The reason for which the thread was last woken, and the condition variable on which it waits.
 #[derive(Debug, Default)]
 pub(super) struct Alarm {
     state: Mutex<Call>,
@@ -37,7 +37,8 @@ impl Alarm {
         self.ring(Call::Close);
     }
 
-    /// Waits until somebody calls the thread, but no longer than `limit`. Returns the call.
+    /// Waits until somebody rings the alarm, but no longer than `limit`. Returns the reason, or
+    /// [`Call::Nothing`] after `limit`.
     pub(super) fn wait(&self, limit: Duration) -> Call {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.rung.wait_timeout_while(state, limit, |state| *state == Call::Nothing);

@@ -1,13 +1,14 @@
-//! The check whether an engine may be trusted with pages. It runs for each node when the store is
-//! opened, and for each process that takes a node's place.
+//! The check whether a node may be trusted with pages. It runs for each node when the store is
+//! opened, and again when another process takes a node's place.
 
 use super::url::RemoteUrl;
 use crate::{OpenError, OpenErrorKind};
 use redis::{Connection, RedisResult};
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Bytes that an engine takes for a page: the value in its allocator's next larger size, the key
-/// and the entry. Measured over 20,000 pages with Redis 7.0.15 and jemalloc 5.3: 5,215.
+/// Bytes of memory that a node takes for a page: the value, rounded up to a size of its allocator,
+/// the key, and the entry in its table. Measured over 20,000 pages with Redis 7.0.15 and jemalloc
+/// 5.3: 5,215.
 const PER_PAGE: u64 = 5300;
 
 /// Refuses a node that could drop pages.
@@ -60,7 +61,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Whether an engine is part of a cluster.
+/// Whether a node is part of a cluster.
 pub(super) fn is_in_cluster(connection: &mut Connection) -> RedisResult<bool> {
     let about: String = redis::cmd("INFO").arg("cluster").query(connection)?;
     Ok(about.contains("cluster_enabled:1"))

@@ -100,7 +100,8 @@ impl RemoteLane {
             return Progress::Done(Err(Fault::Io(libc::EINVAL)));
         }
         let Some(operation) = self.free.pop() else {
-            // Whether all operations of the lane have timed out: then no poll frees one soon.
+            // Whether all operations of the lane have timed out. Then no poll makes room for
+            // another one soon.
             let hangs = self.in_flight() == 0;
             return if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full };
         };
@@ -155,8 +156,8 @@ impl RemoteLane {
     }
 
     /// Returns the copies that a read has not asked for yet and may ask for next. These are the
-    /// copies without a mark. If there are none, and with `lacking_too`, they are the marked
-    /// copies: a mark may be out of date.
+    /// copies that the ledger does not mark as lacking the page. If none is left and `lacking_too`
+    /// is true, they are the marked copies: a mark may be out of date.
     fn copies_left(&self, operation: usize, lacking_too: bool) -> [Option<usize>; COPIES_MAX] {
         let Operation { slot, asked_for, .. } = self.table[operation];
         let entry = self.core.ledger.get(slot);
@@ -290,8 +291,9 @@ impl RemoteLane {
                 self.free.push(operation);
                 done(Done { ticket, result: Ok(()), page: None });
             } else if now >= started + LIMIT {
-                // No node has a job of a write that pauses, and a read changes nothing. So such an
-                // operation ends here for good.
+                // A write that pauses between two attempts has no job at any node, and a read
+                // changes nothing. So neither can change the slot later, and the operation ends
+                // here for good.
                 if is_read || rests {
                     self.settled.extend((!is_read).then_some(slot));
                     self.operations.void(operation);
@@ -357,8 +359,8 @@ impl Lane for RemoteLane {
 }
 
 impl Drop for RemoteLane {
-    /// Makes all operations void. Nodes skip their jobs that still wait in a queue, and end those
-    /// under way before the jobs of later lanes.
+    /// Makes all operations void. The nodes' threads skip their jobs that still wait in a queue. At
+    /// each node, a job under way ends before a job of a later lane begins.
     fn drop(&mut self) {
         (0..self.table.len()).for_each(|operation| self.operations.void(operation));
     }

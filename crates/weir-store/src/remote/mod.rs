@@ -1,4 +1,4 @@
-//! `redis://`: a store of pages in a fleet of engines that speak the Redis protocol.
+//! `redis://`: a store of pages on a fleet of nodes that speak the Redis protocol.
 //!
 //! Each page is a value of its own. Its name has the store's random number and the slot. The store
 //! seals each value by a key that is never written down, and ends with the store. Rendezvous

@@ -5,8 +5,8 @@
 //! answers each job by itself.
 //!
 //! After a connection has failed, a node may still do commands of that connection: a node that
-//! stood still finds them in its socket. So the next connection first has the node close the
-//! earlier one (`CLIENT KILL ID`). Only then the thread sends the writes again.
+//! stood still finds them in its socket. So on the next connection the thread first tells the node
+//! to close the earlier one (`CLIENT KILL ID`). Only then the thread sends the writes again.
 //!
 //! If another process has taken a node's place, the node's pages are lost or old. So before a
 //! thread writes there, the ledger marks all copies on the node as lacking. Answers of the earlier
@@ -53,7 +53,7 @@ const UNLINK_BATCH: usize = 512;
 /// Time limit for a node to delete all values of the store.
 const CLEAN_UP_LIMIT: Duration = Duration::from_secs(30);
 
-/// The parts that all threads and lanes of a store share.
+/// The state that all threads and lanes of a store share.
 pub(super) struct Core {
     /// The store's name.
     pub(super) name: String,
@@ -86,7 +86,7 @@ impl Core {
 /// The counts of all lanes of a store together.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
-    /// Number of values that could not be opened, or were older than the acknowledged write.
+    /// Number of values that could not be decrypted, or were older than the acknowledged write.
     pub(super) forged: AtomicU64,
     /// Number of reads of a page that its node no longer had.
     pub(super) lost: AtomicU64,
@@ -100,7 +100,7 @@ pub(super) struct Counts {
     pub(super) redirected: AtomicU64,
 }
 
-/// One engine of the fleet.
+/// One node of the fleet.
 pub(super) struct Node {
     /// The node's name, and the client that connects to it. A place for a node that may join a
     /// cluster has neither yet.
@@ -206,13 +206,13 @@ impl Node {
         Ok(note)
     }
 
-    /// Notes that the engine's process with the id `run` has kept a write. Returns false if the
-    /// node has another process since.
+    /// Notes that the node's process with the run ID `run` has kept a write. Returns false if
+    /// another process has taken its place since.
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
-        // In a cluster, the slot may have moved to another node since, together with the page. The
-        // write then still counts for the first copy.
+        // A cluster keeps one copy of each page, number 0. Its slot may have moved to another node
+        // since, together with the page, and the write still counts for that copy.
         let copy = core.placement.copy_on(slot, self.number).or(core.cluster.is_some().then_some(0));
         if let Some(copy) = copy.filter(|_| is_same) {
             core.ledger.kept(slot, copy, stamp);
@@ -362,8 +362,8 @@ struct Session {
     name: Name,
 }
 
-/// Names a connection by the run ID of the node's process and by the number that this process gave
-/// the connection. Another process gives the same numbers again.
+/// Names a connection by the run ID of the node's process and by the number that the process gave
+/// it. A later process of the node gives the same numbers again.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Name {
     run: String,
@@ -432,8 +432,8 @@ impl Worker {
         }
     }
 
-    /// Connects, and has the node close the connection `broken`. Returns a message about the node
-    /// too, if there is one.
+    /// Connects, and tells the node to close the connection `broken`. Also returns a message about
+    /// the node, if there is one.
     fn open(&self, broken: Option<&Name>) -> RedisResult<(Session, Option<String>)> {
         let mut connection = self.node.connect()?;
         let id = redis::cmd("CLIENT").arg("ID").query(&mut connection)?;
@@ -537,8 +537,8 @@ impl Worker {
         }
     }
 
-    /// Ends a job with `value`, which the engine's process with the id `run` has answered. Fails if
-    /// the node has another process since.
+    /// Ends a job with `value`, the answer of the node's process with the run ID `run`. Fails if
+    /// another process has taken its place since.
     fn answer(&self, run: &str, job: &Job, value: Value, page: &mut PageBytes) -> RedisResult<()> {
         let core = &self.core;
         if let (Some(cluster), Value::ServerError(error)) = (&core.cluster, &value)
@@ -572,7 +572,7 @@ impl Worker {
                     let entry = core.ledger.get(job.slot);
                     let copy = core.placement.copy_on(job.slot, self.node.number);
                     // If the ledger says that the node lacks the newest page, the node may rightly
-                    // have an older one: that page is lost, not forged.
+                    // return an older one. Then the newest page is lost, and nothing was forged.
                     if opened.is_ok() && copy.is_some_and(|copy| entry.lacks(copy)) {
                         Err(Fault::Lost)
                     } else {

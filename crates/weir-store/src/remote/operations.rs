@@ -34,7 +34,7 @@ struct Content {
     ask: Option<usize>,
     /// Number of nodes that have yet to answer this attempt.
     left: u32,
-    /// The best answer to the operation so far. One copy that was kept makes a write succeed.
+    /// The best answer of a node so far. A write has succeeded once one node has kept its copy.
     result: Option<Result<(), Fault>>,
 }
 
@@ -107,8 +107,8 @@ impl Operations {
         }
         (content.left, content.result, content.ask) = (answers, None, None);
         self.clear(operation);
-        // A thread that answers needs the lock, which is held here. So it finds a job of the
-        // earlier attempt void.
+        // A thread needs the lock to answer, and this call holds the lock. So a thread that still
+        // has a job of the earlier attempt finds afterwards that the job is void.
         cell.attempt.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
     }
 
@@ -120,8 +120,9 @@ impl Operations {
         cell.attempt.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Clears an answer that the lane has not taken. The caller has the operation's lock, and
-    /// threads set the bit under that lock. So a set bit always belongs to the latest attempt.
+    /// Clears the operation's bit in `answered`, and so drops an answer that the lane has not
+    /// taken. The caller has the operation's lock, and threads set the bit under that lock. So a
+    /// set bit always belongs to the latest attempt.
     fn clear(&self, operation: usize) {
         self.answered[operation / 64].fetch_and(!(1 << (operation % 64)), Ordering::AcqRel);
     }
@@ -171,8 +172,8 @@ impl Operations {
         wanted
     }
 
-    /// Answers a job: another node must be asked. That is node `ask`, or else the node that the
-    /// placement names now.
+    /// Answers a job for a node that does not serve the page: the lane must ask another node. That
+    /// is node `ask`, or else the node that the placement names now.
     pub(super) fn redirect(&self, operation: usize, attempt: u32, ask: Option<usize>) {
         {
             let mut content = hold(&self.cells[operation].content);
@@ -183,8 +184,8 @@ impl Operations {
         self.answer(operation, attempt, Err(Fault::Timeout), None);
     }
 
-    /// Adds a node's answer to an operation. The answer to a read brings the page and its stamp.
-    /// One copy that was kept makes a write succeed.
+    /// Adds a node's answer to an operation. The answer to a read brings the page and its stamp. A
+    /// write succeeds once one node has kept its copy.
     pub(super) fn answer(
         &self,
         operation: usize,

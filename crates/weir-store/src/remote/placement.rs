@@ -18,8 +18,8 @@ const EXTENT: u32 = 1024;
 pub(super) struct Placement {
     extents: Box<[[u16; COPIES_MAX]]>,
     copies: usize,
-    /// For a cluster, the node of each hash slot. There, `extents` has an extent's hash slot in
-    /// place of its nodes.
+    /// For a cluster, the node of each hash slot, else `None`. For a cluster, `extents` holds each
+    /// extent's hash slot in place of its nodes.
     owners: Option<Owners>,
 }
 
@@ -43,8 +43,8 @@ impl Placement {
         Placement { extents: (0..slots.div_ceil(EXTENT)).map(place).collect(), copies, owners: None }
     }
 
-    /// Places `slots` slots by the hash slots of a cluster, for the store of this number. `owners`
-    /// has the node of each hash slot, of at most `nodes` nodes.
+    /// Places `slots` slots of the store with the number `store` by the hash slots of a cluster.
+    /// `owners` has the node of each hash slot. The cluster has at most `nodes` nodes.
     pub(super) fn of_cluster(store: u64, slots: u32, owners: &[u16], nodes: usize) -> Self {
         let count = |node| owners.iter().filter(|owner| usize::from(**owner) == node).count() as u32;
         let owners = Owners {
@@ -109,13 +109,14 @@ impl Placement {
     }
 }
 
-/// The part of a key that a cluster hashes. All keys of an extent have the same, so they stay
-/// together.
+/// The tag of an extent's keys: the part of a key that a cluster hashes. All keys of an extent have
+/// the same tag, so they stay on one node.
 fn tag(store: u64, extent: u32) -> String {
     format!("{store:016x}-{extent}")
 }
 
-/// The hash slot of a tag, by CRC-16 (XMODEM), as the cluster's specification defines it.
+/// The hash slot of the keys with this tag, by CRC-16 (XMODEM), as the cluster's specification
+/// defines it.
 fn hash_slot(tag: &str) -> u16 {
     let crc = tag.bytes().fold(0u16, |crc, byte| {
         (0..8).fold(crc ^ u16::from(byte) << 8, |crc, _| crc << 1 ^ if crc >> 15 == 1 { 0x1021 } else { 0 })

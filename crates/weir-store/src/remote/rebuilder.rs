@@ -118,8 +118,9 @@ impl Rebuilder {
         node.is_some_and(|node| self.senders.nodes[node].state() == State::Online)
     }
 
-    /// Returns a copy on a node that is online. It is one without a mark if there is one, else a
-    /// marked one: its mark may be out of date.
+    /// Returns a copy on a node that is online: one that the ledger does not mark as lacking the
+    /// page, if there is such a copy. Otherwise returns a marked copy, since its mark may be out of
+    /// date.
     fn source(&self, slot: Slot, entry: Entry) -> Option<usize> {
         let online = (0..self.core.placement.copies()).filter(|copy| self.is_online(slot, *copy));
         online.min_by_key(|copy| entry.lacks(*copy))

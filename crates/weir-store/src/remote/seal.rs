@@ -91,8 +91,8 @@ impl Seal {
 
 impl Drop for Seal {
     fn drop(&mut self) {
-        // SAFETY: `ring` keeps no other pointer to its key; nobody reads it any more, and the whole
-        // mapping is ours.
+        // SAFETY: the crate `ring` keeps no other pointer to the key, and nobody reads the key any
+        // more. The whole mapping belongs to `self`.
         unsafe { std::ptr::write_bytes(self.memory.as_ptr(), 0, PAGE_SIZE) };
         std::hint::black_box(&self.memory);
     }

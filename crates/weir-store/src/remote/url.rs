@@ -27,8 +27,8 @@ pub struct RemoteUrl {
     pub user: Option<String>,
     /// A file whose first line is the password.
     pub password_file: Option<PathBuf>,
-    /// Whether the store refuses an engine that could drop pages, or has too little room. The
-    /// default is true.
+    /// Whether the store refuses a node that could drop pages or has too little room. The default
+    /// is true.
     pub check: bool,
 }
 

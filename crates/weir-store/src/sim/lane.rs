@@ -45,7 +45,7 @@ struct Operation {
     due: Option<Due>,
 }
 
-/// The time when an operation is due: after this many polls, and not before a time that its first
+/// The time when an operation is due: after this many polls, and not before `time`, which the first
 /// poll sets.
 #[derive(Clone, Copy)]
 struct Due {
@@ -53,7 +53,7 @@ struct Due {
     time: Option<Instant>,
 }
 
-/// The way in which the simulated store ends an operation on a slot that it still has.
+/// The outcome of an operation on a slot whose memory the store still has.
 #[derive(Clone, Copy)]
 enum Fate {
     Succeed,
@@ -180,8 +180,8 @@ impl Shared {
             }
             Fate::Lose => {
                 self.counts.lost_writes.fetch_add(1, Relaxed);
-                // If the lost write had the content that the slot has, nothing is damaged: a reader
-                // gets what it expects.
+                // If the lost write had the same content as the slot, the slot is not damaged: a
+                // reader gets what it expects.
                 cell.damage = (cell.page != *page).then_some(Damage::Stale);
             }
             Fate::Corrupt(bit) => {

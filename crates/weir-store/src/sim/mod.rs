@@ -2,8 +2,8 @@
 //! survives a bad store.
 //!
 //! The store fails as hardware does. Operations report an error. Writes are acknowledged and not
-//! done, or done wrong. Operations overtake one another. The store is gone from one operation to
-//! the next. It counts its faults, so that a test can compare the counters of the store's user.
+//! done, or done wrong. Operations overtake one another. The whole store is suddenly lost. It
+//! counts its faults, so that a test can compare them with the counters of the store's user.
 
 mod chance;
 mod lane;
@@ -233,9 +233,9 @@ impl Sim {
         change(&mut hold(&self.shared.cells[slot.0 as usize]).page);
     }
 
-    /// Sets whether the store hangs, as a disk does that retries. While it hangs, due operations
-    /// end with [`Fault::Timeout`], and such writes land afterwards. Only operations that take
-    /// polls or time can hang.
+    /// Sets whether the store hangs, as a disk does that retries. While it hangs, operations that
+    /// are due end with [`Fault::Timeout`], and the writes among them land afterwards. Only a store
+    /// with a `delay` or a `latency` can hang: without them every operation is done at once.
     pub fn hang(&self, hangs: bool) {
         self.shared.hangs.store(hangs, Ordering::SeqCst);
     }

@@ -9,8 +9,9 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use weir_core::{Page, Slot};
 
-/// Distance between two slots. At this distance no two copies can become one. It is odd, so every
-/// slot comes up.
+/// Distance between two slots that are measured one after the other. Copies at this distance cannot
+/// become one. It is no power of two, so that the measurement does not use the same few slots again
+/// and again.
 const STRIDE: u32 = 7;
 /// Number of pages in the batch that measures a further page's time ([`Cost::each`]).
 const BATCH: usize = 32;
@@ -44,7 +45,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
                 continue;
             }
             lane.force(path, direction);
-            // A first run brings clocks and caches up.
+            // A first run, which does not count, brings the clocks to full speed and fills the
+            // caches.
             timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?;
             let first = timed(&mut lane, direction, 1, STRIDE, slots, FIGURE)?;
             let (each, neighbour) = match path {
@@ -67,8 +69,9 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
         }
         gpu.leave_ring();
     }
-    // In runs of neighbours, engine and ring are limited by the bus alone, which one thread cannot
-    // fill. So the engine gets the shortest time of a page that was measured with several threads.
+    // For runs of neighbours, the PCIe link alone limits engine and ring, and one thread cannot
+    // fill it. So the engine's cost is set to the shortest time of a page that several threads have
+    // reached on any path.
     if let Some(link) = table.link() {
         for direction in [Direction::Read, Direction::Write] {
             if let Some(cost) = table.get(Path::Engine, direction) {

@@ -57,8 +57,8 @@ pub fn xid() -> Option<String> {
     }
 }
 
-/// Returns the card's part of a record of the kernel's log (`6,339,5140900,-;NVRM: Xid ...`) if it
-/// has one and is not old.
+/// Returns the driver's message about a card from a record of the kernel's log
+/// (`6,339,5140900,-;NVRM: Xid ...`). `None` if the record is old, or has no such message.
 fn recent(record: &str, now: Duration) -> Option<String> {
     let (head, text) = record.split_once(';')?;
     let at = Duration::from_micros(head.split(',').nth(2)?.parse().ok()?);

@@ -325,8 +325,8 @@ impl Gpu {
         tell.iter().for_each(|tell| tell(&condition));
     }
 
-    /// Has `tell` called at each change of the card's condition. If there was a change already,
-    /// calls it at once too.
+    /// Registers `tell`, which is called at each change of the card's condition. If the condition
+    /// has changed before, `tell` is also called now.
     pub(super) fn when_changed(&self, tell: &TellChange) {
         self.tell.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(tell));
         let condition = self.condition();
@@ -396,8 +396,9 @@ impl Gpu {
             return Ok(GpuLane::new(self, pin, None, None, Some(cell)));
         }
         let opened = (|| {
-            // The lane gets a ring of its own if one is free. [`Ring::lane`] pauses the ring and
-            // ends that pause. Only then may the pause for the engine's lane begin.
+            // The lane gets a ring of its own if one is free. [`Ring::lane`] pauses the ring by
+            // itself, until it returns. So the pause in which the engine's lane is opened begins
+            // only after that.
             let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
                 Some(ring) => {
                     ring.lane(depth).map_err(|fault| fail(OpenErrorKind::Io, format!("no ring: {fault}")))?
@@ -428,7 +429,8 @@ impl Gpu {
             return Err(error);
         }
         // The keeper may hold a descriptor of the chunk, which would keep the memory on the card.
-        // So have the keeper close it. If the call fails, the keeper is gone with its descriptors.
+        // So tell the keeper to close it. If the call fails, the keeper is gone with its
+        // descriptors.
         if let Some((keep, gpu)) = self.keep.get() {
             let _ = keep.let_go(&kept::chunk_name(*gpu, chunk));
         }
@@ -453,8 +455,8 @@ impl Gpu {
         self.nvml().map_or(0, Nvml::others)
     }
 
-    /// Has the store drain when the card's other users have too little free memory, and serve again
-    /// when they have enough.
+    /// Makes the card drain when less than the floor is free on it, and go online again when a
+    /// chunk more than the floor is free.
     pub(super) fn mind_headroom(&self) {
         if let Some(headroom) = self.headroom() {
             // The card drains below one limit and is online again above another. They are one chunk
@@ -568,8 +570,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Hands the keeper every chunk, with `gpu` as this card's number, and later chunks as they
-    /// come. `held`: the keeper has the present ones already.
+    /// Gives the keeper every chunk, with `gpu` as this card's number. Chunks that are taken later
+    /// follow when they are taken. `held`: the keeper has the present chunks already.
     pub(super) fn keep_with(&self, keep: &Arc<dyn Keep>, gpu: usize, held: bool) -> io::Result<()> {
         for chunk in (0..self.chunks.count()).filter(|_| !held) {
             let fd = self.chunks.export(chunk).map_err(io::Error::other)?;

@@ -40,9 +40,9 @@ pub fn inventory(machine: &Machine, drivers: &Drivers) -> Vec<GpuMemory> {
     of_store(machine, &mapped::list(), &nvidia)
 }
 
-/// Lists the cards that Vulkan lists, with the figures of their drivers. Without Vulkan, lists
-/// `nvidia`: CUDA's cards by PCI address. AMD's cards are listed even then, so that a refusal can
-/// name them.
+/// Lists the cards that Vulkan lists, with the figures of their drivers. If Vulkan lists none,
+/// returns `nvidia`, which are CUDA's cards by PCI address. If that is empty too, lists AMD's
+/// cards, so that a refusal can name them.
 fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[GpuMemory]) -> Vec<GpuMemory> {
     let told = |card: &Listed| {
         let device = format!("/sys/bus/pci/devices/{}", card.address);

@@ -20,8 +20,8 @@ use weir_core::{Page, PageBytes, Slot};
 /// After operations on this many neighbouring slots in a row, the lane expects neighbours in the
 /// next batch too.
 const NEIGHBOURS: u32 = 15;
-/// Number of pages, those in flight included, from which on a batch takes the path that is best for
-/// many lanes.
+/// From this many pages on, those in flight included, a batch of writes takes the path that the
+/// watching thread has found fastest for many lanes.
 const DEEP: usize = 8;
 
 /// A lane to one card. Operations in flight together have no order. An operation that was handed
@@ -46,7 +46,8 @@ struct Near {
     site: Site,
     copies: Copies,
     slots: u32,
-    /// The slot after that of the last operation, and the number of neighbours in a row so far.
+    /// The slot after that of the last operation, and the number of operations up to the last one
+    /// whose slots follow one another.
     next: u32,
     neighbours: u32,
     /// Number of operations that were queued, and whose completions the caller does not have yet.
@@ -375,8 +376,8 @@ impl GpuLane {
     }
 
     /// Queues one operation of CUDA's engine on up to `pages` neighbouring slots from `first` on.
-    /// `begin` gets their place on the card and their number. Returns their number. 0: queue each
-    /// slot by itself.
+    /// `begin` gets the slots' place on the card and their number. Returns the number of slots. If
+    /// it is 0, the caller must queue each slot by itself.
     fn run(
         &mut self,
         first: Slot,
@@ -408,7 +409,8 @@ impl GpuLane {
         let how = self.gpu.without_cuda();
         if matches!(how, CutOff::ByTheWindow) {
             let near = &mut self.near;
-            // A lane that measures one path must not go on through another, the window.
+            // A lane that measures one path must not go on through the window, which is another
+            // path.
             if near.forced {
                 return CutOff::Lost(Fault::Lost);
             }
@@ -459,8 +461,8 @@ impl GpuLane {
     fn store(&self, slot: Slot, page: &PageBytes) -> Progress {
         let near = &self.near;
         // SAFETY: the address is a page of a chunk that stays while it is touched, aligned to a
-        // page. Only this lane writes the slot, by the contract of slots. A race can only mix bytes
-        // of device memory.
+        // page. Only this lane writes the slot, by the contract of slots. A racing access can at
+        // worst mix bytes of device memory.
         let copy = |host| unsafe { near.copies.to_device(page.as_ptr(), host) };
         let stored = near.site.with_host(slot, copy);
         near.site.pin().count_stored();
@@ -587,8 +589,9 @@ impl Lane for GpuLane {
             if before > 0 {
                 pin.pass();
                 engine.poll(now, &mut |it| {
-                    // Note before and after the callback that this thread makes progress. The time
-                    // that the callback spends on the page is no time in the driver.
+                    // Before and after the callback, note that this thread makes progress. So the
+                    // time that the callback spends on the page does not count as time in the
+                    // driver.
                     pin.pass();
                     done(it);
                     pin.pass();

@@ -6,8 +6,8 @@
 //! lanes already serve through the window. Each lane gets its parts through a [`PartsCell`], and
 //! takes them between two operations, without allocating.
 //!
-//! The opening begins once all chunks are mapped. It would be no faster while they are being
-//! mapped, since the driver does most of both for one thread at a time.
+//! The opening of these parts begins once all chunks are mapped. To begin earlier would gain
+//! nothing: for most of both, the driver serves one thread at a time.
 
 use super::Drivers;
 use super::engine::{BatchLane, Context, Which};
@@ -91,7 +91,8 @@ impl Late {
             let mut stages = Vec::new();
             let missing = its.open(&weak, &opening, &mut stages).err();
             if weak.upgrade().is_none_or(|gpu| gpu.is_stopping()) {
-                // The card is being closed, so nobody is told whether its late parts are open.
+                // The card is being closed, so drop the callbacks: nobody is told any more whether
+                // its late parts are open.
                 its.lock().tell.clear();
             }
             its.finish(&Joined { store: url, stages, missing, after: opening.since.elapsed() });
@@ -132,8 +133,8 @@ impl Late {
         }
     }
 
-    /// Waits until the opening is over. Once the card is `stopping`, it ends soon. A driver that
-    /// does not answer in time is not waited for.
+    /// Waits until the opening is over. Once the card is `stopping`, the opening is over soon. But
+    /// a driver may never answer, so the wait is limited to `END_LIMIT`.
     pub fn end(&self) {
         let waits = |progress: &mut Progress| progress.over.is_none();
         let waited = self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits);
@@ -339,8 +340,8 @@ impl PartsCell {
         self.close()
     }
 
-    /// Closes the cell when its lane is dropped, or has its parts. Returns parts that are left in
-    /// the cell.
+    /// Closes the cell, because its lane is dropped or has taken its parts. Returns parts that the
+    /// lane has not taken.
     pub fn close(&self) -> Option<Parts> {
         if self.state.swap(CLOSED, Ordering::AcqRel) != FULL {
             return None;

@@ -1,4 +1,5 @@
-//! A fence by `membarrier(2)`, which one thread pays for all.
+//! A fence by `membarrier(2)`: one thread makes the call, and all threads of the process get the
+//! fence.
 //!
 //! A lane first stores what it is about to use, and then loads the state that says whether it may.
 //! A thread that removes memory, or stops the kernel, first stores that state, and then loads what

@@ -87,7 +87,7 @@ impl Default for Drivers {
     }
 }
 
-/// An error of a store's drivers, or of its use of them.
+/// An error of a card's drivers, or another reason why the store cannot use them.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 pub(crate) enum Trouble {
     /// A call of Vulkan failed.

@@ -109,7 +109,8 @@ impl Gpu {
         let stages = vec![("driver", driver), ("chunks", since.elapsed() - driver)];
         let room = Room { chunks, chunk_bytes: kept.chunk_bytes, bytes, ring, stages, late };
         let gpu = found.assemble(options, url.clone(), room);
-        // Clear no page until the pages are in use again, or known to be unwanted.
+        // Mark the pages as kept. If this process fails now, it must not clear them when it closes
+        // the card.
         gpu.kept.store(true, std::sync::atomic::Ordering::Relaxed);
         if !later {
             let _ = gpu.table.set(kept.table.only(|path| gpu.has(path)));
@@ -337,8 +338,8 @@ fn find(
 }
 
 /// Bytes of a chunk: as the URL says, or more if the process may not open enough files. The driver
-/// holds about two descriptors for each mapped and imported chunk. When it has none left, its error
-/// says that device memory is out.
+/// holds about two descriptors for each mapped and imported chunk. When it has none left, it
+/// reports that device memory has run out.
 fn chunk_bytes(options: &VramUrl, bytes: u64) -> u64 {
     const DESCRIPTORS: u64 = 2;
     const SPARE_DESCRIPTORS: u64 = 256;

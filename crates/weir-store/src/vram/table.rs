@@ -52,7 +52,7 @@ pub struct Cost {
     /// is no shorter than the PCIe link allows. For the copy engines it is the driver's time for a
     /// copy, since the driver makes them one at a time.
     pub shared: f64,
-    /// As [`shared`](Self::shared), but the time between two neighbouring pages.
+    /// The same as [`shared`](Self::shared), for two pages whose slots are neighbours.
     pub neighbour_shared: f64,
 }
 
@@ -108,7 +108,8 @@ impl Table {
         self
     }
 
-    /// The shortest time of a page over the bus that was measured. `None` if none was.
+    /// The shortest measured time of a page over the PCIe link, on any path. `None` if no path was
+    /// measured.
     pub fn link(&self) -> Option<f64> {
         let costs = self.costs.iter().flatten().flatten();
         costs.map(|cost| cost.shared.min(cost.neighbour_shared)).min_by(f64::total_cmp)

@@ -36,8 +36,8 @@ const THRONG: f64 = 1e6;
 /// Number of pages that each thread has in a batch while many threads write.
 const BATCH_OF_CROWD: usize = 64;
 
-/// Longest time that a thread may be inside the driver. A longer call does not come back: on a
-/// machine that works, no thread waits so long for a processor.
+/// Longest time that a thread may be inside the driver. If a call takes longer, the driver counts
+/// as dead. On a working machine, no thread waits so long for a processor.
 fn call_limit() -> Duration {
     2 * answer_limit()
 }
@@ -56,7 +56,7 @@ fn mind_calls(gpu: &Gpu, since: &mut [(u32, Instant)]) {
     }
 }
 
-/// Has the writes of many threads take the path that has moved the most pages.
+/// Chooses the path that has moved the most pages, for the writes of many threads.
 fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
     let ring = gpu.ring_is_resident();
     let batch = BatchShape { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
@@ -114,7 +114,8 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let through = written[0].wrapping_sub(before[0]);
         let sent = written[1].wrapping_sub(before[1]);
         // Until the window is full, it takes writes faster than the ring, and only many lanes can
-        // fill it. So while few lanes write, writes through the window do not call for the kernel.
+        // fill it. So while few lanes write, pages written through the window are no reason to put
+        // the kernel on the card.
         let crowded = gpu.busy.load(Ordering::Relaxed) >= CROWD;
         let asking = if crowded { moved } else { moved.saturating_sub(through) };
         let (busy, runs) = gpu.chunks.busy(&mut seen_by_lane);
@@ -140,8 +141,8 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let seen =
             Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
-        // The policy has used this number of other users. Ask NVML again before the kernel enters
-        // again.
+        // The policy has seen this number of other users, which is soon out of date. So NVML is
+        // asked again before the kernel enters.
         others = 0;
         match step {
             Step::Stay => {}

@@ -92,15 +92,15 @@ impl Hot {
     /// The state of all chunks together.
     #[inline]
     pub fn gate(&self) -> &Gate {
-        // SAFETY: the memory begins with the gate. All of it is atomics, for which zeros are valid.
-        // It is aligned to a page and lives as long as `self`.
+        // SAFETY: the memory begins with the `Gate`. All of it is atomics, for which zeros are
+        // valid. It is aligned to a page and lives as long as `self`.
         unsafe { &*self.memory.as_ptr().cast::<Gate>() }
     }
 
     #[inline]
     pub(super) fn pins(&self) -> &[Pin] {
-        // SAFETY: the memory holds the pins after the gate, whose size is a multiple of their
-        // alignment. All of it is atomics, and it lives as long as `self`.
+        // SAFETY: in this memory the pins follow the `Gate`, and the size of `Gate` is a multiple
+        // of their alignment. All of it is atomics, and it lives as long as `self`.
         unsafe {
             std::slice::from_raw_parts(self.memory.as_ptr().add(size_of::<Gate>()).cast::<Pin>(), LANES_MAX)
         }
@@ -152,7 +152,7 @@ impl Site {
     /// The state of all chunks together.
     #[inline]
     pub fn gate(&self) -> &Gate {
-        // SAFETY: `_hot` keeps the memory of the gate.
+        // SAFETY: `_hot` keeps the memory in which the `Gate` lies.
         unsafe { self.gate.as_ref() }
     }
 
@@ -220,7 +220,7 @@ impl Site {
         Some((device, offset as u64))
     }
 
-    /// Undoes the count by [`begin`](Self::begin) of an operation that then took another path.
+    /// Takes back what [`begin`](Self::begin) counted for an operation that then took another path.
     #[inline]
     pub fn cancel(&self, way: Way) {
         let queued = &self.pin().queued[way as usize];

@@ -28,7 +28,8 @@ pub struct ChunkMemory {
 }
 
 impl Source {
-    /// Makes a source of the drivers that the machine has.
+    /// Makes a source of memory from the drivers that the machine has: Vulkan's device, CUDA's
+    /// context, or both.
     pub fn new(gpu: Option<Arc<Device>>, cuda: Option<Arc<Context>>) -> Self {
         Source { gpu, cuda: cuda.map_or_else(OnceLock::new, OnceLock::from), refused: Vec::new() }
     }
@@ -61,13 +62,13 @@ impl Source {
         let _ = self.cuda.set(Arc::clone(cuda));
     }
 
-    /// The same source of memory without CUDA.
+    /// Returns this source of memory without CUDA's context.
     pub fn without_cuda(self) -> Self {
         Source { gpu: self.gpu, cuda: OnceLock::new(), refused: self.refused }
     }
 
-    /// Takes `bytes` of device memory. A Vulkan device gives it mapped, and CUDA imports it if it
-    /// works. Without a Vulkan device, CUDA gives it.
+    /// Takes `bytes` of device memory. If there is a Vulkan device, it allocates the memory mapped,
+    /// and a CUDA that works imports it. Without a Vulkan device, CUDA allocates the memory.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -120,7 +121,8 @@ impl ChunkMemory {
         Ok(())
     }
 
-    /// Drops CUDA's view, and the descriptor that was held for it, because CUDA cannot be opened.
+    /// Drops CUDA's mapping of the memory, and the descriptor from which CUDA was to import it,
+    /// because CUDA cannot be opened.
     pub fn forget_cuda(&mut self) {
         (self.device, self.unopened) = (None, None);
     }

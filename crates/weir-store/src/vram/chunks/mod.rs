@@ -59,8 +59,8 @@ impl Chunks {
 
     /// Number of chunks that have memory.
     pub fn held(&self) -> usize {
-        // Count the addresses that lanes see, since reading them needs no lock. A lock would make
-        // the caller wait while a chunk is imported or removed.
+        // Count the addresses in the state that lanes read, which needs no lock. With a lock, the
+        // caller would wait while a chunk is imported or removed.
         self.hot.places().iter().filter(|place| place.is_shown()).count()
     }
 
@@ -84,8 +84,8 @@ impl Chunks {
         [self.sum(|pin| &pin.stored), self.sum(|pin| &pin.sent)]
     }
 
-    /// Number of lanes that moved pages since the last call with the same `seen`, and how many of
-    /// them write neighbours.
+    /// Number of lanes that moved pages since the caller's last call, and how many of them write
+    /// neighbours. `seen` carries each lane's count of pages from one call to the next.
     pub fn busy(&self, seen: &mut [u64]) -> (usize, usize) {
         let (mut busy, mut runs) = (0, 0);
         for (pin, seen) in self.used().iter().zip(seen) {

@@ -208,8 +208,8 @@ impl BatchLane {
             if next == (write, device, staging) && !operation.opens_chunk && !copies.sizes.is_empty() {
                 *copies.sizes.last_mut().expect("not empty") += bytes;
             } else {
-                // If a call names only one copy, a batch may have any number of calls, with one
-                // event after them. Else the batch is one call, which may name no more than `most`
+                // With one copy in each call, a batch may have any number of calls, and one event
+                // after them. Otherwise the batch is one call, which may name no more than `most`
                 // copies.
                 let most = self.context.batch_copies(write);
                 if most > 1 && copies.sizes.len() == most {
@@ -253,7 +253,8 @@ impl BatchLane {
         let (to, from, sizes) = (copies.to.as_ptr(), copies.from.as_ptr(), copies.sizes.as_ptr());
         let (count, stream) = (copies.sizes.len(), self.stream.stream);
         // The value 1 is CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a copy reads its source in the order of
-        // the stream. No address is managed memory, so hints about places do nothing.
+        // the stream. Hints about locations matter only for managed memory, which no address here
+        // is.
         let nowhere = MemLocation { kind: 0, id: 0 };
         let attributes =
             MemcpyAttributes { source_order: 1, source: nowhere, destination: nowhere, flags: 0 };
@@ -300,8 +301,8 @@ impl BatchLane {
             let at = (self.ended % BATCHES as u64) as usize;
             let Some(outcome) = self.outcome(now, at) else { break };
             if outcome.is_err() && self.context.is_lost() {
-                // The owner of this lane ends the operations that are left. It may have another
-                // path for them.
+                // The lane's owner ends the operations that are left, by another path if it has
+                // one.
                 return;
             }
             let end = self.batches[at].end;

@@ -42,9 +42,9 @@ const ALIGNMENT: usize = 2 << 20;
 /// copy is a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchCopies {
-    /// Largest number of copies from the card.
+    /// Largest number of copies from the card in one call.
     pub reads: u32,
-    /// Largest number of copies to the card.
+    /// Largest number of copies to the card in one call.
     pub writes: u32,
 }
 
@@ -164,9 +164,9 @@ impl Context {
         self.death.get().copied()
     }
 
-    /// Has the driver destroy a dead context, with all its resources on the card. After that,
-    /// operations that were under way can change nothing. Only the drops of its resources may still
-    /// use the context. The driver may take any time.
+    /// Makes the driver destroy a dead context, with all its resources on the card. After that,
+    /// operations that were under way can change nothing. From then on the context may only be used
+    /// to drop values that were made from it. The driver may take any time.
     pub(super) fn retire(&self) {
         let mut retired = self.retired.write().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *retired, true) {
@@ -305,8 +305,8 @@ impl Context {
     pub fn adopt(self: &Arc<Self>, fd: &OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let mut handle = 0u64;
-        // The call takes a pointer, but for a file descriptor CUDA expects the descriptor itself
-        // there. The import does not own the descriptor.
+        // The parameter is a pointer, but for a file descriptor CUDA expects the descriptor's
+        // number in it. The import does not take the descriptor over.
         let raw = fd.as_raw_fd() as usize as *mut c_void;
         // SAFETY: the output outlives the call, the descriptor is open.
         unsafe {
@@ -534,7 +534,8 @@ pub struct Pinned {
     pub bytes: usize,
 }
 
-// SAFETY: this is plain memory; its holder orders the accesses of processor and card.
+// SAFETY: this is plain memory. Its holder ensures that processor and card do not access it at the
+// same time.
 unsafe impl Send for Pinned {}
 // SAFETY: as for Send; `&Pinned` returns only the address.
 unsafe impl Sync for Pinned {}

@@ -91,8 +91,8 @@ impl Copies {
     }
 }
 
-/// Stores 64 bytes past the cache, in one write if the processor can, and has its buffer send them
-/// to the card.
+/// Stores 64 bytes past the cache. On x86-64 the processor gathers them in a buffer and sends them
+/// to the card as one packet.
 ///
 /// # Safety
 /// `dst` must be valid for 64 bytes and aligned to 64.

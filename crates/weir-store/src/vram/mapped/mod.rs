@@ -269,7 +269,8 @@ impl Clearing {
 
     /// Fills the buffer with zeros and waits for it.
     fn clear(&mut self, gpu: &Device, buffer: vk::Buffer) -> Result<(), VulkanError> {
-        // Device memory is filled at terabytes a second; a card that takes longer has hung.
+        // A card fills its memory at terabytes a second. So if a fill takes longer than this limit,
+        // the card has hung.
         let limit = answer_limit().as_nanos() as u64;
         let (device, commands) = (&gpu.device, [self.commands]);
         // SAFETY: `&mut self` makes this the only user of its command buffer, whose previous

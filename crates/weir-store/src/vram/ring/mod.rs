@@ -157,7 +157,8 @@ impl Ring {
         })
     }
 
-    /// Changes the state, and then the flag by which lanes choose a path.
+    /// Changes the ring's state, and then `resident` in the `Gate`, which lanes read when they
+    /// choose a path.
     fn set(&self, state: u32) {
         self.state.store(state, Ordering::Release);
         self.hot.gate().resident.store(state == RESIDENT, Ordering::Relaxed);
@@ -244,7 +245,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes the kernel off the card. `false`: a lane used it for too long, and it stays.
+    /// Takes the kernel off the card. Returns false if the kernel is still there after a time
+    /// limit, because lanes still used the ring or the kernel did not answer.
     ///
     /// # Errors
     /// Fails when the kernel failed, which loses the card.
@@ -337,8 +339,8 @@ impl Ring {
         let served: *mut AtomicU32 = done.as_ptr().cast();
         for number in (1..=depth as u32).map(|back| first.wrapping_sub(back)) {
             // SAFETY: a page holds a word for each of at most 256 slots, and nothing else has its
-            // address yet. Each word gets a number that counts as served: the last one before the
-            // lane's first in that slot.
+            // address yet. The lane's first numbers are still to be served. So each slot's word
+            // gets the number of that slot which comes last before them.
             unsafe { (*served.add((number % depth as u32) as usize)).store(number, Ordering::Relaxed) };
         }
         cell.done.store(served, Ordering::Release);
@@ -521,8 +523,9 @@ impl RingLane {
             let slot = self.place(self.started);
             let operation = self.operations[slot];
             let line = descriptor(self.started, operation.from, operation.to);
-            // SAFETY: the slot's line lies in this lane's ring. The kernel no longer reads the
-            // descriptor that the line has so far: its operation has been handed over.
+            // SAFETY: a slot's descriptor is one cache line of this lane's ring. The kernel no
+            // longer reads the earlier descriptor in that line, since its operation has been handed
+            // over.
             unsafe { store_line(&line, self.descriptors.add(slot * DESCRIPTOR)) };
             self.started = self.started.wrapping_add(1);
         }
@@ -545,8 +548,8 @@ impl RingLane {
                 break;
             }
             let operation = self.operations[slot];
-            // SAFETY: the card wrote this staging page before it stored the served number with
-            // release semantics. So it does not access the page any more.
+            // SAFETY: the card wrote this staging page before it stored the operation's number as
+            // served, with release semantics. So it does not access the page any more.
             let page = unsafe { &*self.staging_page(number).cast::<PageBytes>() };
             self.finished = number.wrapping_add(1);
             self.waiting = None;
@@ -573,7 +576,8 @@ impl RingLane {
         cell.adding.store(0, Ordering::Release);
     }
 
-    /// Reads the clock now and then, while the next operation has not been served.
+    /// Counts a poll that found the next operation not served. Now and then, checks how long that
+    /// operation has waited.
     fn wait_longer(&mut self, now: Instant) {
         self.polls += 1;
         if !self.polls.is_multiple_of(CLOCK_EVERY) {

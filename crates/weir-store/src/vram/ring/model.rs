@@ -7,16 +7,17 @@
 //! `membarrier`. Ghost variables are numbers that never wrap; they name the operation of a sequence
 //! number.
 //!
-//! The search through all states checks two claims. When the kernel is absent, every added
-//! operation has been served (no wake-up is lost). And the kernel serves every operation once, in
-//! order (the wrap of numbers does no harm). Two control tests each leave out a rule that a claim
-//! needs: there the search must find a failure.
+//! The search through all states checks two claims. First, when the kernel is absent, it has served
+//! every added operation, so no wake-up is lost. Second, the kernel serves every operation once and
+//! in order, so the wrap of numbers does no harm. Two control tests each leave out a rule on which
+//! a claim rests. There the search must find a failure.
 
 use std::collections::{HashSet, VecDeque};
 
 const DEPTH: u8 = 2;
 const OPERATIONS: u8 = 5;
-/// Largest number of stores that wait for memory: two operations' worth.
+/// Room in the lane's store buffer, as a processor has one: the store instructions of two
+/// operations.
 const BUFFER: usize = 5;
 
 #[derive(Clone, Copy)]

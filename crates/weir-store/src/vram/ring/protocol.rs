@@ -23,7 +23,8 @@ pub const FIRST: u32 = u32::MAX - 4095;
 pub struct LaneBlock {
     /// The address of the descriptors, in the card's memory.
     pub ring: u64,
-    /// The address of the served numbers, one word a slot, in the host's memory.
+    /// The address, in the host's memory, of one word for each slot: the number that the kernel
+    /// served there last.
     pub done: u64,
     /// The number of the first descriptor that the kernel serves.
     pub head: u32,
