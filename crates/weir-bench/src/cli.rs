@@ -124,7 +124,7 @@ pub enum Bench {
     /// The time until the keeper's next daemon serves after a kill under load, and whether every
     /// page is right.
     Restart {
-        /// The daemon's store, with some MiB more than is written.
+        /// The daemon's store. It must be some MiB larger than --bytes.
         #[arg(long, value_name = "URL", default_value = "host:1088MiB")]
         store: StoreUrl,
         /// Bytes of the pages that are written, and compared after each kill.

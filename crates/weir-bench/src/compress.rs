@@ -43,7 +43,7 @@ pub enum CompressError {
     /// A page could not be written or read.
     #[error("page {0} failed: {1}")]
     Page(u32, Fault),
-    /// The pages of sparse packs could not be moved together.
+    /// The volume's sparse packs could not be compacted.
     #[error("a lane of the volume does not come to rest")]
     Gather,
     /// A page was read with wrong content.

@@ -1,10 +1,11 @@
 //! `weir bench policy`: hit rates of the cache's policy on traces of pages, beside LRU and OPT of
 //! the same size.
 //!
-//! A trace is a text file with a page number a line. Without one, the benchmark makes traces from a
-//! seed: Zipf, uniform, and a scan through a hot set. The cache's figure is that of the directory
-//! that serves requests, with its sets of 64 frames. LRU and OPT (Belady, *A study of replacement
-//! algorithms for a virtual-storage computer*, 1966) have no sets.
+//! A trace is a text file with one page number in each line. Without one, the benchmark makes
+//! traces from a seed: Zipf, uniform, and a scan through a hot set. The figure of Weir's cache
+//! comes from its real directory, the code that chooses a frame for each page, with its sets of 64
+//! frames. LRU and OPT (Belady, *A study of replacement algorithms for a virtual-storage computer*,
+//! 1966) have no sets.
 
 use crate::report::{Report, Row};
 use crate::splitmix;
@@ -43,7 +44,7 @@ pub enum PolicyError {
         /// The text of the line that is no page number.
         text: String,
     },
-    /// There is no memory for the cache's directory.
+    /// There is no memory for the directory, which is the cache's table of frames.
     #[error("cannot take memory for the directory")]
     Memory(#[from] std::io::Error),
 }
@@ -189,8 +190,8 @@ mod tests {
 
     #[test]
     fn lru_and_opt_count_what_they_do_by_hand() {
-        // The trace is Belady's own example: with 3 frames, 12 requests are 7 faults by OPT and 10
-        // by LRU.
+        // The trace is Belady's own example. With 3 frames, 7 of its 12 requests are misses under
+        // OPT, and 10 under LRU.
         let trace = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5];
         assert_eq!((lru(&trace, 3), opt(&trace, 3)), (2, 5));
         assert_eq!((lru(&trace, 5), opt(&trace, 5)), (7, 7));

@@ -17,7 +17,7 @@ use weir_cli::failure::{Failure, chain};
 use weir_cli::{guard, manual};
 use weir_store::{StoreUrl, VramUrl};
 
-/// Pages a second that `--hold` moves.
+/// The rate of `--hold`, in pages per second.
 const HOLD_RATE: f64 = 100_000.0;
 
 /// Runs a benchmark, prints the table, and writes the files. Fails if a goal was missed. Changes to
@@ -30,8 +30,8 @@ pub fn run(options: &Cli) -> Result<(), Failure> {
         })?;
     }
     match &options.bench {
-        // These commands run without a guard: they change nothing on the machine, or are children
-        // of a command that has one.
+        // These commands run without [`guard::run`], which undoes changes to the machine when a
+        // command is killed. They change nothing, or are children of a command that runs with it.
         Bench::Show { .. }
         | Bench::SwapTouch { .. }
         | Bench::FaultTouch { .. }

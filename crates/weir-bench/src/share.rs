@@ -3,8 +3,9 @@
 //!
 //! Both servers run in this process and spin equally long after a request. The figures count the
 //! CPU time of servers and client together. In the rows `asleep`, no thread spins: they show the
-//! cost of a request that comes unexpectedly. In the rows on one CPU, servers and client share it,
-//! and each transport spins or sleeps as suits it best. So both transports have the same CPU time.
+//! cost of a request that comes unexpectedly. In the rows on one CPU, servers and client share that
+//! CPU, so both transports have the same CPU time. Each of them spins or sleeps there as suits it
+//! best.
 //!
 //! The rate per CPU is measured with several numbers of requests in flight, each with spinning and
 //! with sleeping servers. Each transport's best rate counts.
@@ -175,7 +176,8 @@ impl Transport for Nbd {
     }
 }
 
-/// Checks a page: each 8 bytes begin with its number, and reading them is part of using the page.
+/// Checks that a page is the expected one, by the number with which it begins. If `whole`, also
+/// reads all of its words and checks their sum, as a program that uses the page would read them.
 fn check(page: u32, bytes: &[u8], whole: bool) {
     assert_eq!(bytes[..4], page.to_le_bytes(), "another page came than was asked for");
     if whole {

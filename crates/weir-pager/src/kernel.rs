@@ -40,8 +40,8 @@ pub(crate) trait Kernel {
     /// Whether the address space has changed, or is about to, and the pager has not read the event
     /// of that change.
     fn is_changing(&mut self) -> bool {
-        // The kernel reports a change of the address space before it looks at the range. So a
-        // request with an empty range only asks for that.
+        // A request first fails if the address space is changing, before the kernel looks at its
+        // range. So a request with an empty range tells just that.
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
     }
 
@@ -51,7 +51,8 @@ pub(crate) trait Kernel {
     /// Calls `found` with each stretch of `start..end` that has pages.
     fn populated(&mut self, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno>;
 
-    /// Gives advice about memory. Advice that frees memory is for this thread's own memory alone.
+    /// Gives the kernel advice about memory (madvise(2)). Advice that frees memory is for this
+    /// thread's own memory alone.
     fn advise(&mut self, at: usize, bytes: usize, advice: Advice) -> Result<(), Errno>;
 
     /// Unlocks this thread's own memory.
@@ -87,7 +88,7 @@ pub(crate) struct System {
 }
 
 impl System {
-    /// Opens the descriptors of the pager. They belong to the table of the calling thread.
+    /// Opens the descriptors of the pager, in the descriptor table of the calling thread.
     pub fn open() -> Result<Self, Error> {
         Ok(System {
             uffd: Uffd::open()?,
@@ -107,8 +108,8 @@ pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
     // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
     let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
     let at = at.map_err(|error| Error::System(error.into()))?;
-    // The mapping is a block larger than asked for, so that an aligned part fits. The rest at both
-    // ends stays reserved, and the kernel merges no other mapping with the aligned part.
+    // The mapping is larger by one block than asked for, so that an aligned part fits. The rest at
+    // both ends stays reserved, and the kernel merges no other mapping with the aligned part.
     Ok(at.expose_provenance().next_multiple_of(BLOCK))
 }
 

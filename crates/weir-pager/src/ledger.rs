@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// The file offset of the owners' locks: beyond every byte of a ledger.
 const LOCKS: i64 = 1 << 40;
 
-/// A file that all processes of one run map. It holds the last owner's number, then the owner of
-/// each block.
+/// A file that all processes of one run map. It holds the number that was given to an owner last,
+/// and then the number of each block's owner.
 ///
 /// An owner is a number that is used once in a run. It holds a lock of its own on the open file
 /// (`F_OFD_SETLK`). The kernel ends that lock with the process, or when the process becomes another
@@ -44,8 +44,8 @@ impl Ledger {
     /// # Errors
     /// Fails when the file is missing or empty.
     pub fn open(path: &Path) -> io::Result<Self> {
-        // Open the file twice: a mapping keeps its open file alive, and the open file keeps its
-        // locks.
+        // Open the file twice. A lock lasts as long as its open file, and a mapping keeps its open
+        // file alive. So the lock is on an open file of its own, which has no mapping.
         let open = || rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, 0.into());
         let (file, lock) = (File::from(open()?), File::from(open()?));
         let bytes = file.metadata()?.len() as usize;

@@ -150,8 +150,8 @@ impl Bells {
 /// Gives this thread its own table of descriptors, without those of the program. With a shared
 /// table, this thread would keep a pipe open after the program has closed it.
 fn own_descriptors() -> Result<(), Error> {
-    // SAFETY: this affects only this thread's table, which no other thread shares after the first
-    // call.
+    // SAFETY: the first call gives this thread a descriptor table of its own. The second closes
+    // descriptors in that table alone.
     let closed = unsafe {
         libc::unshare(libc::CLONE_FILES) == 0
             && libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, 0) == 0
@@ -236,7 +236,8 @@ impl Pager {
         self.0.bells.ring();
     }
 
-    /// Changes the limit, in bytes. Blocks above a lower limit go in the background.
+    /// Changes the limit, in bytes. If it becomes lower, the pager moves blocks out in the
+    /// background until it is kept.
     ///
     /// # Errors
     /// Fails with [`Error::Limit`].
@@ -255,8 +256,8 @@ impl Pager {
         self.look();
     }
 
-    /// Makes every block resident for a fork, since a child has no pager. No block goes until
-    /// [`release`](Self::release) has been called as often as `hold`.
+    /// Makes every block resident for a fork, since a child has no pager. No block is moved out
+    /// until [`release`](Self::release) has been called as often as `hold`.
     pub fn hold(&self) {
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();

@@ -7,8 +7,7 @@ use std::collections::VecDeque;
 const STREAMS: usize = 16;
 /// Largest distance, in blocks, of two successive page faults of one stream.
 const STRIDE_MAX: i64 = 64;
-/// Number of the last page faults that decide whether the program streams, and the number of those
-/// that must be in a stream.
+/// The program streams if at least `STREAMING` of its last `RECENT` page faults were in a stream.
 const RECENT: u32 = 16;
 const STREAMING: u32 = 12;
 /// Number of the newest blocks that stay in place while the program streams, because they are in
@@ -61,8 +60,8 @@ impl Policy {
         self.order.len()
     }
 
-    /// Notes a page fault on the block with this number (its address in blocks). `skips` tells for
-    /// a block's number whether an access to it would have caused no page fault. Returns the
+    /// Notes a page fault on the block with this number, which is its address in blocks. `skips`
+    /// tells of another block whether an access to it would have caused no page fault. Returns the
     /// distance to the stream's next page fault, if this one is in a stream.
     pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
         self.faults += 1;
@@ -92,9 +91,9 @@ impl Policy {
         stride
     }
 
-    /// Begins a stream at block `number`. The stream whose last page fault is nearest gets its
-    /// distance from there as its stride. If no stream is near, the least recently used one begins
-    /// anew.
+    /// Notes a page fault on block `number` that continues no stream. If a stream had its last page
+    /// fault near that block, the distance between the two becomes its new stride. Otherwise the
+    /// block begins a stream, in place of the least recently used one.
     fn begin(&mut self, number: i64) {
         let near = |stream: &&mut Stream| {
             let distance = (number - stream.last).abs();

@@ -24,7 +24,8 @@ use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, direc
 
 /// Memory of the pager: its tables, 100 bytes for each 2 MiB that it manages, and some buffers.
 const ARENA: usize = 16 << 20;
-/// Once smaller allocations have added up to this much, the pager looks for new memory.
+/// The pager looks for new mappings each time that the program's allocations of 64 KiB and more
+/// have added up to this many bytes.
 const LARGE: usize = 4 << 20;
 /// Number of bytes by which the heap grows at a time. Many whole blocks of 2 MiB are then mapped
 /// before they are touched, so that the kernel can make each a huge page. Growth takes only address
@@ -85,7 +86,7 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
         let path = run.join(directory::PROGRAMS);
         let link = Link::connect(&path).map_err(|error| not_opened(&path, &error))?;
         let last_words = Arc::clone(&messages);
-        // Print no backtrace: it takes more memory than the arena has, and writing to standard
+        // Print no backtrace: it takes more memory than [`ARENA`] has, and writing to standard
         // error may wait.
         std::panic::set_hook(Box::new(move |panic| {
             tell(&last_words, &format!("a bug in Weir's pager ends it: {panic}"));

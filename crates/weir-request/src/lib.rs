@@ -36,8 +36,8 @@ const PAGE_BITS: u32 = 16;
 /// Largest number of pages that a read or a write may touch.
 pub const PAGES_MAX: u32 = (1 << PAGE_BITS) - 1;
 
-/// Largest number of operations that one [`Requests::write_piece`] issues. A run that is done at
-/// once does not count.
+/// Largest number of operations that one [`Requests::write_piece`] issues. Pages in a row that one
+/// call of the lane writes at once do not count.
 const PIECE: u32 = 16;
 
 /// Number of pages that a discard or a zeroing changes in one turn, which takes a fraction of a
@@ -89,29 +89,29 @@ pub struct Answer {
 
 /// The memory of requests, and the places of their pages in the device.
 pub trait RequestMemory {
-    /// Whether page `n` of a span is always page `n` of the device. Then runs of pages can be done
-    /// at once.
+    /// Whether page `n` of a span is always page `n` of the device. Then one call of the lane can
+    /// read or write several pages in a row.
     const LINEAR: bool = true;
 
-    /// The page of the device for a page of a request's span. `None` is a hole, which reads as
-    /// zeros and has no room.
+    /// The page of the device for a page of a request's span. `None` is a hole: it reads as zeros,
+    /// and a write to it fails with [`Fault::Full`].
     fn place(&self, _id: Id, page: u64) -> Option<PageNo> {
         Some(PageNo(page as u32))
     }
 
-    /// Called before a write is issued. If the memory can show only one request at a time,
-    /// [`data`](RequestMemory::data) must show the bytes of that write from now on.
+    /// Called before a write is issued. From then on [`data`](RequestMemory::data) must return the
+    /// bytes of that write. Memory with one buffer for all requests copies them there.
     fn fetch(&mut self, _id: Id) {}
 
-    /// The bytes that a write brings, at least its span's.
+    /// The bytes of a write that begins with all of them: at least as many as its span has.
     fn data(&self, id: Id) -> &[u8];
 
-    /// Memory for the pages that a read touches, side by side, from index `at` on: at least one
-    /// page.
+    /// Memory for pages in a row that a read touches, beginning with the page at index `at` of its
+    /// span. Returns one page at least, and may return more than the read has left.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
 
-    /// Notes that `count` pages of a read have been filled, from index `at` on. The next read may
-    /// get the same memory.
+    /// Notes that `count` pages of a read have been filled, from index `at` on. From then on
+    /// [`pages`](RequestMemory::pages) may return the same memory for another page.
     fn filled(&mut self, _id: Id, _at: u32, _count: u32) {}
 }
 
@@ -350,9 +350,9 @@ impl<L: PageLane> Requests<L> {
         self.lane.wake_fds()
     }
 
-    /// Verifies the pages of a read. Passes `head` and then the read's bytes to `show`, from where
-    /// they lie. Returns `None` if a page must be fetched first: begin the read then. `SLICES` is
-    /// one more than the pages that the read may touch.
+    /// Verifies the pages of a read. Passes `head` and then the read's bytes to `show`, without
+    /// copying them. Returns `None` if a page must be fetched first: begin the read then. `SLICES`
+    /// is one more than the pages that the read may touch.
     pub fn view<const SLICES: usize, M: RequestMemory, R>(
         &mut self,
         (id, span): (Id, Span),
@@ -480,8 +480,9 @@ impl<L: PageLane> Requests<L> {
                 Some(first) if whole > 0 && op == Op::Discard => lane.discard(first, count),
                 Some(first) if whole > 0 => lane.zero(first, count, op == Op::Hole),
                 Some(page) => {
-                    // Both edges of a span have the same ticket: their completions bring no page,
-                    // so nothing must tell them apart.
+                    // The parts of pages at both ends of a span get the same ticket. Their
+                    // completions bring no page, so the request need not know which of them has
+                    // completed.
                     let progress = lane.write_part(ticket(id, 0), page, piece.within, &ZEROS[..piece.len]);
                     if !flight.note(id, at, progress) {
                         return Step::Full;
@@ -510,8 +511,8 @@ impl Flight {
 
     /// Issues writes of the span's pages from index `at` on; `data` has the bytes of the whole
     /// span. Stops when the lane is full, when the request has failed, or after `most` operations;
-    /// a run that is done at once does not count. Returns the index of the first page that is left.
-    /// `linear` is the memory's [`RequestMemory::LINEAR`].
+    /// pages in a row that `write_run` writes at once do not count. Returns the index of the first
+    /// page that is left. `linear` is the memory's [`RequestMemory::LINEAR`].
     #[inline]
     fn write(
         &mut self,
@@ -532,8 +533,9 @@ impl Flight {
             let from = piece.from as usize;
             let whole = span.whole_from(at) as usize;
             if runs && whole > 1 {
-                // Other calls of the lane write the pages that `write_run` leaves. So try a run
-                // only once, and not again for each page.
+                // `write_run` stops at a page that it cannot write at once. The calls below can
+                // write that page and those after it. So call `write_run` once, and not again for
+                // each page.
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
                 continue;
@@ -619,7 +621,8 @@ impl Flight {
     }
 }
 
-/// The ticket of the operation on the page at index `at` of a request.
+/// The ticket, which is the lane's number for an operation: here the one on the page at index `at`
+/// of a request.
 fn ticket(id: Id, at: u32) -> Ticket {
     Ticket::from(id) << PAGE_BITS | at
 }

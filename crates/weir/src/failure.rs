@@ -4,7 +4,7 @@ use weir_cli::failure::Failure;
 use weir_core::chain;
 use weir_daemon::{Class, Error, StartReport};
 
-/// The failure that tells of `error`, with the exit code of its class.
+/// The failure with the message of `error`, and with the exit code of its [`Class`].
 pub fn of(error: impl Into<Error>) -> Failure {
     let error = error.into();
     told(error.class(), chain(&error))

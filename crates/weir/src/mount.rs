@@ -207,7 +207,8 @@ fn announce() -> io::Result<()> {
     rustix::stdio::dup2_stdin(&null)?;
     rustix::stdio::dup2_stdout(&null)?;
     rustix::stdio::dup2_stderr(&null)?;
-    // A process that the outer process started leads no process group, so this cannot fail.
+    // setsid(2) fails only in the leader of a process group. The outer process started this process
+    // as no leader.
     rustix::process::setsid()?;
     Ok(())
 }

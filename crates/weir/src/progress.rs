@@ -13,7 +13,8 @@ const WORTH_A_WAIT: Duration = Duration::from_secs(1);
 /// Time between two lines of progress where no bar can be drawn.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
-/// Shows each store of a start, for [`weir_daemon::Start`].
+/// Makes the bars that [`weir_daemon::Start`] shows: one for each store that a starting daemon
+/// opens.
 pub fn show(log: &Log) -> impl Fn(String) -> Bar + use<> {
     let log = Log::clone(log);
     move |what| {

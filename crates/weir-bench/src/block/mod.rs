@@ -201,7 +201,7 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     fio::fill(&nbdkit, plan.size)?;
     let echo = Echo::start(plan, &sockets)?;
     let mut measured: Vec<Measured> = cases.iter().map(|_| Measured::default()).collect();
-    // In each pass nbdkit runs too, beside Weir's servers of that pass.
+    // nbdkit runs in each pass, beside the servers of Weir that [`passes`] names.
     let servers: usize = passes(plan).iter().map(|present| present.len() + 1).sum();
     let steps = Steps::new(servers * cases.len() * plan.runs);
     for present in passes(plan) {
@@ -229,7 +229,8 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     Ok(report)
 }
 
-/// The indices of Weir's servers that run at once, for each pass.
+/// The passes through all cases. Each is the indices of the servers of Weir that run at the same
+/// time.
 fn passes(plan: &Plan) -> &'static [&'static [usize]] {
     match plan.store {
         None => &[&[ASLEEP, SPINNING]],
@@ -249,7 +250,7 @@ fn measure(
     if case.id == SCATTERED {
         servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
     }
-    // A load with pauses makes few requests in a time. So it runs twice as long.
+    // A load with pauses makes few requests, so it runs twice as long.
     let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
     for run in 0..plan.runs {
         // Each run begins with another server, so that none is always the first.

@@ -1,4 +1,5 @@
-//! Weir's part: one thread drives a lane and sleeps on its descriptor, as a queue thread does.
+//! The loads on Weir's store: one thread drives a lane, and sleeps until the lane's descriptor
+//! shows that operations have ended.
 
 use super::{Case, DiskError, Figures};
 use crate::report::percentile;

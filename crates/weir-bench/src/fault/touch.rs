@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 
 const PAGE_WORDS: usize = PAGE_SIZE / size_of::<f64>();
-/// Passes of one kind go on until there are this many, and until this time is over.
+/// Passes of one kind go on until there are at least `PASSES_MIN` of them and `PASSES_TIME` is
+/// over.
 const PASSES_MIN: u32 = 2;
 const PASSES_TIME: Duration = Duration::from_millis(300);
 /// Largest number of touches of single pages that are timed.
@@ -26,9 +27,9 @@ pub struct Touch {
     pub sweep_read_s: f64,
     /// Seconds of a pass that changes every word in order.
     pub sweep_write_s: f64,
-    /// Seconds of a gate for each bit of a word's index, from the lowest bit. A gate changes pairs
-    /// of words whose indices differ in that bit alone. The two words of a pair lie 8 bytes apart
-    /// for the lowest bit, and half of the memory for the highest.
+    /// Seconds that a gate takes, for each bit of a word's index, from the lowest bit on. A gate is
+    /// a pass that changes pairs of words whose indices differ in that bit alone. The two words of
+    /// a pair lie 8 bytes apart for the lowest bit, and half of the memory for the highest.
     pub gates_s: Vec<f64>,
     /// Mean microseconds of touching a random page.
     pub uniform_us: f64,
@@ -51,7 +52,7 @@ pub enum Bound<'a> {
     Outside,
     /// This memory cgroup bounds the child.
     Cgroup(&'a Path),
-    /// A bare handler bounds the child, to this many bytes.
+    /// The bare handler of page faults keeps at most this many bytes of the child in RAM.
     Bare(usize),
 }
 
@@ -126,8 +127,8 @@ fn mean(taken: &[u64]) -> f64 {
     taken.iter().sum::<u64>() as f64 / 1e3 / taken.len().max(1) as f64
 }
 
-/// Memory whose expected content is always known. Its words are exact numbers, and a gate only
-/// swaps two words and changes the sign of one.
+/// Memory whose expected content is always known. No operation on its words rounds: a pass adds 1
+/// to each, and a gate only swaps two words and changes the sign of one.
 struct State {
     words: &'static mut [f64],
     added: f64,

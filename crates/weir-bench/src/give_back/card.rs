@@ -29,8 +29,8 @@ pub struct Allocated {
     pub longest_ms: f64,
 }
 
-/// Allocates in steps of `step` until it has 90% of the card (with its context). Each step follows
-/// as soon as the one before has succeeded; a refused step is tried again at once.
+/// Allocates in steps of `step` until one more would exceed 90% of the card's memory. Each step
+/// follows as soon as the one before has succeeded; a refused step is tried again at once.
 ///
 /// # Errors
 /// Fails without CUDA, or when a step does not succeed in 10 s.

@@ -13,7 +13,7 @@ fn zeroed(pages: u32) -> Box<[AtomicU32]> {
 }
 
 /// Takes references as the kernel's device memory series does by `atomic_inc_return`. The token is
-/// the page.
+/// the page's number.
 fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     for (token, place) in tokens.iter_mut().zip(pages) {
         counts[place.page as usize].fetch_add(1, Ordering::Relaxed);
@@ -22,7 +22,7 @@ fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
 }
 
 /// Returns references as the kernel's device memory series does by `atomic_dec_and_test`. The token
-/// is the page.
+/// is the page's number.
 fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
     give(counts, tokens);
     back.extend(tokens.iter().map(|token| token.0));

@@ -51,8 +51,7 @@ struct Figures {
 
 /// Adds the rows of the end-to-end run.
 ///
-/// # Errors
-/// Fails when there are no sockets or no memory.
+/// # Errors Fails when the system gives no sockets or no memory.
 pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     let (flows, workers) = (plan.flows, plan.workers.min(plan.flows));
     let mut source = Memory::anonymous(SOURCE_PAGES * PAGE_SIZE)?;
@@ -97,7 +96,8 @@ fn boxed<'a, D: Design + 'a>(parts: impl IntoIterator<Item = D>) -> Vec<Box<dyn 
     parts.into_iter().map(|design| Box::new(design) as Box<dyn Rounds>).collect()
 }
 
-/// Fills the payload: every 8 bytes of a page begin with its number.
+/// Fills the payload. Each word of 8 bytes has the page's number in its first half, and the word's
+/// index in its second.
 fn fill(source: &mut Memory) {
     for page in 0..SOURCE_PAGES {
         for at in 0..PAGE_SIZE / 8 {
@@ -176,8 +176,8 @@ fn cpu_time() -> Duration {
     Duration::new(used.tv_sec as u64, used.tv_nsec as u32)
 }
 
-/// One flow's user: asks for a burst each period, reads each page, and returns all of them. Returns
-/// the number of pages.
+/// One flow's user: asks for a burst of pages each period, reads each page, and gives it back. The
+/// result is the number of pages that it read.
 fn use_pages(mut client: Client, time: Duration) -> u64 {
     let (begun, mut pages, mut next) = (Instant::now(), 0, Instant::now());
     while begun.elapsed() < time {

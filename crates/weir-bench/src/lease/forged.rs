@@ -106,7 +106,7 @@ pub fn attack(trials: u64, seed: u64) -> Outcome {
                 } else {
                     client.returned[pick % 4096] = token;
                 }
-                // Return the token that was just returned once more.
+                // This token was given back just above. Give it back a second time.
                 token
             }
             1 => Token(next() as u32),

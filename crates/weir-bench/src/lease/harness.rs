@@ -53,7 +53,7 @@ impl Workload {
     }
 }
 
-/// A design's time, less the time of the harness, and the design's memory.
+/// A design's memory, and its time without that of the harness.
 #[derive(Clone, Copy, Debug)]
 pub struct Figure {
     /// Nanoseconds of one thread for one reference taken and returned.

@@ -452,7 +452,8 @@ impl Design for KernelXArrays {
         self.give_each(connection, tokens, |page, _| back.push(page));
     }
 
-    /// Bytes of the trees. The structures for pages do not count, since every design has them.
+    /// Bytes of the xarrays: their heads, and their nodes in use. A page's own structure
+    /// (`net_iov`) does not count, since every design has one for each page.
     fn bytes(&self) -> usize {
         self.slab.in_use() * 576 + self.trees.len() * 16
     }

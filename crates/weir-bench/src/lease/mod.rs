@@ -89,7 +89,7 @@ impl Default for Plan {
 /// The reason why nothing was measured.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// The end-to-end run has no sockets or no memory.
+    /// The system gave no sockets or no memory to the end-to-end run.
     #[error("cannot set up the flows")]
     Flows(#[from] std::io::Error),
     /// A number in the plan is out of range.

@@ -14,7 +14,7 @@ pub struct Lease<C> {
     shared_bytes: usize,
 }
 
-/// Bytes for a connection that holds nothing: the table's part and the caller's handle.
+/// Bytes that a connection without references takes: those in the table, and its owner's handle.
 pub fn idle_connection_bytes() -> usize {
     Table::<NoCounts>::bytes_per_idle_connection() + size_of::<Connection>()
 }

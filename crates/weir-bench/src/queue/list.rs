@@ -98,7 +98,7 @@ impl List {
     }
 }
 
-/// The items of a list from which all were taken out, as an iterator in their order.
+/// An iterator over items that were taken out of a list all at once. It keeps their order.
 pub(super) struct Spliced(*mut Item);
 
 impl Iterator for Spliced {

@@ -12,8 +12,8 @@ use super::list::{Item, List};
 
 pub(super) const NAME: &str = "semaphore";
 
-/// The counting semaphore of glibc. To raise it takes one exchange, and a system call if a thread
-/// waits.
+/// The counting semaphore of glibc. Raising it takes one atomic operation, and also a system call
+/// if a thread waits.
 struct Semaphore(NonNull<libc::sem_t>);
 
 // SAFETY: threads may share a semaphore.

@@ -123,8 +123,9 @@ pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
             }
             report.rows.push(Row::higher(id.clone(), "pages_per_s", rate));
             let died = Row::lower(id, "died", f64::from(u8::from(outcome.is_err())));
-            // The goal is only for loads that the store itself makes. It names several pages in a
-            // call for writes only if its URL asks for that.
+            // Only loads that a store on a card makes by default have a goal. For reads, such a
+            // store names several pages in one call. For writes it does so only if its URL asks for
+            // that.
             let is_shipped = copies <= VramUrl::ENGINE_BATCH && shape.ways == Ways::Read || copies == 1;
             report.rows.push(if is_shipped { died.goal(Goal::Value(0.0)) } else { died });
         }

@@ -1,6 +1,6 @@
 //! The controls of the store benchmark. One is a copy-engine call for each request and a stream for
-//! each thread, as in nbd-vram, on device memory of its own. The other is the mapped copy without a
-//! lane around it.
+//! each thread, as in nbd-vram, on device memory of its own. The other is the processor's copy
+//! through the card's window, as on the path `mapped`, without a lane around it.
 
 use super::BenchError;
 use super::content::stamp;
@@ -88,8 +88,8 @@ impl Copier<'_> {
         let places = (memory.bytes / bytes as u64) as u32;
         let address = memory.address + u64::from(self.random.below(places)) * bytes as u64;
         let since = Instant::now();
-        // SAFETY: the range lies in the control's own memory, and the stream is synchronised before
-        // either is freed.
+        // SAFETY: the range lies in the control's own memory. The stream is synchronised before
+        // that memory or the buffer is freed.
         unsafe {
             match kind {
                 Kind::Read => self.stream.copy_to_host(self.buffer.as_ptr(), address, bytes)?,
@@ -101,8 +101,8 @@ impl Copier<'_> {
     }
 }
 
-/// The mapped copy without a lane around it, at random pages. It goes over as many pages as the
-/// store's rows use.
+/// The processor's copy of random pages through the card's window, without a lane around it. It
+/// goes over as many pages as the store's rows use.
 pub struct BareCopy {
     bare: Bare,
     random: super::content::Random,

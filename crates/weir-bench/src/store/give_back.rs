@@ -48,7 +48,7 @@ impl std::fmt::Display for Effort {
 /// The figures of a give-back.
 #[derive(Clone, Copy, Debug)]
 pub struct Outcome {
-    /// Bytes given back a second.
+    /// Bytes per second that are given back.
     pub rate: f64,
     /// The 99th percentile of the users' latencies before the give-back, in microseconds.
     pub quiet_p99: f64,

@@ -188,8 +188,9 @@ impl Part {
 
     /// Holds `depth` operations in flight until `time` is over; returns how many finished.
     ///
-    /// Operations come in batches of a quarter of the depth, as a queue thread takes them from its
-    /// socket. `reads` in a hundred are reads. No page is in flight twice.
+    /// Operations come in batches of a quarter of the depth, much as a server's thread gets several
+    /// requests from its socket at once. `reads` in a hundred are reads. No page is in flight
+    /// twice.
     ///
     /// # Errors
     /// Fails on a fault, or on a page that is not what was written.

@@ -75,7 +75,7 @@ pub enum BenchError {
     /// The volume could not be made.
     #[error("the volume: {0}")]
     Volume(String),
-    /// The client crate failed, which is the control of a store in a fleet.
+    /// The crate `redis` failed, which is the control of a store in a fleet.
     #[error("the control: {0}")]
     Client(#[from] redis::RedisError),
     /// A process of the benchmark could not be started.

@@ -1,8 +1,9 @@
-//! A page from a node of a fleet, beside the client crate's own GET of 4 KiB from the same engine.
+//! Reads of a page from a node of a fleet, beside GETs of 4 KiB from the same node by the crate
+//! `redis`.
 //!
 //! Reads and GETs take turns, one at a time, so that other load of the machine slows both alike. In
 //! the rows `_asleep` the thread waits for the lane's descriptor, as a program does and as the
-//! client crate does. In the rows `_spinning` it polls.
+//! crate `redis` does. In the rows `_spinning` it polls.
 
 use super::content::Random;
 use super::load::{Kind, Pages, Part};
@@ -16,11 +17,12 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_store::{Done, Lane, POLL_EVERY, Progress, RemoteUrl, StoreUrl, Ticket};
 
-/// Number of pages that are read in random order: 64 MiB. The client crate reads as many values.
+/// Number of pages that are read in random order, which are 64 MiB. The crate `redis` reads as many
+/// values.
 const PAGES: u32 = 1 << 14;
 /// Number of reads in a run. The run has as many GETs.
 const READS: usize = 20_000;
-/// Microseconds that a page may take longer than the client crate's own GET.
+/// Microseconds that a page may take longer than a GET by the crate `redis`.
 const OVER_GET_US: f64 = 10.0;
 
 /// Measures reads with each way of waiting: asleep, and spinning. A store that is in no fleet has
@@ -80,7 +82,8 @@ fn load_average() -> Option<f64> {
     std::fs::read_to_string("/proc/loadavg").ok()?.split(' ').next()?.parse().ok()
 }
 
-/// A lane whose owner sleeps until it has something to hand over, or polls.
+/// A lane, and the way in which its owner waits for completions: asleep on the lane's descriptors,
+/// or by polling.
 struct Waiter {
     lane: Box<dyn Lane>,
     asleep: bool,
@@ -109,7 +112,7 @@ impl Pages for Waiter {
     }
 }
 
-/// The client crate by itself, with values of its own on the store's first node.
+/// The crate `redis` by itself, with values of its own on the store's first node.
 struct Client {
     connection: Connection,
     prefix: String,
@@ -142,7 +145,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Gets a value by the client crate. Returns the time that this took.
+    /// Gets a value by the crate `redis`. Returns the time that this took.
     fn get(&mut self) -> Result<Duration, BenchError> {
         let value = self.random.below(PAGES);
         let since = Instant::now();

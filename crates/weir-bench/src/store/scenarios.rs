@@ -18,7 +18,7 @@ const LARGE: usize = 256;
 /// Time between sporadic operations.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Least number of seconds that each pair of paths must run for the coherence row to have its goal.
+/// The coherence row has a goal only if each pair of paths runs for at least this many seconds.
 const FULL_COHERENCE: u64 = 5;
 
 /// A thread's lane and its part of the pages.
@@ -234,7 +234,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Measures deep reads and writes with 1, 2, 4, ... threads, up to the number of the deep rows.
+    /// Measures deep reads and writes with 1, 2, 4, ... threads, up to as many as the deep rows
+    /// have.
     fn scaling(&mut self) -> Result<(), BenchError> {
         let most = self.plan.threads;
         let doubled = std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&it| it < most);

@@ -216,8 +216,8 @@ fn rows(name: &str, kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
             p99 = p99.goal(Goal::Value(150.0));
         }
         Kind::Weir { spin_us: 1.., store: Some(_) } => {
-            // The goal with host memory is 1.6 times the control. With GPU memory it is 6 us more,
-            // for the way to the card.
+            // With host memory the goal is 1.6 times the control. With GPU memory 6 us are added to
+            // it, for the way to the card.
             p50 = p50.goal(Goal::Value(control.fault_p50.median() * 1.6 + 6.0));
             p99 = p99.goal(Goal::Value(150.0));
         }

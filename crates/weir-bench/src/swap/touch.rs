@@ -47,10 +47,10 @@ pub struct Touch {
     /// Speed at which pages went out to swap while the memory was written for the first time, in MB
     /// a second.
     pub out_mb_per_s: f64,
-    /// Speed of reading all memory in order, in MB of the program's memory.
+    /// Speed of reading all of the program's memory in order, in MB a second.
     pub in_mb_per_s: f64,
-    /// Speed of reading stretches of `STRETCH` pages in order at random places, in MB of the
-    /// program's memory.
+    /// Speed of reading stretches of `STRETCH` pages at random places of the program's memory, in
+    /// MB a second.
     pub mixed_mb_per_s: f64,
     /// Number of pages that were not what had been written.
     pub mismatches: u64,

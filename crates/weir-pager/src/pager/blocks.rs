@@ -20,7 +20,8 @@ pub enum State {
     /// The whole block is in a slot, and waits to be moved back into place. The store does not have
     /// it.
     Back(usize),
-    /// The block is in the store, except for the pages that are [`there`](Block::there).
+    /// The block is in the store, except for its single pages in place, which
+    /// [`there`](Block::there) marks.
     Stored,
     /// The block's content is lost.
     Lost,
@@ -37,11 +38,12 @@ pub struct Block {
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: [u64; BLOCK_PAGES / 64],
-    /// The index of the page that was brought last as a single page, and how many pages directly
-    /// before it were brought so.
+    /// The index of the page that was brought last as a single page. Then the number of pages
+    /// directly before it that were brought as single pages too, one after another.
     pub run: (usize, u8),
-    /// Pages whose content the program has dropped, and whose removal the pager has not seen yet.
-    /// Until then the block is not written out, because old content would come back.
+    /// Pages whose content the program has dropped, and which the kernel has not removed yet as far
+    /// as the pager knows. The pager writes the block out only once they are removed: otherwise
+    /// their old content would come back.
     pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
 }
 

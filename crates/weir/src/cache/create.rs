@@ -169,8 +169,9 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// Writes all dirty pages home and has the home flush. Calls `tell` with the bytes that are
-    /// still dirty. Those at the end were written meanwhile.
+    /// Writes all dirty pages home and has the home flush. Calls `tell` now and then with the
+    /// number of bytes that are still dirty. Bytes that are dirty afterwards were written
+    /// meanwhile.
     fn flush(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         let mut tell = || tell(u64::from(self.cache.dirty()) * PAGE_SIZE as u64);
@@ -286,8 +287,8 @@ impl Service for Daemon {
             }
             Request::Detach => {
                 self.detach(tell)?;
-                // Wake the thread that waits for the cache's end. The client's answer comes from
-                // this thread.
+                // Wake the thread that waits for the cache's end. It does not answer the client:
+                // this thread does, when this function has returned.
                 let _ = std::io::Write::write(&mut &self.tell, &[0]);
                 Ok(())
             }

@@ -41,7 +41,7 @@ pub fn run(command: &CacheCommand) -> Result<(), Failure> {
     }
 }
 
-/// Asks the cache for work that brings pages home, and shows the progress.
+/// Sends a request that makes the cache write dirty pages home, and shows the progress.
 fn ask_and_show(control: &options::Control, request: &Request, doing: &'static str) -> Result<(), Failure> {
     let say = move |far: &str, left: &str| eprintln!("{doing}: {far} are at home{left}");
     let (mut shown, mut total) = (Shown::new(doing, say), 0);

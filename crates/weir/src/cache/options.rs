@@ -90,7 +90,7 @@ pub struct CreateOptions {
     pub cache: CacheOptions,
 
     /// Erase the marks of the home's content (file system, partition table, RAID, LVM, swap). PATH
-    /// names the home again; of a log, each disk by itself.
+    /// is the path that --home names. For a log of several disks, repeat the option for each.
     #[arg(long, value_name = "PATH", conflicts_with = "keep_content")]
     pub wipe: Vec<PathBuf>,
 

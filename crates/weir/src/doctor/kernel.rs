@@ -57,8 +57,8 @@ impl Module {
         if listed("modules.builtin") {
             Module::BuiltIn
         } else if machine.has(&format!("/sys/module/{name}")) {
-            // A built-in module with parameters has a directory in /sys/module too. Without
-            // /lib/modules nothing tells whether a module there is built in.
+            // A module that is built in and has parameters has such a directory too. Without the
+            // list in /lib/modules, it cannot be told from a loaded one.
             Module::Loaded
         } else if listed("modules.dep") {
             Module::Loadable
@@ -158,7 +158,8 @@ fn kernel(release: &str) -> Finding {
     }
 }
 
-/// Whether FUSE may use rings (Linux 6.14). The setting applies only to later mounts.
+/// The setting that allows FUSE requests through io_uring (Linux 6.14). It applies only to later
+/// mounts.
 const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
 
 fn fuse_device(machine: &Machine, there: bool, release: &str) -> Finding {
@@ -206,8 +207,8 @@ fn userfaultfd(machine: &Machine) -> Finding {
 }
 
 fn io_uring(machine: &Machine) -> Finding {
-    // Documentation/admin-guide/sysctl/kernel.rst: 0 everybody, 1 the group in io_uring_group, 2
-    // nobody. Since 6.6.
+    // With 0 every process may use io_uring, with 1 only the group in io_uring_group, with 2 none
+    // (Documentation/admin-guide/sysctl/kernel.rst). Linux 6.6 or newer has the setting.
     match machine.text("/proc/sys/kernel/io_uring_disabled").as_deref() {
         Some("0") => Finding::ok("io_uring", "allowed to every process"),
         Some("1") => Finding::warn(

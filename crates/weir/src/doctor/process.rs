@@ -66,8 +66,9 @@ fn is_root(machine: &Machine) -> bool {
     ids.is_some_and(|ids| ids.split_whitespace().nth(1) == Some("0"))
 }
 
-/// The finding for the flusher flag. The daemon refuses swap without it, and so does doctor. But a
-/// denial for an ordinary user says nothing about root.
+/// The finding for the flusher flag. Without the flag the daemon refuses to serve swap, so the
+/// finding is a failure. But it is only a warning for an ordinary user, since root may still be
+/// allowed to set the flag.
 fn flusher(tried: Result<bool, Unprotected>, is_root: bool) -> Finding {
     match tried {
         Ok(true) => Finding::ok("io-flusher", "PR_SET_IO_FLUSHER was tried and holds"),

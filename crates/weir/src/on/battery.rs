@@ -55,9 +55,9 @@ impl Power {
     }
 }
 
-/// Looks at the battery once, and turns Weir off or on if that is due. Turning off takes long, so
-/// it looks again afterwards: the charger may have been connected meanwhile, and that starts no
-/// second run.
+/// Looks at the battery once, and turns Weir off or on if that is due. Turning off takes long. If
+/// the charger is connected meanwhile, systemd starts no second run beside this one. So it looks at
+/// the battery again afterwards.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     while look(options)? == Verdict::Off {}
     Ok(())

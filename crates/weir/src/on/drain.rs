@@ -128,7 +128,8 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
 }
 
 fn stop(child: &Child) {
-    // Waiting for the child below shows whether it is gone already.
+    // This fails if the child has ended already, which the caller notices when it waits for the
+    // child.
     let _ = rustix::process::kill_process(Pid::from_child(child), Signal::INT);
 }
 

@@ -77,8 +77,8 @@ impl Front {
         self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }
 
-    /// The number of the kernel's connections for which these options were made. The daemon serves
-    /// a few more.
+    /// The number of the kernel's connections, read from options that [`config`](Front::config)
+    /// made. Of the connections in these options, the daemon has some to spare for other clients.
     pub fn connections(self, config: &toml::Table) -> u16 {
         let value = config.get("connections").and_then(Value::as_integer).unwrap_or_default();
         u16::try_from(value).unwrap_or_default().saturating_sub(SPARE_CONNECTIONS)
@@ -101,8 +101,9 @@ impl Front {
     }
 }
 
-/// In drivers/block/loop.c `loop_process_work` sets only `PF_MEMALLOC_NOIO`. In fs/fuse/file.c
-/// `fuse_io_alloc` allocates as any program does, without access to the kernel's reserve.
+/// The kernel's sources show the risk: in drivers/block/loop.c `loop_process_work` sets only
+/// `PF_MEMALLOC_NOIO`, and in fs/fuse/file.c `fuse_io_alloc` allocates as any program does. So
+/// neither may use the kernel's reserve of memory.
 const FUSE_RISK: &str = "the kernel's loop and FUSE drivers take memory for each page that goes out and wait for it like anybody, so the \
      machine may freeze once no memory is free at all";
 

@@ -123,8 +123,8 @@ fn is_on(step: &Step) -> bool {
     matches!(step, Step::Swap { path, .. } if swaps::is_on(path))
 }
 
-/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so the device's end
-/// is checked last.
+/// Undoes the last step and strikes it out. But the step that made a ublk device comes after all
+/// others: the device goes when its daemon ends, and then only has to be checked.
 pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     let steps = &journal.state().steps;
     let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });

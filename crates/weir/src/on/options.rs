@@ -116,7 +116,7 @@ fn runtime(text: &str) -> Result<PathBuf, String> {
 /// The device to turn off.
 #[derive(Debug, Clone, Args)]
 pub struct OffOptions {
-    /// The directory that weir on was given.
+    /// The directory that weir on got by --runtime.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 
@@ -132,7 +132,7 @@ pub struct OffOptions {
 /// The daemon to replace.
 #[derive(Debug, Clone, Args)]
 pub struct RestartOptions {
-    /// The directory that weir on was given.
+    /// The directory that weir on got by --runtime.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 }
@@ -144,7 +144,7 @@ pub struct BatteryOptions {
     #[arg(long, value_name = "PERCENT", default_value_t = 30, value_parser = clap::value_parser!(u8).range(1..=100))]
     pub below: u8,
 
-    /// The directory that weir on was given.
+    /// The directory that weir on got by --runtime.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 
@@ -179,8 +179,9 @@ pub enum FrontChoice {
     Ublk,
     /// The kernel's NBD client.
     Nbd,
-    /// A FUSE file under a loop device. It needs no other kernel module. Both drivers take memory
-    /// for each page that goes out, so the machine may freeze once no memory is free.
+    /// A FUSE file under a loop device. It needs no ublk or NBD in the kernel. The loop and FUSE
+    /// drivers take memory for each page that goes out, so the machine may freeze once no memory is
+    /// free.
     Fuse,
 }
 

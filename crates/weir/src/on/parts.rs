@@ -90,8 +90,8 @@ fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) ->
     first + &lines.iter().map(line).collect::<String>()
 }
 
-/// The control socket where a daemon is likely to answer, or has answered before: while all parts
-/// of the system's device are away, no daemon answers.
+/// The control socket that commands use if the user names none. While all parts of the system's
+/// device are away no daemon answers: then it is the socket where one has answered before.
 pub fn find() -> PathBuf {
     let found = control::find();
     let system = service::control_socket(Path::new(DIRECTORY));

@@ -52,7 +52,8 @@ pub struct OnPlan {
 /// systemd units that write a hibernation image (systemd.special(7)).
 const HIBERNATION: [&str; 3] = ["hibernate.target", "hybrid-sleep.target", "suspend-then-hibernate.target"];
 
-/// More hardware queues than this do not make one disk of memory faster.
+/// Largest number of hardware queues that a device gets. More of them do not make it faster, since
+/// all lead to the same memory.
 const CONNECTIONS_MOST: usize = 8;
 
 /// Memory that stays free besides a host store: for the daemon itself, and for the kernel.
@@ -91,7 +92,8 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<OnPlan, Failure> 
         Failure::Failed(format!("this kernel has no swap: /proc/swaps: {error}; use one with CONFIG_SWAP"))
     })?;
     let parts = usize::from(options.parts);
-    // The unit has mounts of its own, so other programs would not see a FUSE file in it.
+    // The unit runs in a mount namespace of its own, so other programs would not see a FUSE file
+    // that its daemon mounts.
     let unit =
         (systemd && parts == 1 && front.front != Front::Fuse && options.runtime == Path::new(DIRECTORY))
             .then(|| UNIT.to_owned())
@@ -370,7 +372,7 @@ fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>)
     }
 }
 
-/// The unit of which sizes of this store are a multiple.
+/// Sizes of this store are multiples of this number of bytes.
 pub fn unit(store: &StoreChoice) -> u64 {
     match store {
         StoreChoice::Vram(url) => url.chunk.0,

@@ -53,7 +53,8 @@ const SCOPE: [&str; 7] = [
     "--property=DefaultDependencies=no",
     "--property=SendSIGKILL=no",
 ];
-/// For [`DIRECTORY`] alone: the package's timer checks the battery for as long as the scope exists.
+/// One more property of the scope, if the daemon's directory is [`DIRECTORY`]: the package's timer
+/// then checks the battery for as long as the scope exists.
 const WATCHED: &str = "--property=Wants=weir-power.timer";
 
 /// A daemon to start: its directory and its options.
@@ -170,8 +171,8 @@ impl Service {
         let (begun, mut starting) = (Instant::now(), Starting::default());
         loop {
             let status = control::status(&control_socket(&self.directory));
-            // Read the report after the status, so that a quick start's report is shown before the
-            // return.
+            // Read the start report after the status. If the daemon answers by now, its last report
+            // is there too, and is shown before this function returns.
             starting.look(&start_report(&self.directory));
             if let Ok(status) = status {
                 return Ok(status);
@@ -280,9 +281,10 @@ fn main_process(unit: &str) -> Option<Process> {
     identify(String::from_utf8_lossy(&output.stdout).trim().parse().ok()?).ok()
 }
 
-/// The keeper that runs with this directory's configuration, if one does: `weir on` may have died
-/// before it recorded the process id. The daemon has the same command line and the keeper as
-/// parent; if the keeper was killed, this finds the daemon. No other program's process matches.
+/// Finds the keeper that runs with this directory's configuration, for a `weir on` that died before
+/// it recorded the process id. The daemon has the same command line, and the keeper is its parent.
+/// If the keeper was killed, returns the daemon instead. Only processes with that command line are
+/// considered.
 fn keeper_of(directory: &Path) -> Option<Process> {
     let config = config_file(directory);
     let wanted = ["serve".as_bytes(), b"--config", config.as_os_str().as_encoded_bytes()];

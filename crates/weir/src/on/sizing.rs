@@ -1,9 +1,10 @@
 //! Chooses the device's size if no option gives one.
 //!
-//! The rules are those of nbd-vram's installer. A card gives all that it has, less 1 GiB for its
-//! other users, less 3 GiB if it drives a display. If that much cannot be had, 512 MiB less is
-//! tried, again and again. If others have taken memory already, the floor stays free too: below it
-//! the store would at once be asked for memory back.
+//! The rules are those of nbd-vram's installer. A card gives all of its memory except for 1 GiB, or
+//! except for 3 GiB if it drives a display: that is left to its other users. If that much cannot be
+//! had, 512 MiB less is tried, again and again. If others have taken memory already, as much as the
+//! store's floor stays free too. With less free memory, the store would have to give memory back at
+//! once.
 
 use weir_core::ByteSize;
 use weir_store::VramUrl;
@@ -47,8 +48,8 @@ impl Card {
 }
 
 /// The cards whose memory makes up the size. An integrated GPU does not count, since its memory is
-/// RAM. A card that no store can open is listed only if it has more memory than its headroom, so
-/// that a refusal can name it.
+/// RAM. A card that no store can open is listed too if it has more memory than must be left to
+/// others. Then the refusal can name it.
 pub fn cards(all: &[GpuMemory]) -> Vec<Card> {
     let card = |it: &GpuMemory| {
         let card = Card { total: it.total, free: it.free, display: it.display };
@@ -63,9 +64,10 @@ pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
     ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
 }
 
-/// Memory that one card can give: its total less the headroom. It is no more than the free memory
-/// less the floor and less what the daemons take beyond their size. It is a multiple of 128 MiB,
-/// the store's usual chunk, or of a larger chunk. `None` if it is less than [`LEAST`].
+/// Memory that one card can give: all of it, except for what is left to others. If less is free, it
+/// is the free memory, except for the store's floor and for what the daemons take beyond their
+/// size. It is rounded down to whole chunks, and to 128 MiB, the usual chunk, if chunks are
+/// smaller. `None` if it is less than [`LEAST`].
 pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
     let lent = card.total.0.saturating_sub(card.headroom().0).min(spare);

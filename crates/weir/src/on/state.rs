@@ -208,7 +208,8 @@ struct Lock(fs::File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // If this fails, the lock ends with its last descriptor.
+        // If the unlocking fails, the kernel ends the lock once every copy of this descriptor is
+        // closed.
         let _ = rustix::fs::flock(&self.0, rustix::fs::FlockOperation::Unlock);
     }
 }

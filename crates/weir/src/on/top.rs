@@ -56,8 +56,8 @@ impl Source {
         Source { path: control.map_or_else(found, Path::to_owned), is_named: control.is_some() }
     }
 
-    /// Adds the programs that other daemons bound, such as those of `weir run`, as `weir status`
-    /// does.
+    /// Adds the programs of `weir run`, each of which has another daemon. `weir status` adds them
+    /// too.
     fn with_programs(&self, mut status: Status) -> Status {
         if !self.is_named {
             status.programs.extend(all());
@@ -263,7 +263,8 @@ fn plain(seen: &Seen) -> String {
     text
 }
 
-/// The chunks of a store by their state. States without a chunk are left out but for `held`.
+/// The chunks of a store by their state. A state that no chunk has is left out, but `held` is
+/// always there.
 fn chunk_states(chunks: &Chunks) -> String {
     let rare =
         [(chunks.reserve, "reserve"), (chunks.emptying, "emptying"), (chunks.given_back, "given back")];
@@ -410,9 +411,9 @@ mod tests {
         for (columns, rows) in [(80, 24), (200, 60)] {
             let text = screen(columns, rows);
             assert!(text.contains("in, last minutes") && text.contains("out, last minutes"), "{text}");
-            // The burst of 4096 pages a second is 16 MiB/s, and lies 61 to 70 looks back. A
-            // terminal of 80 columns shows 58 looks, so the burst is past the left edge. The ramp
-            // ends at 17.2 MiB/s, after 44 looks.
+            // The burst of 4096 pages a second is 16 MiB/s. Since then 60 looks at the daemon were
+            // taken. A terminal of 80 columns shows the last 58 looks, so the burst is past its
+            // left edge. The ramp ends at 17.2 MiB/s, after 44 looks.
             let highest = if columns == 80 { "at most 0.2 MiB/s" } else { "at most 16.0 MiB/s" };
             assert!(text.contains(highest) && text.contains("at most 17.2 MiB/s"), "{text}");
             let full: Vec<&str> =

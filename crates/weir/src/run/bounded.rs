@@ -1,7 +1,7 @@
 //! The programs that `weir run` bounds on this machine: found, listed, and given orders.
 //!
-//! No file lists these programs. A run's daemon listens at a socket, which `/proc/net/unix` shows
-//! for as long as the daemon lives.
+//! No file lists the bounded programs. Each `weir run` has a daemon that listens at a socket.
+//! `/proc/net/unix` shows that socket for as long as the daemon lives.
 
 use super::{CONTROL, DIRECTORY};
 use crate::cli::{EvictOptions, LimitOptions};
@@ -29,8 +29,8 @@ pub fn all() -> Vec<Program> {
     programs
 }
 
-/// The control socket of a bounded program's daemon. Of several programs it is the one with the
-/// lowest process number.
+/// The control socket of a bounded program's daemon. If there are several programs, it is that of
+/// the program with the lowest process number.
 pub fn first_control() -> Option<PathBuf> {
     found().into_iter().min_by_key(|(_, program)| program.pid).map(|(path, _)| path)
 }

@@ -2,7 +2,7 @@
 //!
 //! A daemon of the run's own holds the pages, and an object that is preloaded into the program
 //! bounds its memory. So every store of `weir serve` works here too. Only the daemon opens a card.
-//! The program and its children need no context on it.
+//! The program and its children need no context of CUDA or Vulkan.
 
 mod bounded;
 mod program;
@@ -30,8 +30,8 @@ use weir_store::StoreUrl;
 
 /// The object that is preloaded into the program.
 const OBJECT: &str = "libweir_preload.so";
-/// The names by which other processes find a run: the beginning of its directory's name, before the
-/// process's number; and the name of the daemon's control socket in it.
+/// Other processes find a run by two names. The name of its directory begins with `DIRECTORY`, and
+/// the number of its process follows. In there, `CONTROL` is the daemon's control socket.
 const DIRECTORY: &str = "weir-run-";
 const CONTROL: &str = "control";
 /// Largest number of processes that can be bounded at a time. Each has a thread in the daemon.

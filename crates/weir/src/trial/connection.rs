@@ -116,7 +116,8 @@ impl Connection {
         self.shadow.written()
     }
 
-    /// Splits the pages from the connection, which goes on to read another connection's pages.
+    /// Returns the expected content of the pages, and the connection without it. The connection
+    /// then reads another connection's pages.
     pub fn split(self) -> (Shadow, Reader) {
         (self.shadow, Reader { client: self.client, tally: self.tally })
     }

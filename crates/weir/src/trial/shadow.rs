@@ -7,8 +7,8 @@
 use std::fmt;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// One of this many generations of a page holds a single value, which a volume stores without a
-/// slot.
+/// A generation of a page that is a multiple of this number consists of one repeated value, which a
+/// volume stores without a slot.
 const UNIFORM_EVERY: u32 = 8;
 
 /// The pages of one connection: those of every `of`-th block, beginning with block `index`.
@@ -119,8 +119,8 @@ impl Shadow {
     }
 }
 
-/// The flag of a generation that says the page was zeroed after it. Counting goes on, so no content
-/// comes twice.
+/// The flag in a page's generation that says that the page has been zeroed since. The generation
+/// itself is kept, and the next write counts on from it. So no content is written twice.
 const ZEROED: u32 = 1 << 31;
 
 /// The flag that says a change of the page failed.

@@ -140,8 +140,8 @@ impl Kernel for Machine {
             world.go(source);
             world.come(target, content);
             if entry.is_migrating || world.random.one_in(world.migrates) {
-                // The real kernel waits for a migrating page, and moves it without counting it.
-                // Then it tries the page again, and finds it at its new place.
+                // The real kernel waits for a migrating page and moves it, but does not count it as
+                // moved. Then it tries the page again, and finds it at its new place.
                 why = Some(Errno::EXIST);
                 break;
             }

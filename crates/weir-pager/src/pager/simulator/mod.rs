@@ -123,8 +123,8 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
     (Machine { world, program }, store, shared, (OWN + BELLS).next_multiple_of(BLOCK_PAGES))
 }
 
-/// Makes a pager's [`Work`] on a machine [at rest](at_rest). Also returns the number of a page at
-/// which a block can begin.
+/// Makes a pager's [`Work`] on a machine on which no thread runs ([`at_rest`]). Also returns the
+/// number of a page at which a block can begin.
 pub(super) fn work_at_rest() -> (Work<Machine, Simulated>, usize) {
     let (machine, store, shared, first) = at_rest();
     match Work::new(machine, store, Box::new(|_: &str| {}), Scope::Adopted, shared) {

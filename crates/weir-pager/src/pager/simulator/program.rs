@@ -21,7 +21,7 @@ pub struct Traits {
     pub accesses: usize,
     /// The limit of resident memory, in blocks.
     pub limit: usize,
-    /// One in this number of a thread's actions changes mappings. With 0, no action does.
+    /// Of this many actions of a thread, one changes mappings on average. 0: none does.
     pub changes: u64,
     pub maps: bool,
     pub migrates: bool,
@@ -52,7 +52,7 @@ struct Object {
     pages: Vec<Must>,
     /// Number of threads that use the object now.
     users: usize,
-    /// The pages that a thread is giving up. While the object moves, these are all of its pages.
+    /// Pages that a thread is dropping or moving, so that no other thread may use them now.
     busy: Range<usize>,
     is_readonly: bool,
 }
@@ -64,7 +64,7 @@ enum Action {
         page: usize,
         write: bool,
     },
-    /// Touch a page that belongs to no object.
+    /// Touch a page that belongs to no [`Object`].
     Touch(usize),
     /// Call `MADV_DONTNEED` or `MADV_FREE` for a range of pages, mapping by mapping.
     Remove {
@@ -255,7 +255,8 @@ impl Program {
         true
     }
 
-    /// The kernel and devices change pages, and tell neither the program nor the pager.
+    /// Lets the kernel free and migrate pages, and devices pin them. Neither tells the program or
+    /// the pager.
     fn background(&mut self, world: &mut World) {
         if world.random.one_in(200) {
             let page = FIRST + world.random.below((PAGES - FIRST) as u64) as usize;
@@ -731,8 +732,8 @@ impl Program {
         if write {
             let word = self.next_word;
             self.next_word += 1;
-            // Some written words are zero: the store gets no page of zeros. Others repeat a word
-            // that was written before.
+            // Some written words are zero. They make pages of zeros, which the pager marks and must
+            // not write to the store. Other words repeat one that was written before.
             let word = if word.is_multiple_of(8) { word / 8 % 3 } else { word };
             world.say(at..at + 1, format_args!("is written: {word:#x}"));
             world.set_word(at, word);
@@ -801,8 +802,9 @@ impl Program {
             .filter(|(_, area)| area.is_registered)
             .map(|(&start, area)| count(start..area.end))
             .sum();
-        // Some memory does not count against the limit: the pager's `nursery`, the page through
-        // which single pages come, and blocks at the ends of each object.
+        // Some memory does not count against the limit: the block in which the pager gets new
+        // frames (`nursery`), and the page into which it reads single pages. Nor do the blocks at
+        // both ends of each object, since the pager manages whole blocks only.
         let beside = 2 * BLOCK_PAGES * self.objects.len() + BLOCK_PAGES + 1;
         let limit = self.shared.limit.load(Ordering::Relaxed) * BLOCK_PAGES;
         assert!(own + managed <= limit + beside, "{own} + {managed} pages with a limit of {limit}");

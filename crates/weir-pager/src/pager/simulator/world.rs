@@ -46,8 +46,8 @@ pub struct Area {
     pub is_left_out_of_forks: bool,
 }
 
-/// The simulated address space. Its page number n has the address `BASE` plus n pages, and
-/// `entries[n]`.
+/// The simulated address space. Page n lies at the address `BASE` plus n pages, and `entries[n]` is
+/// its page table entry.
 pub struct World {
     pub random: Random,
     pub now: Duration,
@@ -63,7 +63,7 @@ pub struct World {
     pub events: VecDeque<(Event, usize)>,
     /// Whether the kernel merges neighbouring mappings with equal attributes.
     pub merges: bool,
-    /// One page in this number is migrating when the pager moves it.
+    /// Of this many pages that the pager moves, the kernel is migrating one on average. 0: none.
     pub migrates: u64,
     /// The page whose every event is printed.
     page: Option<usize>,
@@ -171,8 +171,8 @@ impl World {
         self.merge(area.end);
     }
 
-    /// Removes the mappings in `start..end`, and returns them. A mapping across an end is split
-    /// there. The pages stay.
+    /// Removes the mappings in `start..end`, and returns them. A mapping that goes beyond `start`
+    /// or `end` is split there. The pages stay.
     pub fn take_areas(&mut self, start: usize, end: usize) -> Vec<(usize, Area)> {
         self.split(start);
         self.split(end);

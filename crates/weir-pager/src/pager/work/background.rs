@@ -84,7 +84,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         None
     }
 
-    /// Whether the kernel has removed all pages whose content the program dropped from a block.
+    /// Whether the kernel has removed all of a block's pages whose content the program has dropped.
     pub(super) fn has_ended(&mut self, id: u32) -> bool {
         let at = self.blocks.get(id).at;
         let Some(mut ending) = self.blocks.get_mut(id).ending.take() else { return true };

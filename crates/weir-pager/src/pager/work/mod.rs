@@ -102,8 +102,9 @@ pub(super) struct Work<K: Kernel, S> {
     writing: Option<Transfer>,
     filling: Option<Transfer>,
     wanted: VecDeque<usize>,
-    /// Single pages in place as block and page, in the order in which they came. An entry is
-    /// outdated once its page is no longer a single page in place.
+    /// Single pages in place, each as the number of its block and its index in the block, in the
+    /// order in which they came. An entry is outdated once its page is no longer a single page in
+    /// place.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
     /// The time of the last attempt in which no block could make room for single pages.
@@ -291,8 +292,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Answers a thread's call: looks for new memory, and makes every block resident if a thread
-    /// holds them.
+    /// Answers a thread's call: looks for new memory. While a thread holds all blocks in place, for
+    /// a fork, also makes every block resident.
     fn answer(&mut self, bell: usize) -> Result<(), Changed> {
         let [start, end] = self.shared.adopt.each_ref().map(|bound| bound.load(Ordering::Relaxed));
         if end > start {
@@ -395,8 +396,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         let block = self.blocks.get_mut(id);
         let (at, was) = (block.at, block.state);
-        // If the store has the content too, the state until then is `Ready`: the slot may be
-        // dropped, should the address space change before the block is in place.
+        // The address space may change before the block is in place. Then the state tells whether
+        // the slot may be dropped: `Ready` if the store has the content too, and `Back` if not.
         block.state = match was {
             State::Stored | State::Ready(_) => State::Ready(slot),
             _ => State::Back(slot),

@@ -44,9 +44,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if left.is_err() {
             return 0;
         }
-        // Pages are missing at `from` because they were moved, or because a block in place never
-        // had them. Only a slot had all its pages. For a block count the pages that arrived at
-        // `to`.
+        // A page may be missing at `from` because the kernel moved it, or because it never was
+        // there. A slot had all its pages, so each missing page was moved. A block in place may
+        // have had holes, so count the pages that arrived at `to` instead.
         if !(self.staging..self.staging + SLOTS * BLOCK).contains(&from) {
             let mut came = 0;
             let _ = self.kernel.populated(to, to + gone, |start, end| {
@@ -112,8 +112,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// The present address of memory that the tables have at `address`, after all events that were
-    /// read and are not handled yet. `None`: the program has dropped the content.
+    /// The present address of memory that the tables still have at `address`: follows it through
+    /// the events that were read and are not handled yet. `None`: the program has dropped the
+    /// content.
     pub(super) fn now_at(&self, address: usize) -> Option<usize> {
         if !self.has_changed() {
             return Some(address);
@@ -211,8 +212,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Frees the memory of a slot. The slot must not be registered: this thread would wait for
-    /// itself to read the event.
+    /// Frees the memory of a slot, which is not registered with userfaultfd meanwhile. Otherwise
+    /// the kernel would wait until this thread has read the event of that change, and so for ever.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
         let scrubbed = self.kernel.unregister(start, end).and_then(|()| {
@@ -270,8 +271,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
-                // The kernel refuses to move this page of the nursery, for instance while it splits
-                // or migrates the page. A page of zeros will do as well.
+                // The kernel refuses to move this page, for instance while it splits or migrates
+                // the page. The slot may have any content, so a page of zeros will do as well.
                 Err(_) => match self.kernel.zero(to + done, PAGE_SIZE) {
                     Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
                     Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),

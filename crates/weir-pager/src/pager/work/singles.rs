@@ -20,8 +20,8 @@ const MANY: usize = 64;
 const TIMES_AVERAGE: usize = 4;
 /// Pause after an attempt in which no block could be moved out.
 const STUCK: Duration = Duration::from_millis(20);
-/// For a program that accesses memory in random order: whole blocks may take one in this many
-/// blocks of the limit.
+/// For a program that accesses memory in random order: the limit divided by this number is what
+/// whole blocks may take. Single pages have the rest.
 const WHOLE_SHARE: usize = 8;
 
 impl<K: Kernel, S: Store> Work<K, S> {

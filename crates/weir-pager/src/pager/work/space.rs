@@ -19,8 +19,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Handles the `munmap` of `start..end`: forgets that memory, except for the parts that an
-    /// earlier event made the pager forget.
+    /// Handles the `munmap` of `start..end`: forgets that memory. Parts in `owed` are left out: the
+    /// pager has forgotten them already, and other memory may lie there by now.
     fn unmapped(&mut self, start: usize, end: usize) {
         let mut parts = vec![(start, end)];
         for (first, last) in std::mem::take(&mut self.owed) {
@@ -75,7 +75,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Dissolves the blocks that have pages both inside `start..end` and outside of it. The pages
-    /// inside have moved to `moved_to`, or are gone. All other pages come into place.
+    /// inside have moved to `moved_to`, or are gone if that is `None`. All pages that are left are
+    /// brought into memory, at the addresses that they now have.
     pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
@@ -255,9 +256,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 let known = self.known(from, end);
                 let to = known.map_or(end, |(start, _)| start.max(from));
                 let is_next = self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
-                // When a registered mapping grows, the kernel registers its new part too, and
-                // withholds that part from children until a fork asks for it. So the pager manages
-                // the new part, however small it is.
+                // When a registered mapping grows, its new part is registered too, and no child
+                // inherits it until the pager changes that for a fork (`MADV_DOFORK`). So the pager
+                // manages the new part, however small it is.
                 let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
                 let least = if is_next { BLOCK } else { SPAN_MIN };
                 if to > from && (is_same || to - from >= least) {
@@ -284,9 +285,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.kernel.register(start, end).is_err() {
             return Ok(());
         }
-        // From the registration on, each change of the range has its event. But the list of
-        // mappings may be older than a change, or newer than one whose event is not read yet. Then
-        // new blocks could overlap blocks that the event brings, or a hole that is mapped again.
+        // From here on the kernel sends an event for each change of the range. But the list of
+        // mappings was read before. It may lack a change that came after it, or show one whose
+        // event is not handled yet. Then new blocks could cover a hole, or overlap blocks that the
+        // event brings.
         if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
             return Err(Changed);
         }
