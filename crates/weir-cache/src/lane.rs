@@ -331,7 +331,7 @@ impl Parts {
         is_too_long
     }
 
-    /// Ends this lane's share of a frame that could not be read. Returns whether the home has the
+    /// Ends this lane's use of a frame that could not be read. Returns whether the home has the
     /// frame's content. If so, a lane that takes the frame exclusively may read the home instead.
     fn leave_unreadable(&self, frame: u32) -> bool {
         let directory = &self.cache.directory;
@@ -857,7 +857,7 @@ impl CacheLane {
 
 impl Drop for CacheLane {
     /// An operation whose completion was not handed over takes no effect, unless its write has gone
-    /// to the home. The end of such a write goes unnoticed. So its page never goes home again, and
+    /// to the home. Nobody learns when such a write ends. So its page never goes home again, and
     /// flushes fail. A frame that has the page's content continues to serve reads. Any other frame
     /// stays taken, since a read of the home might find half of the write.
     fn drop(&mut self) {

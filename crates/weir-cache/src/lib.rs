@@ -253,7 +253,8 @@ impl Cache {
         self.ring();
     }
 
-    /// Has all dirty pages go home from here on, for instance before the cache ends.
+    /// From here on the write-back writes all dirty pages home, for instance because the cache is
+    /// about to end.
     pub fn drain(&self) {
         self.drains.store(true, Ordering::Relaxed);
         self.ring();
@@ -269,8 +270,8 @@ impl Cache {
         (u64::from(self.directory.frames()) * u64::from(per_cent) / 100) as u32
     }
 
-    /// Ends a lane's share of a frame. `wrote` tells that the frame's content is now newer than the
-    /// home's.
+    /// Ends a lane's use of a frame that other users may share. `wrote` tells that the frame's
+    /// content is now newer than the home's.
     fn leave(&self, frame: u32, wrote: bool) {
         self.directory.leave(frame, wrote);
         if wrote {

@@ -12,7 +12,8 @@ const ROWS: usize = 1024;
 const AREA_BITS: u32 = 8;
 /// Largest number of pages that a run may skip.
 const AHEAD: u32 = 512;
-/// A page at most this many pages behind the one that a run expects does not begin another run.
+/// A run expects a certain page next. A page at most this many pages before it does not begin
+/// another run.
 const BEHIND: u32 = 64;
 
 /// Finds streams in the requests of all lanes.
@@ -46,8 +47,8 @@ impl Streams {
             let behind = next.wrapping_sub(page) <= BEHIND;
             (length > 0 && (ahead || behind)).then_some((next, length))
         };
-        // A stream that enters an area continues the entry of the area before, and that entry is
-        // cleared.
+        // The table has a word for each area. A stream that enters an area goes on from the word of
+        // the area before, and clears it.
         let enter = || {
             let before = self.row(area.wrapping_sub(1));
             near(before.load(Relaxed)).inspect(|_| before.store(0, Relaxed))

@@ -40,7 +40,7 @@ const BATCH: usize = 16 << 10;
 const LOOK: u32 = if cfg!(test) { 64 } else { 1 << 18 };
 /// Time for which the write-back leaves pages alone whose write failed.
 const AGAIN: Duration = Duration::from_secs(1);
-/// The ticket of the home's flush. All other tickets are indices in the group.
+/// The ticket of the home's flush. All other tickets are indices in [`Group::members`].
 const FLUSH: Ticket = Ticket::MAX;
 
 /// The event that the write-back needs before its next step.
@@ -62,7 +62,7 @@ pub struct WriteBack {
     /// The dirty pages that go home next, in address order.
     batch: Vec<(PageNo, Frame)>,
     at: usize,
-    /// Whether the last search found more pages than the batch has.
+    /// Whether the last search found more pages than a batch has room for.
     more: bool,
     /// Dirty pages of sets without a free frame. They are written before the batch.
     urgent: Vec<(PageNo, Frame)>,
@@ -92,7 +92,7 @@ struct Group {
     /// begun or are skipped.
     read: usize,
     written: usize,
-    /// Number of the group's operations that have no answer yet.
+    /// Number of operations on these pages that have no answer yet.
     waits: usize,
     /// The run of neighbouring pages that is being written: the page after its end, and its number
     /// of pages.
@@ -110,7 +110,7 @@ struct Member {
 enum MemberState {
     /// The page's content is being read from its frame.
     Reads,
-    /// The page's content is in the group's memory.
+    /// The page's content is in the memory of the [`Group`].
     Ready,
     /// The page's write to the home is under way.
     Writes,
@@ -219,8 +219,9 @@ impl WriteBack {
         }
     }
 
-    /// Whether the urgent pages are fewer than the home's best run, and a search may find other
-    /// pages to write with them.
+    /// Whether to search for more pages before the urgent ones are written. That is so if the
+    /// urgent ones alone are fewer than the home writes best in a row, and a search may find
+    /// others.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
@@ -299,7 +300,8 @@ impl WriteBack {
         self.flush_wanted().is_some() || self.wants_less_dirt(now) || self.directory().has_pressed()
     }
 
-    /// Begins a sweep if there is a reason for one. Else returns when to look for a reason again.
+    /// Begins a sweep if there is a reason for one. Otherwise returns the time at which to look for
+    /// a reason again.
     fn choose(&mut self, now: Instant) -> Next {
         let (reason, from) = match self.flush_wanted() {
             Some(wanted) => (Reason::Flush(wanted), 0),
@@ -342,8 +344,9 @@ impl WriteBack {
             return Next::Step;
         }
         if sweep.skipped {
-            // Another user had a page exclusively that may still be dirty. That user lets the page
-            // go when the home answers. So the sweep waits for an answer, and begins again.
+            // A page was skipped that may still be dirty, because another user had its frame
+            // exclusively. That user lets the frame go when the home answers. So the sweep waits
+            // for an answer, and begins again.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
         }
@@ -418,7 +421,7 @@ impl WriteBack {
             batch.truncate(BATCH);
             *more = true;
         }
-        // Have the batch written before the sweep goes on.
+        // The batch is written first, and the sweep goes on after that.
         self.at = 0;
         self.found_nobody = self.batch.is_empty();
     }
@@ -489,7 +492,8 @@ impl WriteBack {
         self.go_on();
     }
 
-    /// Issues the operations that the group still lacks: reads first, then writes in order.
+    /// Issues the operations that the pages of the [`Group`] still need: reads first, then writes
+    /// in order.
     fn go_on(&mut self) {
         let WriteBack { cache, frames, home, group, sweep, .. } = self;
         while let Some(member) = group.members.get_mut(group.read) {
@@ -585,7 +589,7 @@ impl WriteBack {
 }
 
 impl Group {
-    /// Whether every page of the group is finished.
+    /// Whether the write-back is done with all pages of the group.
     fn is_over(&self) -> bool {
         self.waits == 0 && self.read == self.members.len() && self.written == self.members.len()
     }

@@ -20,8 +20,8 @@ impl Connection {
     }
 }
 
-/// The state of one connection in its table. It has 32 bytes: two share a cache line, and none
-/// crosses one.
+/// The state of one connection in its table. A record has 32 bytes: two records fill a cache line,
+/// and no record lies in two lines.
 #[derive(Clone, Debug, Default)]
 #[repr(C, align(32))]
 pub(crate) struct Record {
@@ -43,7 +43,7 @@ pub(crate) struct Record {
 
 const _: () = assert!(size_of::<Record>() == 32);
 
-/// The bit that marks a root as a directory.
+/// The bit of [`Record::root`] that is set if the root is a directory and not a chunk.
 const DIRECTORY: u32 = 1 << 31;
 
 /// The root under which a connection finds its chunks.

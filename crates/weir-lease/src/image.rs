@@ -146,7 +146,8 @@ impl<M: AsRef<[AtomicU64]>> Image<M> {
             word.store(value, Ordering::Release);
         }
         for word in &words[HEADER_WORDS..geometry.image_words()] {
-            // Memory that is zero already stays untouched, and so takes no room until it is used.
+            // Words that are zero already are not written. So their memory takes no RAM until the
+            // table uses it.
             if word.load(Ordering::Relaxed) != 0 {
                 word.store(0, Ordering::Release);
             }

@@ -3,7 +3,7 @@
 //! A server lends pages (of a dma-buf, a shared area, a GPU) to connections, which use them in
 //! place and return them in batches. The table records which connection holds which page. Linux has
 //! an xarray per socket for this (`SO_DEVMEM_DONTNEED`). This table does the same in about a tenth
-//! of the time, and more:
+//! of the time, and it does more:
 //!
 //! - A [`Token`] is 32 bits and names a *slot* of its connection and the *lap* in which it was
 //!   taken. The slot, 8 bytes, names the page. So 32 bits suffice for 256 regions of 256 GiB each.

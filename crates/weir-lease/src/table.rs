@@ -58,7 +58,7 @@ struct Run {
 }
 
 impl Default for Run {
-    /// An empty run. Its position is that of no chunk.
+    /// An empty run, for no chunk: no chunk has this position.
     fn default() -> Self {
         Run { position: u32::MAX, chunk: 0, freed: 0, len: 0 }
     }
@@ -132,8 +132,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
         let index = self.closed.pop().ok_or(OpenError::Full { connections })?;
         let record = &mut self.records[index as usize];
-        // Laps continue where the last user of this number stopped, so that its tokens do not
-        // become valid again.
+        // An earlier connection may have had this number. The laps go on from its last one, so that
+        // its tokens do not become valid again.
         record.next_lap();
         record.quota = quota as u16;
         self.image.set_connection(index, ConnectionWord::new(true, quota, record.lap));
@@ -152,8 +152,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     }
 
     /// Takes a reference for each of `places`, until one is refused or a limit is reached, and
-    /// writes the tokens. Returns the number of references taken. The next call gives the reason
-    /// why there were no more.
+    /// writes the tokens. Returns the number of references taken. If there are fewer than were
+    /// asked for, a further call fails with the reason.
     ///
     /// # Errors
     /// Fails with a [`TakeError`] when not even the first could be taken; nothing has changed then.

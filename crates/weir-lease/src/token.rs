@@ -74,7 +74,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// The place of a whole page, as fragment 0.
+    /// The place of a whole page, which is the page's fragment 0.
     pub const fn page(region: u8, page: u32) -> Self {
         Place { region, page, fragment: 0 }
     }

@@ -117,7 +117,7 @@ impl<'a> Blocking<'a> {
         failed.map_err(Ended::Fault)
     }
 
-    /// Has the store flush, and waits for it.
+    /// Asks the store for a flush, and waits for its answer.
     pub fn flush(&mut self) -> Result<(), Ended> {
         let mut answer = None;
         match self.lane.flush(Ticket::MAX) {

@@ -243,8 +243,8 @@ impl Cleaner {
 
     /// Whether to clean one segment more.
     fn wants_more(&self) -> bool {
-        // A victim whose pages were all read may wait for another victim's pages to fill a segment.
-        // So it does not count as free soon.
+        // A victim whose pages were all read may wait for another victim's pages, to fill a segment
+        // with them. So it is not counted among the victims that will soon be free.
         let moves = |victim: &&Victim| victim.phase != Phase::Write || victim.waits > 0;
         let taken = self.parts.victims.iter().filter(|victim| victim.segment.is_some());
         let soon = taken.filter(moves).count() as u32;
@@ -305,7 +305,7 @@ impl Cleaner {
         }
     }
 
-    /// The number of a generation's pages in memory at which the cleaner writes them. They fill the
+    /// The cleaner writes a generation's pages once this many of them are in memory. They fill the
     /// rest of the generation's open segment, or else a whole segment.
     fn goal(&self, generation: usize) -> usize {
         match self.parts.appender.left(&self.log, generation) {

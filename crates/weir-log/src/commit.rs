@@ -180,7 +180,7 @@ impl Committer {
         durable.asked().is_some() || frees && self.again_at.is_none_or(|at| now >= at)
     }
 
-    /// Begins a commit: fills its pages, and has the store below flush.
+    /// Begins a commit: fills its pages, and asks the store below for a flush.
     fn begin(&mut self, log: &Shared, durable: &Durable, now: Instant) {
         self.number = durable.asked().unwrap_or(0);
         if self.is_broken {
@@ -194,8 +194,8 @@ impl Committer {
             gathered = self.gather(log, true);
         }
         if let Err(unfit) = gathered {
-            // This commit has taken the marks of changed segments. So the next one has to look at
-            // all segments.
+            // To fill its pages, this commit has cleared the marks of changed segments. So the next
+            // one has to look at all segments.
             self.must_checkpoint = true;
             if matches!(unfit, Unfit::Large) {
                 // So many segments are without a summary that no half has room for their records.
@@ -334,8 +334,8 @@ impl Committer {
         }
     }
 
-    /// Issues the writes of the commit's pages. Once all are done, has the store below flush the
-    /// commit.
+    /// Issues the writes of the commit's pages. Once all are done, asks the store below for the
+    /// flush that makes the commit safe.
     fn go_on(&mut self, log: &Shared, durable: &Durable, now: Instant) {
         let half = if self.is_checkpoint { self.journal.half } else { self.journal.half ^ 1 };
         let first = if self.is_checkpoint { 0 } else { self.at };

@@ -164,7 +164,7 @@ pub(crate) fn parse(page: &PageBytes, identity: u64) -> Option<(Head, Entry<'_>)
             records: Records(page.get(INLINE_HEAD..INLINE_HEAD + count * RECORD)?),
         },
         FREE => Entry::Free(Names(page.get(HEAD..HEAD + count * 8)?)),
-        // A commit without changes has a page without names.
+        // The page of a commit without changes names no segment.
         0 | WRITTEN => Entry::Written(Names(page.get(HEAD..HEAD + count * 8)?)),
         _ => return None,
     };

@@ -12,8 +12,9 @@ use std::time::Instant;
 use weir_core::{Page, PageBytes, Slot};
 use weir_store::{Done, Fault, Lane, OpenError, Progress, Ticket};
 
-/// In the store below, the ticket of an operation's page is the operation's number. These bits are
-/// added for the read of a summary, the write of a summary, and the flush.
+/// In the store below, the ticket of a page's read or write is the number of its operation. The
+/// other tickets have one of these bits: for the read of a summary, the write of a summary, and the
+/// flush.
 const SUMMARY: Ticket = 1 << 16;
 const SEGMENTS: Ticket = 1 << 17;
 const FLUSH: Ticket = 1 << 18;
@@ -76,7 +77,7 @@ enum Part {
 impl LogLane {
     pub fn open(log: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
         let depth = depth.clamp(1, SUMMARY as usize - 1);
-        // The lane below gets a depth of whole segments, so that it need not split a segment's
+        // The lane below has room for a whole number of segments. So it need not split a segment's
         // pages in its memory.
         let room = (depth * 2 + OPEN_MAX).next_multiple_of(log.shape.segment_pages as usize);
         let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, version: 0, state: State::Idle };
@@ -380,8 +381,9 @@ impl Lane for LogLane {
         }
     }
 
-    /// The best numbers of pages to write in a row: those that the open segment still takes, and
-    /// those of whole segments. Pages up to a segment's end go to the disk as one write.
+    /// The best numbers of pages to write in a row: first the number that the open segment still
+    /// takes, and then that of a whole segment. Pages up to a segment's end go to the disk as one
+    /// write.
     fn best_runs(&self) -> Option<(usize, usize)> {
         let Parts { log, appender, .. } = &self.parts;
         let places = log.shape.places();
@@ -429,7 +431,7 @@ impl Lane for LogLane {
     }
 
     /// Returns `None` while the lane waits for a free segment or a commit, or has an operation to
-    /// issue again. No descriptor tells of those.
+    /// issue again. No descriptor announces these events, so the lane's owner must poll.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         let Parts { log, again, flush, is_starved, .. } = &self.parts;
         let must_poll = *is_starved || !again.is_empty() || log.durable.is_some() && flush.is_some();

@@ -172,8 +172,8 @@ impl Shared {
         loop {
             let place = self.find(page)?;
             let life = self.segments.word(self.shape.split(place).0).life();
-            // The page was at this place in this life: a segment with a live page begins no other
-            // life.
+            // The page was at this place both times. A segment with a live page begins no other
+            // life, so `life` is the life in which the page was written.
             if self.find(page) == Some(place) {
                 return Some((place, life));
             }

@@ -87,7 +87,7 @@ pub(crate) fn read_superblocks(
             Err(NoSuperblock::Later(version)) => Some(*version),
             _ => None,
         });
-        // A copy may be whole, and yet be another disk's that was written to the wrong place. The
+        // A whole copy may belong to another disk, and have been written to the wrong place. The
         // copy of this disk and this log counts.
         let is_right =
             |copy: &&Superblock| copy.member == member && first.is_none_or(|first| first.is_same_log(copy));
@@ -222,7 +222,7 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
         });
         for page in &pages[..count as usize] {
             let Some((head, entry)) = journal::parse(page, identity) else {
-                // This page was whole when the heads were read.
+                // This page was whole when its head was read before.
                 return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
             };
             table.apply(superblock, &head, &entry).map_err(LogError::Damaged)?;
@@ -476,8 +476,8 @@ impl Log {
             let generation = inline.get(&segment).map_or(generations[at].into(), |inline| inline.generation);
             (lives[at] > 0).then_some((lives[at], generation as usize, has_summary))
         };
-        // A segment may have begun a life before the crash that no commit has named. So leave one
-        // life out.
+        // Just before the crash, a segment may have begun a life that no commit has named. So no
+        // segment gets the next number of a life again.
         let floor = journal.floor + 1;
         let segments =
             Segments::recovered(superblock.segments, superblock.members, superblock.reserved(), floor, life);

@@ -13,7 +13,8 @@
 //! whether the segment's summary is on the disk.
 //!
 //! In a durable log a closed segment without a live page is *dead* first: a crash before the next
-//! commit would bring its pages back. A commit that says that it holds nothing makes it free.
+//! commit would bring its pages back. It becomes free by a commit which says that the segment holds
+//! nothing.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -82,8 +83,8 @@ impl Word {
         self.0 & SUMMARY != 0
     }
 
-    /// The word with the state `over`, if the segment has no live page and no work under way. Else
-    /// the word as it is.
+    /// The word with the state `over`, if the segment is closed or stuck and has no live page.
+    /// Otherwise the unchanged word.
     fn settled(self, over: State) -> Self {
         let rests = matches!(self.state(), State::Closed | State::Stuck);
         if rests && self.live() == 0 { self.with_state(over) } else { self }
@@ -117,8 +118,8 @@ pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 #[repr(align(128))]
 struct Stack {
     head: AtomicU64,
-    /// Number of turns in which no segment of this member is taken, because a write to the member
-    /// failed.
+    /// The members take turns to give a free segment. This member misses its next turns, this many
+    /// of them, because a write to it failed.
     skips: AtomicU32,
     failures: AtomicU32,
 }
@@ -186,7 +187,8 @@ impl Segments {
         }
     }
 
-    /// Whether the segments are a durable log's: each is dead first, and free after a commit.
+    /// Whether these are the segments of a durable log. There a segment without a live page is dead
+    /// first, and free after a commit.
     pub fn are_durable(&self) -> bool {
         !self.changed.is_empty()
     }
@@ -408,8 +410,8 @@ impl Segments {
         }
     }
 
-    /// Notes that a write to the member of `segment` has failed. For some turns no segment is taken
-    /// from that member, and for more turns after each failure.
+    /// Notes that a write to the member of `segment` has failed. The member then misses its next
+    /// turns to give a free segment, and more of them after each failure.
     pub fn blame(&self, segment: u32) {
         let stack = &self.stacks[(segment % self.members()) as usize];
         let failures = stack.failures.fetch_add(1, Relaxed);

@@ -7,7 +7,7 @@ use crate::summary::{PLACES_MAX, Rows};
 use crate::superblock::SEGMENT_LEAST;
 use weir_core::PAGE_SIZE;
 
-/// Bytes of memory that a log takes for each page of the store below, in all: 1 GiB for 1 TiB.
+/// A log is bound to this many bytes of memory for each page of the store below: 1 GiB for 1 TiB.
 const BYTES_A_PAGE: u64 = 4;
 /// Number of pages up to which a log is opened in one pass, even if that exceeds the bound on
 /// memory.
@@ -126,7 +126,7 @@ impl Sizes {
     }
 
     /// Number of pages whose newest version one pass finds while a log is opened. Summaries and
-    /// commits take no memory yet at that time, so a pass may use theirs.
+    /// commits take no memory yet at that time, so a pass may use the memory that they will take.
     pub fn pass(&self) -> u64 {
         // The memory that an opening takes besides the versions: for the map, and for each
         // segment's record and life.

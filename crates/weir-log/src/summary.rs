@@ -126,7 +126,7 @@ impl Rows {
         (self.records.at(at), self.records.at(at + 1))
     }
 
-    /// The two words of a row with the version of a place; `None`: the log is scratch.
+    /// The two words in a row that hold a place's version; `None`: the log is scratch.
     fn version_words(&self, row: u32, place: u32) -> Option<(&AtomicU32, &AtomicU32)> {
         let at = (row as usize * self.places + place as usize) * self.stride;
         (self.stride == 4).then(|| (self.records.at(at + 2), self.records.at(at + 3)))
@@ -283,8 +283,8 @@ impl Rows {
         tag.store(u64::from(number) << 32 | u64::from(segment + 1), SeqCst);
         let word = segments.row(segment);
         if is_pinned {
-            // The segment may still have a row from an earlier life, which was stored late. That
-            // row is replaced when CLOCK comes to it.
+            // The segment may still have a row from an earlier life, because a lane stored it after
+            // that life had ended. That row is replaced when CLOCK comes to it.
             word.store(row + 1, SeqCst);
         } else if word.compare_exchange(0, row + 1, SeqCst, Relaxed).is_err() {
             tag.store(0, SeqCst);

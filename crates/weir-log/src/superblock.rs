@@ -127,7 +127,8 @@ impl Superblock {
         if found.is_possible() { Ok(found) } else { Err(NoSuperblock::Damaged) }
     }
 
-    /// Whether a log can have such fields. With fields that pass, no later computation overflows.
+    /// Whether a log can have the sizes in these fields. If so, no later computation with them
+    /// overflows.
     fn is_possible(&self) -> bool {
         let Superblock { member, members, segment_pages, segments, pages, half, .. } = *self;
         let slots = u64::from(segments) * u64::from(segment_pages);

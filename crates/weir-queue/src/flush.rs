@@ -34,7 +34,7 @@ unsafe fn arrive(link: NonNull<Link>, _: &Unplaced) {
     let waiter = unsafe { (*link.cast::<Marker<'_>>().as_ptr()).waiter };
     let thread = waiter.thread.clone();
     if waiter.left.fetch_sub(1, Release) == 1 {
-        // The waiter may have ended by now, but the handle is this thread's own clone.
+        // The waiter may have ended by now, but `thread` is a clone that this thread owns.
         thread.unpark();
     }
 }

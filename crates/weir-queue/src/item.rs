@@ -36,18 +36,19 @@ pub(crate) struct RawItem {
 const PENDING: usize = 1;
 /// The item was pushed: its place in the queue is decided.
 const PLACED: usize = 2;
-/// A thread found the item pending before the item had a place, and [`Unplaced`] counts the item.
+/// A thread found the item pending before the item was placed, and [`Unplaced`] counts the item.
 const AWAITED: usize = 4;
 const RELEASES: usize = 8;
 
 /// The number of a queue's items that a thread found pending before they were placed in a stack.
 ///
-/// A thread that finds an item pending may flush next, and the flush must wait for that item.
-/// Another thread has claimed the item, and is about to push it. So a flush first waits until this
-/// number is 0. It is above 0 only for the few instructions between claim and push.
+/// A thread finds an item pending that another thread has claimed, and is about to push. If the
+/// first thread then flushes, the flush must wait for that item too. So a flush first waits until
+/// this number is 0. It is above 0 only for the few instructions between claim and push.
 pub(crate) type Unplaced = AtomicUsize;
 
-/// The right to push an item that was claimed. It is the item's state at the claim.
+/// The right to push an item that was claimed. The number is the item's state at the time of the
+/// claim.
 #[must_use]
 pub(crate) struct Claim(usize);
 
@@ -69,8 +70,8 @@ macro_rules! has_item {
         $crate::has_item!($owner, $field, 0);
     };
     ($owner:ty, $field:ident, $id:expr) => {
-        // SAFETY: `offset_of!` takes a field of the type itself, and the constant within checks the
-        // field's type.
+        // SAFETY: `offset_of!` takes a field of the type itself, and the `const _` before it checks
+        // the field's type.
         unsafe impl $crate::HasItem<{ $id }> for $owner {
             const OFFSET: usize = {
                 const _: fn(&$owner) -> &$crate::Item<$owner, { $id }> = |owner| &owner.$field;
@@ -233,7 +234,8 @@ impl RawItem {
         None
     }
 
-    /// Counts an item that is claimed and has no place yet, unless it has one by now.
+    /// Counts an item that is claimed and not placed yet. If it was placed meanwhile, it does not
+    /// count.
     #[cold]
     fn await_place(&self, claimed: usize, unplaced: &Unplaced) {
         // Count the item before AWAITED is set: a thread that finds AWAITED counts the item down at
@@ -387,8 +389,8 @@ mod models {
             while shared.unplaced.load(Acquire) > 0 {
                 loom::thread::yield_now();
             }
-            // SAFETY: the marker is pushed once, and lives until the model has ended, after all
-            // takes.
+            // SAFETY: the marker is pushed once. It lives until the model has ended, and nothing
+            // takes links after that.
             assert_eq!(unsafe { shared.stack.push(NonNull::from(&shared.marker)) }, Pushed::Queued);
             let first = shared.stack.take().next();
             assert!(!refused || first == Some(NonNull::from(&shared.item.link)));

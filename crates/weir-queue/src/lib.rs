@@ -6,11 +6,11 @@
 //! the GPU driver's interrupt handlers use:
 //!
 //! - an item that is pending already is not queued twice: [`Queue::schedule`] returns false, and
-//!   the coming run sees everything that its caller did before;
+//!   the item's coming run sees everything that the calling thread did before the call;
 //! - an item is out of the queue before its function runs, so the function may schedule it again,
 //!   or drop it;
 //! - [`Queue::flush`] returns once everything scheduled before it has run, and everything that
-//!   those runs scheduled; an item that was pending when its caller scheduled it counts too;
+//!   those runs scheduled; an item for which `schedule` returned false counts too;
 //! - [`Queue::stop`] refuses later items and runs earlier ones.
 //!
 //! ```

@@ -26,7 +26,8 @@ pub struct Metrics {
     pub batches: u64,
     /// Largest number of items that the worker found at once.
     pub longest: u64,
-    /// Number of times that the worker slept and was woken: the system calls that a queue costs.
+    /// Number of times that the worker slept and was woken. A queue makes system calls only for
+    /// these.
     pub wakes: u64,
     /// Number of items whose function panicked. The worker goes on.
     pub panics: u64,

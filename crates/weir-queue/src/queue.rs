@@ -114,7 +114,8 @@ impl Builder {
     /// Starts the worker.
     ///
     /// # Errors
-    /// Fails with a [`StartError`] when no thread can be had, or none on the node asked for.
+    /// Fails with a [`StartError`] when the system gives no thread, or the worker cannot run on the
+    /// node that was asked for.
     pub fn start(self) -> Result<Queue, StartError> {
         let core = Arc::new(Core {
             shards: Shards::new(self.shards),
@@ -181,8 +182,8 @@ impl Queue {
         accepted
     }
 
-    /// Gives `owner` to the queue, to run once. An owned item cannot be pending, so this
-    /// needs one atomic exchange less than [`Queue::schedule`] here, and one less when it runs.
+    /// Gives `owner` to the queue, to run once. An owned item cannot be pending. So this call needs
+    /// one atomic exchange less than [`Queue::schedule`], and so does the run of the item.
     ///
     /// ```
     /// use std::sync::mpsc;
@@ -222,7 +223,8 @@ impl Queue {
         P::Target: Work<ID, Pointer = P>,
     {
         let raw = owner.into_raw();
-        // SAFETY: the item is owned, so it is in no stack; it stays valid until it has run.
+        // SAFETY: `owner` was the only pointer to the item's owner, so the item is in no stack. The
+        // raw pointer keeps the item valid until it has run.
         if unsafe { self.push(item_of::<P::Target, ID>(raw)) } {
             Ok(())
         } else {
@@ -253,7 +255,7 @@ impl Queue {
     /// flush at once.
     ///
     /// If the worker itself calls this, it returns false at once, since the worker would wait for
-    /// itself. Else it returns true.
+    /// itself. Otherwise it returns true.
     pub fn flush(&self) -> bool {
         if thread::current().id() == self.worker {
             return false;

@@ -76,8 +76,8 @@ fn thread_number() -> usize {
     }
 }
 
-/// The number of the calling thread under the model checker. All threads share a stack, which is
-/// the harder case, and each execution does the same.
+/// The number of the calling thread under the model checker. All threads have the same one, so they
+/// share a stack, which is the harder case. And each execution does the same steps.
 #[cfg(loom)]
 fn thread_number() -> usize {
     0

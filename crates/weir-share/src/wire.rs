@@ -214,7 +214,8 @@ pub enum Spot {
 }
 
 impl Spot {
-    /// A ring entry's words for the place: the frame, and the window with the slot.
+    /// The two fields of a ring entry that name this place: the frame, and the window with the
+    /// slot.
     fn words(self) -> (u32, u64) {
         match self {
             Spot::Nowhere => (NO_FRAME, 0),

@@ -10,7 +10,7 @@ use std::{fs, io, thread};
 pub struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// The cgroup of the benchmark's run with process `pid`, whether or not the cgroup exists.
+    /// The cgroup of the benchmark whose process is `pid`. The cgroup need not exist.
     pub fn of(pid: u32) -> Cgroup {
         let root = Path::new("/sys/fs/cgroup");
         let parent = if Self::is_unified() { root.to_owned() } else { root.join("memory") };
@@ -21,7 +21,7 @@ impl Cgroup {
         Path::new("/sys/fs/cgroup/cgroup.controllers").exists()
     }
 
-    /// Makes the cgroup of the benchmark's run with process `pid`. The run's processes may keep
+    /// Makes the cgroup of the benchmark whose process is `pid`. The processes in it may keep
     /// `bytes` bytes in RAM; swap is not limited.
     ///
     /// # Errors

@@ -43,8 +43,8 @@ pub fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// The reason for a daemon not to stop, from the result of [`user`] or [`user_or_owner`]; `None` if
-/// it may stop. A device whose use is unknown counts as in use.
+/// The sentence that tells why a daemon does not stop now; `None` if it may stop. `user` is the
+/// result of [`user`] or [`user_or_owner`]. A device whose use is unknown counts as in use.
 pub fn why_not_stop(device: &str, user: io::Result<Option<String>>) -> Option<String> {
     let user = user.unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
     Some(in_use(device, &user))

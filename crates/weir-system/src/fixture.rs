@@ -1,12 +1,12 @@
-//! A machine for a test: a directory with files such as `proc/meminfo`. And a test in a mount
-//! namespace of its own.
+//! Helpers of tests: a directory with files such as `proc/meminfo` stands for a machine, and a test
+//! can have a mount namespace of its own.
 
 use crate::Machine;
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Tells a process that [`alone`] started it.
+/// The environment variable that is set in a process which [`alone`] has started.
 const ALONE: &str = "WEIR_TEST_ALONE";
 
 /// Runs the test `name` of this program again, in a process with a mount namespace of its own.

@@ -3,8 +3,8 @@
 /// The first kernel whose ublk driver lists its features, so that weir serve --ublk can use it.
 pub const UBLK: (u32, u32) = (6, 5);
 /// The first kernel whose ublk driver is known to survive its daemon's death under load
-/// (docs/ublk.md). Debian's 6.12.95 crashes. Stable kernels have the repair since (6.12.117 has
-/// it), but a release's first two numbers do not tell that.
+/// (docs/ublk.md). Debian's 6.12.95 crashes. Later stable kernels are repaired, such as 6.12.117,
+/// but the first two numbers of a release do not tell that.
 pub const UBLK_SURVIVES: (u32, u32) = (6, 16);
 /// The first kernel that can repeat unanswered requests to a daemon that takes over
 /// (`FUSE_NOTIFY_RESEND`).

@@ -51,7 +51,8 @@ pub struct Bursts {
 pub fn hold_in_bursts() -> io::Result<()> {
     if HOLDER.get().is_none() {
         let holder = Holder::start(Path::new(DEVICE))?;
-        // This fails if another thread has set a holder first, which does the same.
+        // This fails if another thread has set a holder meanwhile. That holder does the same as
+        // this one would.
         let _ = HOLDER.set(holder);
     }
     Ok(())

@@ -71,7 +71,7 @@ impl Info {
     };
 
     /// Makes the information with the file's name, cut to 63 bytes and with a zero at its end. The
-    /// kernel stores the name, and shows it if it cannot see the file.
+    /// kernel stores the name for programs that ask for it, and opens nothing by it.
     fn named(file: &Path) -> Info {
         let mut info = Info::EMPTY;
         let name = file.as_os_str().as_encoded_bytes();
@@ -156,7 +156,8 @@ impl LoopDevice {
             let opened = open(&device.path)?;
             match configure(&opened, &backing, file) {
                 Ok(()) => {
-                    // A device that is open does not go.
+                    // Close this descriptor first: while any is open, the kernel does not detach
+                    // the device.
                     drop(opened);
                     return device.checked(file);
                 }

@@ -49,8 +49,9 @@ impl Machine {
         weir_core::available_below(&self.root).map(ByteSize)
     }
 
-    /// The memory that all processes together can take, whatever this process's cgroups allow. It
-    /// bounds pages that are swapped in, which the kernel charges to their owners' cgroups.
+    /// The memory that all processes together can take, whatever this process's cgroups allow.
+    /// Pages that are swapped in can take no more than this. This process's cgroups do not limit
+    /// them, since the kernel charges such pages to their owners' cgroups.
     pub fn available_to_all(&self) -> Option<ByteSize> {
         weir_core::available_to_all_below(&self.root).map(ByteSize)
     }

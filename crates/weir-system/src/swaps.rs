@@ -67,8 +67,8 @@ const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
 const SWAP_FLAG_DISCARD: libc::c_int = 0x1_0000;
 const SWAP_FLAG_DISCARD_PAGES: libc::c_int = 0x4_0000;
 
-/// Starts to swap on a device. The kernel discards clusters of slots that are free again, so that
-/// the store gets their room back.
+/// Starts to swap on a device. The kernel discards clusters of swap slots that are free again, so
+/// that the store gets their room back.
 ///
 /// # Errors
 /// Fails with the error of swapon(2).

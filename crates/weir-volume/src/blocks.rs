@@ -20,7 +20,7 @@ struct Block<T> {
     next: OnceLock<Arc<Block<T>>>,
 }
 
-/// One item of a row. It keeps the item's block alive.
+/// A reference to one item of a row. It keeps the item's block alive.
 pub(crate) struct Item<T> {
     block: Arc<Block<T>>,
     at: usize,
@@ -31,8 +31,8 @@ impl<T: Default> Blocks<T> {
         Blocks { first: Block::new(), asked: AtomicUsize::new(0) }
     }
 
-    /// The item at `index`. Makes the blocks up to it. So only a thread that may allocate asks for
-    /// an item for the first time.
+    /// The item at `index`. Makes the row's blocks up to this item if they are missing. So only a
+    /// thread that may allocate memory is the first to ask for an item.
     pub fn item(&self, index: usize) -> Item<T> {
         let mut block = &self.first;
         for _ in 0..index / BLOCK {

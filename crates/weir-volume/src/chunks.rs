@@ -44,7 +44,7 @@ pub struct ChunkStatus {
     pub slots: u32,
     /// Number of slots that hold a page.
     pub used: u32,
-    /// The reason why the chunk is not held, if it is not.
+    /// The reason why the chunk's memory was given back, if it was.
     pub note: Note,
 }
 
@@ -65,7 +65,8 @@ const EMPTYING: u64 = 1;
 const GIVEN_BACK: u64 = 2;
 /// The bits of a chunk's word that hold its state.
 const STATE: u64 = 0xff;
-/// The bit of a [`Note`] in the word of a chunk that is not held: the governor had it given back.
+/// The bit of a [`Note`] in a chunk's word: the chunk was given back because the governor asked for
+/// it.
 const UNASKED: u64 = 0x100;
 /// The bit of a [`Note`] in a chunk's word: the chunk was given back because the machine sleeps.
 const ASLEEP: u64 = 0x200;
@@ -103,14 +104,14 @@ impl Tier {
         word.fetch_update(Ordering::AcqRel, Ordering::Acquire, next).is_ok()
     }
 
-    /// Notes why a chunk is not held.
+    /// Notes why a chunk's memory was given back.
     fn note(&self, chunk: u32, note: Note) {
         let next = |now: u64| {
             let unasked = if note.unasked { UNASKED } else { 0 };
             let asleep = if note.asleep { ASLEEP } else { 0 };
             (now & STATE != HELD).then_some(now & !(UNASKED | ASLEEP) | unasked | asleep)
         };
-        // A chunk that is held gets no note.
+        // A chunk that has its memory gets no note.
         let _ = self.records.chunk_word(chunk).fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
@@ -144,7 +145,7 @@ impl Tier {
             .then_some(first..end)
     }
 
-    /// Has the store give a chunk's memory back.
+    /// Gives a chunk's memory back to its owner.
     pub fn release(&self, chunk: u32) -> Result<(), Fault> {
         self.store.reclaim().map_or(Err(Fault::Unsupported), |store| store.release(chunk))
     }
@@ -209,7 +210,8 @@ impl Pool {
         ranges.pages().saturating_add(self.config.slack())
     }
 
-    /// Number of slots in chunks that are held, of members that are not lost.
+    /// Number of slots in all chunks that have their memory and take pages. Slots of lost members
+    /// do not count.
     pub(crate) fn open_slots(&self) -> u32 {
         self.tiers.iter().map(Tier::open_slots).fold(0, u32::saturating_add)
     }

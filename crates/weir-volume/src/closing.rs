@@ -1,10 +1,10 @@
 //! Lanes that were dropped with operations under way.
 //!
 //! A store may still write into slots that a dropped lane had claimed, and read slots that the
-//! lane's pin holds. No thread waits for that: the lane's accesses to the stores move to its seat,
-//! which stays taken. A lane that needs slots polls them. A worker, or the next thread that opens a
-//! lane, frees the seat by [`close_lanes`](Pool::close_lanes). Nothing that was under way is
-//! published.
+//! lane's pin holds. No thread waits for that: the lane's seat stays taken, and keeps the lane's
+//! operations. A lane that needs slots takes the stores' answers for them. A worker, or the next
+//! thread that opens a lane, frees the seat by [`close_lanes`](Pool::close_lanes). Nothing that was
+//! under way is published.
 
 use crate::Pool;
 use crate::lane::{Op, Run, StoreLane};
@@ -23,8 +23,8 @@ pub(crate) struct Closing {
     /// Number of slots of writes that a store did not answer in time. Those writes may still change
     /// the slots.
     unsettled: usize,
-    /// Whether the stores have ended every operation. Then a worker drops this record. The drop may
-    /// wait for a disk, and it frees memory, so an I/O thread must not do it.
+    /// Whether the stores have ended every operation. Then a worker drops this `Closing`. The drop
+    /// may wait for a disk, and it frees memory, so an I/O thread must not do it.
     ended: bool,
 }
 
@@ -100,8 +100,9 @@ impl Pool {
         self.closing.fetch_add(1, Ordering::Release);
     }
 
-    /// Frees slots and pins of dropped lanes' operations that the stores have finished. Never
-    /// waits, and frees no memory, because an I/O thread calls it when a write finds no slot.
+    /// Takes the stores' answers for dropped lanes, and frees the slots and pins that the ended
+    /// operations had. Never waits, and frees no memory, because an I/O thread calls this when a
+    /// write finds no slot.
     pub(crate) fn step_closing(&self, now: Instant) {
         self.each_closing(|seat, closing| {
             if let Some(closing) = closing {

@@ -6,9 +6,9 @@
 //! itself, like any page that moves. Readers and writers go on. A page that is written meanwhile
 //! need not be moved any more.
 //!
-//! A pool has a slot for each page without compaction. So compaction is done only when it pays: at
-//! worst, emptying two packs frees one slot. It allocates no memory, and in a full store it takes
-//! one additional slot at a time.
+//! A pool has a slot for each of its pages, even if none is compressed. So no write depends on
+//! compaction, which is done only when it pays: emptying two half-full packs frees only one slot.
+//! It allocates no memory, and in a full store it takes one additional slot at a time.
 
 use crate::Pool;
 use crate::records::Occupant;
@@ -19,7 +19,7 @@ use weir_core::metrics::Counter;
 /// Which packs are emptied: all that are at most this full.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sparse {
-    /// Fill of the fullest pack that is emptied, in parts of [`WHOLE`].
+    /// How full the fullest pack is that is emptied, in sixteenths ([`WHOLE`]).
     fill_most: u32,
 }
 
@@ -36,24 +36,24 @@ impl Sparse {
     }
 }
 
-/// A pack's fill is measured in parts. A full pack has this many.
+/// How full a pack is, is counted in sixteenths. A full pack has 16.
 const WHOLE: u32 = 16;
-/// The largest fill of a pack that is emptied. To empty fuller packs would move many pages for
-/// little room.
+/// Packs that are fuller than this are not emptied. That would move many pages for little room.
 const FILL_MOST: u32 = 11;
 /// Least number of wasted slots that is worth compaction.
 const WASTE_LEAST: u64 = 32;
 /// Compaction begins when the packs waste at least one in this many of their slots. The first
-/// number is the usual one, and the second is for a store with little room.
+/// number is the usual one. The second is for a store with little room, where compaction begins
+/// earlier.
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
 /// A store has little room if fewer than one in this many of its slots are free.
 const ROOM_ONE_IN: u32 = 16;
-/// Number of pages that must have left packs since the last look: at least the first number, and at
-/// least one for each group of packs. The second number is the size of a group.
+/// Since the last look for packs to empty, at least [`LEFT_LEAST`] pages must have left packs, and
+/// at least one page for each [`LEFT_ONE_IN`] packs.
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
 
-/// How full a pack is, in parts of [`WHOLE`]; `None` for a slot without a pack.
+/// How full a pack is, in sixteenths; `None` for a slot without a pack.
 fn fill(occupant: Option<Occupant>) -> Option<u32> {
     let (pages, room) = occupant?.fill()?;
     (pages > 0).then(|| (pages * WHOLE).div_ceil(room))
@@ -107,13 +107,14 @@ impl Pool {
     }
 }
 
-/// Chooses the packs to empty, from the number of packs of each fill. The packs that stay may waste
-/// at most half of what makes compaction begin.
+/// Chooses the packs to empty. `packs[n]` is the number of packs that are `n` sixteenths full.
+/// Compaction begins when one slot in `one_in` is wasted. It ends when the packs that stay waste
+/// half of that, or when all of them are fuller than [`FILL_MOST`].
 fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     let total: u64 = packs.iter().sum();
     let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);
-    // Waste is counted in parts of a slot, [`WHOLE`] to a slot: the present waste, and the waste
-    // that would be left once the packs up to `fill_most` are emptied.
+    // Waste is counted in sixteenths of a slot. `waste` is the present waste, and `left` is the
+    // waste once the packs that are up to `fill_most` full are emptied.
     let waste: u64 = packs.iter().enumerate().map(wasted).sum();
     let whole = u64::from(WHOLE);
     if waste * one_in < total * whole {

@@ -7,9 +7,9 @@
 //! +--------+--------+----------------+------------------------+
 //! ```
 //!
-//! The generation counts the writes of a page, modulo 2^26. It is part of the checksum, so a slot
-//! with an older write of the same page is told from the newest. It also makes a
-//! compare-and-exchange on the word fail if the page was written in between.
+//! The generation counts the writes of a page, modulo 2^26. It is part of the checksum, so an older
+//! write of the same page does not pass for the newest. It also makes a compare-and-exchange on the
+//! word fail if the page was written in between.
 
 use weir_core::Slot;
 

@@ -7,12 +7,13 @@
 //!
 //! The pins of lanes that open later come in new blocks ([`Blocks`]).
 //!
-//! The argument why this is safe: a slot is unlinked from the map, *then* the global epoch is read
-//! as its tag `e`. It may be reused when `e < safe`. [`Epochs::safe`] first moves the global epoch
-//! past `e`, then looks at every pin. A lane that it sees pinned at `e` or before holds the slot
-//! back. A lane that it sees unpinned will pin by a store and a full fence, and read the map after
-//! that: it finds the slot unlinked. The same holds for a lane whose pin was made after the look:
-//! its pin is made before its fence.
+//! This is why it is safe. A lane that retires a slot first unlinks it from the map. *Then* it
+//! reads the global epoch, and notes it in the slot's record as `e`. The slot may be reused when `e
+//! < safe`. [`Epochs::safe`] first moves the global epoch past `e`, then looks at every pin. A lane
+//! that is pinned at `e` or before at this look holds the slot back. A lane that is not pinned at
+//! the look pins later, by a store and a full fence. It reads the map after that, and finds the
+//! slot unlinked. The same holds for a lane whose pin did not exist at the look: it makes its pin
+//! before its fence.
 
 use crate::blocks::{Blocks, Item};
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -66,8 +67,8 @@ impl Epochs {
     }
 
     /// Returns an epoch for a lane that is pinned already. A slot that the lane finds in the map
-    /// after this call was not retired before that epoch. (The lane that retires a slot unlinks it
-    /// first, and so after this load, in the one order of all `SeqCst` operations.)
+    /// after this call was not retired before that epoch. For such a slot is unlinked after this
+    /// load, in the one order of all `SeqCst` operations, and its epoch is read after that.
     #[inline]
     pub fn look(&self) -> u64 {
         let now = self.global.load(Ordering::SeqCst);

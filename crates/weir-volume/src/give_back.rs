@@ -1,7 +1,7 @@
 //! Gives a store's memory back to its owner, chunk by chunk, and takes it again, while the pool
 //! stays in use.
 //!
-//! First the chunks are closed: no slot of them is claimed any more. Then every page in them is
+//! First the chunks are closed: no lane claims slots of them any more. Then every page in them is
 //! written to another slot. Once no lane can be reading a chunk's slots, its memory is released.
 //! Readers and writers go on all the while. A page that is written during the move has left the
 //! chunk, and need not be moved.

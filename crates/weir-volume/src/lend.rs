@@ -147,7 +147,8 @@ impl Lender {
         &self.pool
     }
 
-    /// Takes back a slot that a [`Loan`] named. Returns whether it was the slot's last borrower.
+    /// Takes the slot of a [`Loan`] back from one borrower. Returns whether no borrower has the
+    /// slot any more.
     pub fn give(&mut self, store: usize, slot: Slot) -> bool {
         let records = &self.pool.tiers[store].records;
         let back = records.lent().map_or(Back::More, |lent| lent.give(slot));

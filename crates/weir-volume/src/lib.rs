@@ -212,8 +212,8 @@ fn pages_as_size(pages: u32) -> ByteSize {
 pub struct Pool {
     config: Config,
     map: Map,
-    /// The page numbers of each volume. Of all lanes only movers take this lock: any other lane
-    /// holds its volume, whose pages are there.
+    /// The page numbers of each volume. Of all lanes only movers take this lock. Any other lane
+    /// uses pages of one volume, whose range stays while the lane holds the volume.
     ranges: Mutex<Ranges>,
     /// The lock of whoever changes a volume's size. It can be held for long, since the change takes
     /// memory and waits for the keeper.
@@ -295,7 +295,7 @@ impl Pool {
         self.ranges().pages()
     }
 
-    /// Has lanes compress pages from now on, if several of them then fit into one slot. Call it
+    /// From now on lanes compress pages, if several of them then fit into one slot. Call this
     /// before the first lane is opened.
     ///
     /// # Panics
@@ -312,9 +312,9 @@ impl Pool {
         self.compression.get().copied()
     }
 
-    /// Has `clock` time a sample of the operations, for the latencies in
-    /// [`status`](Pool::status). Without this, none is timed: a pool has no clock of its own.
-    /// Only the first call counts.
+    /// From now on the pool times a sample of the operations by `clock`, for the latencies in
+    /// [`status`](Pool::status). A pool has no clock of its own, so without this call none is
+    /// timed. Only the first call counts.
     pub fn time_with(&self, clock: fn() -> Instant) {
         let _ = self.stopwatch.set(clock);
     }

@@ -17,13 +17,13 @@ pub(crate) struct Looking {
     older: usize,
     /// The epoch in which the lane looks slots up in the map now: the pin's epoch or a later one.
     now: u64,
-    /// Number of reads under way whose slots were looked up in epoch `now`, if that is later than
-    /// the pin's.
+    /// Number of reads under way whose slots were looked up in epoch `now`, while `now` is later
+    /// than the pin's epoch.
     newer: usize,
 }
 
 impl Looking {
-    /// Pins the lane of this pin: slots that it finds in the map from here on stay unchanged.
+    /// Pins the lane that has `pin`: slots that it finds in the map from here on stay unchanged.
     #[inline]
     pub fn enter(&mut self, epochs: &Epochs, pin: &Pin) {
         let global = epochs.now();

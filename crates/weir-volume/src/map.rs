@@ -61,7 +61,8 @@ impl Map {
         self.memory.take_more(start, offset + bytes - start)?;
         let birth = self.raw(PAGES_MAX as usize).fetch_add(1, Ordering::Relaxed);
         let born = Entry::new(Place::Empty, generation(birth));
-        // Some entries may still have old values: see `give`.
+        // If the system has not taken an entry's memory back, the entry may still have its old
+        // value: see `give`.
         for page in pages.map(PageNo).filter(|page| self.load(*page) != born) {
             self.set(page, born);
         }
@@ -104,8 +105,8 @@ impl Map {
     pub fn keep_only(&self, ranges: &Ranges) {
         for gap in ranges.gaps() {
             let start = whole(gap.start).min(gap.end);
-            // A gap can begin within a range's last part, whose memory stays. So empty the entries
-            // there one by one.
+            // The page numbers that no volume has can begin within the last part of the map that a
+            // range uses. That part's memory stays, so empty the entries there one by one.
             (gap.start..start).for_each(|page| self.set(PageNo(page), Entry::default()));
             self.give(start..gap.end);
         }
@@ -244,11 +245,11 @@ mod tests {
         let memory = pool.map.memory();
         let fd = memory.fd().expect("a memfd").try_clone_to_owned().expect("a descriptor");
         let protect = |part: usize, flags| {
-            // SAFETY: the part is inside the mapping, and nobody uses it.
+            // SAFETY: this part of the map is inside the mapping, and nobody uses it.
             unsafe { mprotect(memory.as_ptr().add(part * PAGE_SIZE).cast(), PAGE_SIZE, flags) }
                 .expect("a mapping");
         };
-        // The third part cannot be had.
+        // The system gives no memory for the third part of the map.
         protect(2, MprotectFlags::empty());
         let empty = blocks(&fd);
         let refused = pool.volume(2000).expect_err("it has no memory there");

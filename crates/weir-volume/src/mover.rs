@@ -24,10 +24,10 @@ const LOOKS: u32 = 1 << 12;
 /// The work of a [`Mover`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
-    /// Empties a chunk that [`Pool::begin_give_back`] has closed into the other slots of the pool,
-    /// and releases its memory. Several movers may do so at once, each with chunks of its own. If
-    /// the task fails, the whole chunk is open again. Each page then lies in the chunk, or in its
-    /// new slot.
+    /// Empties a chunk that [`Pool::begin_give_back`] has closed: moves its pages to other slots of
+    /// the pool, and releases its memory. Several movers may do so at once, each with chunks of its
+    /// own. If the task fails, the whole chunk is open again. Each page then lies in the chunk, or
+    /// in its new slot.
     GiveBack {
         /// The store's index among the pool's stores.
         store: usize,
@@ -42,7 +42,7 @@ pub enum Task {
         store: usize,
         /// The chunk's number in the store.
         chunk: u32,
-        /// The number of the part to empty, from 0, and the number of parts.
+        /// The number of the part of the chunk to empty, from 0, and the number of its parts.
         part: (u32, u32),
     },
     /// Promotes pages of a store, as many as one batch takes and the faster stores have room for.
@@ -89,8 +89,8 @@ pub enum Awaited {
     Stores,
     /// The ends of batches that other lanes have begun, which mostly take microseconds.
     Lanes,
-    /// The return of lent slots by programs that use them in place. These may take as long as they
-    /// like, and each look goes through the whole chunk.
+    /// The return of lent slots by programs that use them in place. The programs may keep slots as
+    /// long as they like. Each look for slots that are still lent goes through the whole chunk.
     Loans,
 }
 
@@ -258,7 +258,7 @@ impl Mover {
     }
 
     /// Takes memory for a chunk that was given back, and uses the chunk again. Does nothing for a
-    /// chunk that is held.
+    /// chunk that has its memory.
     ///
     /// # Errors
     /// Fails when the store cannot get the memory now.
@@ -648,7 +648,7 @@ impl Job {
         matches!(self.task, Task::MoveUp { .. })
     }
 
-    /// Has the task wait for an event. Fails if the task has waited longer than [`LANES_WAIT`].
+    /// Makes the task wait for an event. Fails if the task has waited longer than [`LANES_WAIT`].
     fn waits(&mut self, awaited: Awaited, now: Instant) -> Result<Step, GiveBackError> {
         let until = *self.since.get_or_insert(now) + LANES_WAIT;
         if now > until { Err(GiveBackError::Busy) } else { Ok(Step::Waits(awaited, until)) }

@@ -9,8 +9,8 @@
 //! A quarantined slot looks used until its store says that the dead daemon's I/O is over. A daemon
 //! leaves at most as many such slots as it can have operations under way, and
 //! [`Config::slack`](crate::Config::slack) has room for these. If several daemons die one after
-//! another over a disk that hangs, each may have fewer writes under way there than the one before.
-//! So the slots of all of them fit into that room.
+//! another while a disk hangs, each is allowed fewer writes under way there than the one before. So
+//! the slots of all of them fit into that room.
 
 use crate::lane::HINTS;
 use crate::{Pool, Tier};
@@ -22,7 +22,8 @@ use weir_store::Survive;
 /// The quarantined slots of one store.
 #[derive(Debug, Default)]
 pub(crate) struct Quarantine {
-    /// The number of quarantined slots, so that a check costs almost nothing when there are none.
+    /// The number of quarantined slots. When it is 0, it costs almost nothing to find that there
+    /// are none.
     count: AtomicU32,
     slots: Mutex<Vec<Slot>>,
 }
@@ -69,9 +70,9 @@ impl Pool {
     }
 
     /// Number of writes that a lane may have under way at stores with slots in quarantine. If this
-    /// daemon dies too, its writes add to the quarantine. The number is at least one until half of
-    /// the lanes' spare slots are in quarantine. So pages can still be written while the disk
-    /// works.
+    /// daemon dies too, its writes add to the quarantine, so the number falls as the quarantine
+    /// grows. But it is at least 1 while half of the slots that lanes have for [`HINTS`] are not in
+    /// quarantine. So pages can still be written while the disk works.
     #[cold]
     pub(crate) fn share_in_quarantine(&self) -> u32 {
         let held: u32 = self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum();

@@ -4,8 +4,8 @@
 use std::ops::Range;
 use weir_core::PageNo;
 
-/// Slot records stand for packs with the highest page numbers. This is how many numbers are kept
-/// for that.
+/// The highest page numbers belong to no page. In a slot's record they stand for a pack. This is
+/// their number.
 pub(crate) const PACKS: u32 = 1 << 13;
 /// Number of pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
 pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
@@ -26,8 +26,9 @@ pub(crate) fn whole(end: u32) -> u32 {
 
 /// The first generation of the pages of a new volume, or of a volume's growth. `birth` counts
 /// volumes and growths. A mover may still be writing a page of an earlier volume with the same page
-/// number, and must not take the new page for the old one. Steps of the golden ratio keep
-/// successive births apart: 1,000 of them are at least 25,000 generations from each other.
+/// number. It must not take the new page for the old one, so their generations must lie far apart.
+/// The multiplication by the golden ratio sees to that: the first generations of 1,000 successive
+/// births are at least 25,000 apart.
 pub(crate) fn generation(birth: u64) -> u32 {
     (birth as u32).wrapping_mul(0x9e37_79b9) >> 6
 }
@@ -45,8 +46,8 @@ impl Ranges {
         starts.zip(ends).map(|(start, end)| start..end)
     }
 
-    /// Number of the map's words that have memory: those of all ranges, each up to the end of its
-    /// last part.
+    /// Number of the map's words that have memory: those of all ranges. Memory is taken by whole
+    /// [parts](PART) of the map, so a range counts up to the end of its last part.
     pub fn words(&self) -> u64 {
         self.all.iter().map(|range| u64::from(whole(range.end) - range.start)).sum()
     }

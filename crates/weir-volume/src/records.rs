@@ -33,7 +33,8 @@ pub(crate) const EXTENT_SLOTS: u32 = 1024;
 /// Largest number of records, and of extents, that one search for a run of free slots looks at.
 const LOOKS_MAX: u32 = 8192;
 const EXTENTS_MAX: u32 = 256;
-// A pack's record has a page number of its own for each pair of room and count of pages.
+// A pack's record names no page. It has one of [`PACKS`] reserved page numbers, and the number
+// tells the pack's room and its count of pages. So there must be a number for each pair of these.
 const _: () = assert!(PACKS == 64 * PACK_COUNTS);
 /// Number of values that a pack's count of pages can have, 0 included.
 const PACK_COUNTS: u32 = 128;
@@ -324,8 +325,8 @@ impl Records {
         (free < safe && free & IN_USE == 0 && count.load(Ordering::Relaxed) & CLOSED == 0).then_some(free)
     }
 
-    /// Claims a slot whose record is still `free`. Its extent may be closed by now: the worker that
-    /// closed it waits for this lane's pin.
+    /// Claims a slot whose record is still `free`, even if its chunk was closed meanwhile. The
+    /// worker that closed the chunk waits until this lane's pin ends.
     #[inline]
     pub(crate) fn claim_if(&self, slot: Slot, free: u64, page: PageNo) -> bool {
         let claimed = in_use(Occupant { page, checksum: Checksum(0) });
@@ -343,7 +344,8 @@ impl Records {
         is_free && self.extents[(slot.0 / EXTENT_SLOTS) as usize].load(Ordering::Relaxed) & CLOSED == 0
     }
 
-    /// Records the content of a claimed slot. A `SeqCst` write of the map must publish it.
+    /// Records the content of a claimed slot. The map may name the slot only after that, by a
+    /// `SeqCst` write.
     #[inline]
     pub fn fill_in(&self, slot: Slot, occupant: Occupant) {
         self.record(slot).store(in_use(occupant), Ordering::Release);

@@ -219,8 +219,9 @@ impl Recovery {
                     let found = self.tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
                     let occupant = found.and_then(|tier| tier.records.occupant(slot));
                     let is_pack = occupant.is_some_and(Occupant::is_pack);
-                    // A slot's record names one page, or counts as a pack, so two pages never share
-                    // a slot by mistake.
+                    // A record that names one page refuses every other page, so two pages never
+                    // share its slot by mistake. A pack's record accepts any page, and the pack's
+                    // content decides later.
                     if found.is_some_and(|tier| tier.records.names(slot, page)) {
                         self.packs += u64::from(is_pack && !self.named[store].contains(slot));
                         self.packed += u64::from(is_pack);
@@ -252,7 +253,8 @@ impl Recovery {
     /// Frees the slots that no page names, or puts them into quarantine.
     fn keep_only_named(&mut self) -> Result<(), CreateError> {
         for (tier, named) in self.tiers.iter_mut().zip(&mut self.named) {
-            // Ask the store first: I/O that is over now cannot begin again.
+            // Ask the store before the slots are freed. If the dead daemon's I/O is over now, none
+            // of it can begin again.
             if !tier.is_quiet() {
                 let under_way = tier.records.claimed(|slot| named.contains(slot));
                 under_way.iter().for_each(|slot| named.insert(*slot));

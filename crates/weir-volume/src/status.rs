@@ -21,8 +21,8 @@ pub(crate) struct Traffic {
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct LaneMetrics {
-    /// The traffic by store. The last entry counts pages that lie in no store: of one value, never
-    /// written, or lost.
+    /// The traffic by store. The last element counts pages that lie in no store: of one value,
+    /// never written, or lost.
     pub traffic: Box<[Traffic]>,
     pub discards: Counter,
     /// Pages that took a slot, and pages that gave one up. Both numbers wrap.

@@ -45,9 +45,9 @@ thread_local! {
     static OTHERS: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
 }
 
-/// Has `others` run, in this thread, within each claim of a slot, between the look at a record and
-/// the exchange that claims it. There another processor may do anything. For simulators; a release
-/// build leaves it out.
+/// Makes each claim of a slot in this thread call `others`. The call comes after the look at the
+/// slot's record, and before the exchange that claims the slot. At that point another processor may
+/// do anything. For simulators; a release build leaves it out.
 #[cfg(all(debug_assertions, not(loom)))]
 pub fn run_within_claims(others: Option<fn()>) {
     OTHERS.set(others);

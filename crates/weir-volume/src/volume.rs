@@ -88,10 +88,10 @@ impl Volume {
         self.first..self.first + self.pages()
     }
 
-    /// Opens a lane, which belongs to one thread. It takes [`Config::lane_slots`] of the slack. To
-    /// drop a lane waits for nothing. Its part of the slack is free again once the stores have
-    /// ended its operations; see [`Pool::close_lanes`]. A write whose completion was not handed
-    /// over before the drop takes no effect.
+    /// Opens a lane, which belongs to one thread. It takes [`Config::lane_slots`] of the slack.
+    /// Dropping a lane waits for nothing, and the lane's part of the slack is free again once the
+    /// stores have ended its operations; see [`Pool::close_lanes`]. A write whose completion was
+    /// not handed over before the drop takes no effect.
     ///
     /// # Errors
     /// Fails with [`OpenErrorKind::Slack`](weir_store::OpenErrorKind::Slack) when too few spare
@@ -102,7 +102,7 @@ impl Volume {
 
     /// Adds empty pages at the end, up to a size of `pages`. Open lanes know the new size when this
     /// returns. Before that, `note` is called with the volume's new range, and records it for the
-    /// next daemon: what is written to the new pages must survive this one. If `note` fails, it
+    /// next daemon: what is written to the new pages must outlive this daemon. If `note` fails, it
     /// must have recorded nothing. It can take long, and must not change a volume itself.
     ///
     /// # Errors
@@ -212,7 +212,7 @@ impl Pool {
         Ok(Volume::over(self, range))
     }
 
-    /// Has `take` reserve page numbers, if the pool has room for `pages` more pages.
+    /// Calls `take` to reserve page numbers, if the pool has room for `pages` more pages.
     fn reserve<T>(
         &self,
         pages: u32,
@@ -227,7 +227,7 @@ impl Pool {
     }
 
     /// Shrinks the range that begins at `first` and ends at `end` to `pages` pages. Gives back the
-    /// memory of the map's entries that are left over.
+    /// memory of the map's entries for the other pages.
     fn give(&self, first: u32, pages: u32, end: u32) {
         // This lock keeps movers from reading entries whose memory is given back: a read would take
         // the memory again.

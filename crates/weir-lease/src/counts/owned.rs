@@ -48,8 +48,8 @@ impl OwnedCounts {
 
     #[cold]
     fn spill(&mut self, index: usize) {
-        // This cannot overflow: no table has room for 2^32 times 64 references, since the slots
-        // alone would take 2 TiB.
+        // `rest` counts pieces of [`MOVED`] references, and cannot overflow: no table has room for
+        // 2^32 such pieces, since the slots alone would take 2 TiB.
         self.rest[index] += 1;
         self.bytes[index] = MORE | (FULL - MOVED);
     }

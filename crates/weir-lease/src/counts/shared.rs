@@ -19,9 +19,9 @@ use {
 /// count beyond it for a moment cannot make the counter overflow.
 const COUNT_MAX: u32 = u32::MAX / 2;
 
-/// Counts of pages that several tables lend. Give each table a clone. Each reference taken is one
-/// atomic addition, and each one returned another. Exactly one of all tables learns that a page's
-/// last reference has come back.
+/// Counts of pages that several tables lend. Give each table a clone. A reference costs an atomic
+/// addition when it is taken, and an atomic subtraction when it is returned. Exactly one of all
+/// tables learns that a page's last reference has come back.
 ///
 /// ```
 /// use weir_lease::{Geometry, Place, SharedCounts, Table};

@@ -60,8 +60,8 @@ enum Compressor {
 }
 
 impl Codec {
-    /// Makes a codec that compresses with `with`, and expands that algorithm's pages; with `any`,
-    /// also those of the other algorithms.
+    /// Makes a codec that compresses by the algorithm `with`, and expands that algorithm's pages.
+    /// If `any` is set, it also expands those of the other algorithms.
     ///
     /// # Errors
     /// Fails when there is no memory for the codec.

@@ -6,8 +6,8 @@ use std::ptr::NonNull;
 use weir_core::{PAGE_SIZE, PageBytes};
 use zstd_sys as sys;
 
-/// The compression level. zram's default is level 3, which takes half as long again for a few per
-/// cent.
+/// The compression level. zram's default is level 3, which takes half as long again and makes pages
+/// only a few per cent smaller.
 const LEVEL: i32 = 1;
 
 /// Memory for a zstd context, aligned as zstd requires.

@@ -66,8 +66,9 @@ impl SlotWait {
         self.asked = false;
         self.phase = match self.phase {
             Phase::Until(_) | Phase::Due(_) => Phase::Idle,
-            // The next write without a slot may come an hour later, and must not fail at once. In
-            // `Refused` it waits for a poll first, which knows the time.
+            // This write was refused, but the next one that finds no slot may come an hour later,
+            // and must not fail at once. In `Refused` that write first waits for a poll, which
+            // knows the time.
             Phase::Refuses(until) => Phase::Refused(until),
             phase => phase,
         };
@@ -102,8 +103,9 @@ impl Lane {
     /// ends. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it holds slots
     /// itself that other lanes wait for.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
-        // A claim needs the lane's pin: a worker that closes a chunk waits for the pins of lanes
-        // that may not have seen that. A poll that sends a pack may come here without a pin.
+        // A lane must be pinned when it claims a slot. A worker that closes a chunk then waits for
+        // the pins of all lanes, since they may still claim slots of the chunk. A poll that sends a
+        // pack may come here without a pin.
         if !self.looking.is_pinned() {
             self.enter();
         }
@@ -252,9 +254,9 @@ impl Lane {
         self.long > 0 && is_next && self.claim_in_run(at, page, State::Online).is_some()
     }
 
-    /// The fault of a write that finds no slot. The volume promises a slot for each page. So the
-    /// reason is a store that is lost, or a disk that hangs and keeps slots. For a worker, a
-    /// hanging disk counts as full: the page can stay in its slot.
+    /// The fault of a write that finds no slot. The volume promises a slot for each page. So a
+    /// store is lost, or a disk hangs and keeps slots. A worker that moves pages gets
+    /// [`Fault::Full`] if a disk hangs, because its page can stay in its slot.
     pub(super) fn no_slot(&self) -> Fault {
         let tiers = &self.pool.tiers;
         let is_worker = self.parts.iter().any(|part| part.patch.is_empty());
@@ -332,7 +334,7 @@ mod tests {
         let mut worker = volume.mover().expect("a lane");
         let (page, slot, content) = (PageNo(3), Slot(77), unique());
         let records = &volume.tiers[0].records;
-        // Do the first half of a claim, then close the chunk.
+        // Do the first half of a claim, which finds a free slot. Then close the slot's chunk.
         late.enter();
         let free = records.claimable(slot, volume.epochs.safe()).expect("a free slot");
         volume.begin_give_back(0, &[0]).expect("room elsewhere");
@@ -345,7 +347,8 @@ mod tests {
                 "a lane is in the middle of a claim: {step:?}"
             );
         }
-        // The lane does the second half of the claim, and writes the page.
+        // The lane does the second half of the claim, which takes the slot. Then it writes the
+        // page.
         assert!(records.claim_if(slot, free, page));
         let entry = Entry::new(Place::Stored { store: 0, slot }, volume.map.load(page).next_generation());
         let checksum = Checksum::of(&content, page, entry.generation());
@@ -481,7 +484,8 @@ mod tests {
         poll(&mut writer, begun + SLOT_WAIT + SHORT);
         holder.leave();
         assert_eq!(write(&mut writer, 1), Progress::Done(Ok(())));
-        // A lane with nothing under way is not polled for a while. Then slots are short again.
+        // For a while nobody polls the writer's lane, because it has nothing under way. Then slots
+        // are short again.
         holder.enter();
         let shortage = (0..u32::MAX).find_map(|number| match write(&mut writer, number) {
             Progress::Done(Ok(())) => None,

@@ -25,7 +25,7 @@ impl Lane {
     }
 
     /// Frees slots whose late writes have settled, at stores where this lane has nothing in flight.
-    /// The lane's owner would not poll for such a store.
+    /// The lane's owner does not wait for such a store, so the store is polled here.
     #[cold]
     pub(super) fn settle_idle(&mut self, now: Instant) {
         for at in 0..self.stores.len() {
@@ -73,9 +73,9 @@ impl Lane {
         }
         self.finished.extend(self.overtaken.drain(..).map(|op| (op, Ok(()))));
         for _ in 0..stalled {
-            // Begin the stalled writes again one after another. This lane's own pin may hold
-            // retired slots back. The pin would never move if each write began while another is
-            // under way.
+            // Begin the stalled writes again one after another. They may wait for retired slots
+            // that this lane's own pin holds back. The pin would never move if each write began
+            // while another is under way.
             let parts_under_way = self.parts.len() - self.idle_parts.len() - self.stalled.len();
             if parts_under_way > 0 && self.under_way > 0 {
                 break;
@@ -95,9 +95,9 @@ impl Lane {
                 Progress::Full => self.stalled.push(op),
             }
         }
-        // An operation that went on may have queued its second half, which must be submitted. With
-        // nothing under way the pin ends here, even if the lane's owner submits nothing more. While
-        // a pin stays, no retired slot of any lane becomes free.
+        // An operation that was continued may have queued its second half, which must be submitted.
+        // If nothing is under way, end the pin here, because the lane's owner may submit nothing
+        // more. While a lane stays pinned, no retired slot of any lane becomes free.
         if resume {
             self.submit();
         } else {

@@ -9,8 +9,8 @@ use weir_core::metrics::Counter;
 use weir_store::Fault;
 
 /// One in this many operations is timed: reading the clock twice costs a tenth of a write to host
-/// memory. The number is a prime, so that no program's own rhythm hides an operation. With
-/// alternating writes and reads, 16 timed only the reads.
+/// memory. The number is a prime, so that no program's own rhythm hides an operation. When it was
+/// 16 and a program wrote and read in turn, only the reads were timed.
 const SAMPLE_EVERY: u32 = 17;
 
 /// The start time of an operation that is timed, and the clock that tells its end.
@@ -98,8 +98,8 @@ impl LaneMetrics {
         }
     }
 
-    /// Counts `pages` pages that were read together since `started`, if that is timed. `places`
-    /// tells in which stores they lay. Each page counts with its share of the time.
+    /// Counts `pages` pages that were read together. `places` tells in which stores they lay. If
+    /// `started` is set, the time since then is divided equally among the pages, and recorded.
     #[inline]
     pub(super) fn reads_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).reads.add(pages));
@@ -108,8 +108,8 @@ impl LaneMetrics {
         }
     }
 
-    /// Counts `pages` pages that were written together since `started`, if that is timed. `places`
-    /// tells in which stores they lie. Each page counts with its share of the time.
+    /// Counts `pages` pages that were written together. `places` tells in which stores they lie. If
+    /// `started` is set, the time since then is divided equally among the pages, and recorded.
     pub(super) fn writes_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).writes.add(pages));
         if let Some(each) = each(pages, started) {

@@ -22,8 +22,9 @@ impl Pool {
     /// Finds a page's place and its checksum. The calling lane must be pinned.
     ///
     /// The slot's record is read after the map named the slot. No lane can claim the slot
-    /// meanwhile. But another lane may replace the page and retire the slot, and with that its
-    /// checksum. Then the map already names the place of the new content.
+    /// meanwhile. But another lane may replace the page and retire the slot, and then the slot's
+    /// record has no checksum any more. In that case the map already names the place of the new
+    /// content, which is found instead.
     #[inline]
     pub(crate) fn locate(&self, page: PageNo) -> Located {
         let mut entry = self.map.load(page);

@@ -45,9 +45,9 @@ pub(crate) const PARTS: usize = 8;
 ///
 /// Operations that a store finishes at once return [`Progress::Done`]. Others return
 /// [`Progress::Queued`]; [`submit`](Lane::submit) starts them, and [`poll`](Lane::poll) hands them
-/// over. A batch lasts from the first operation to the `submit` that finds nothing in flight. Slots
-/// that any lane frees meanwhile may not be reused before the batch ends. So end a batch, by
-/// `submit`, before waiting for anything.
+/// over. A batch begins with the first operation, and lasts until a `submit` finds nothing in
+/// flight. Slots that any lane frees meanwhile may not be reused before the batch ends. So end a
+/// batch, by `submit`, before waiting for anything.
 pub struct Lane {
     pub(crate) pool: Arc<Pool>,
     volume: Arc<Volume>,
@@ -77,8 +77,8 @@ pub struct Lane {
     /// Writes that the current poll has not published, because another lane has written their
     /// pages.
     overtaken: Vec<u32>,
-    /// Whether a write returned [`Progress::Full`] because its page was overtaken, so that the
-    /// caller will try again.
+    /// Whether a write returned [`Progress::Full`] because another lane had written its page, so
+    /// that the caller will try again.
     asks_for_look: bool,
     in_flight: usize,
     /// Number of pages that a store is working on.
@@ -238,7 +238,7 @@ impl Lane {
     }
 
     /// Turns this lane to another volume of its pool. With `None` the lane has no pages, and holds
-    /// no volume. A turn takes no memory. It frees none either, if somebody else holds the lane's
+    /// no volume. This takes no memory. It frees none either, if somebody else holds the lane's
     /// former volume.
     ///
     /// Nothing of the former volume is left behind: only operations name its pages, and none is in
@@ -442,8 +442,8 @@ impl Lane {
     }
 
     /// Whether the lane's owner must poll again after a short rest, because no descriptor announces
-    /// the lane's next progress. Then an operation is in flight without one, or a write that
-    /// returned [`Progress::Full`] is to be tried again.
+    /// the lane's next progress. This is so if a store with operations in flight has no descriptor,
+    /// or if a write that returned [`Progress::Full`] is to be tried again.
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
             || self.asks_for_look
@@ -475,8 +475,8 @@ impl Lane {
         &self.metrics
     }
 
-    /// Finds the next idle operation. There is none if as many pages are under way as there are
-    /// operations.
+    /// Finds the next idle operation. There is none if the pages under way are as many as the
+    /// lane's operations: each page of a run counts, though the run is one operation.
     fn idle_op(&self) -> Option<u32> {
         self.idle_ops.last().copied().filter(|_| self.under_way < self.ops.len())
     }

@@ -166,8 +166,9 @@ impl Lane {
         }
     }
 
-    /// Puts the page of a partial write into the open pack, if it shrinks enough. The write's base
-    /// holds the old content, verified. If the page does not join the pack, the base is expanded.
+    /// Puts the page of a partial write into the open pack, if it shrinks enough. The write's state
+    /// has the old content in `base`, verified. If that is a pack and the page does not join the
+    /// open pack, `base` gets the expanded page instead.
     pub(super) fn pack_part(&mut self, op: u32, part: u32, from: &Located) -> Result<Packed, Fault> {
         let Some(packing) = &mut self.packing else { return Ok(Packed::Not) };
         let state = &mut self.parts[part as usize];
@@ -331,8 +332,8 @@ impl Lane {
                 self.hand_over(op, Err(fault), done);
                 continue;
             }
-            // The write of a whole page that another lane has written meanwhile keeps its place in
-            // the pack until the next poll.
+            // If another lane has written a page meanwhile, this lane's write of the whole page
+            // keeps its place in the pack until the next poll.
             let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
             self.ops[op as usize].work.goes_to(entry);
             self.go_on(op, Ok(()), done);
@@ -409,8 +410,8 @@ impl Lane {
         }
     }
 
-    /// Notes which pages of a pack still lie in its slot. The pack is in the base of partial write
-    /// `part`.
+    /// Notes which pages of a pack still lie in its slot. The pack's content is in `base` of
+    /// partial write `part`.
     pub(super) fn note_members(&mut self, part: u32) {
         let Lane { packing: Some(packing), parts, pool, .. } = self else { return };
         let Part { base, moving, .. } = &parts[part as usize];

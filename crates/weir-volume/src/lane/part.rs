@@ -75,7 +75,7 @@ impl Lane {
         }
     }
 
-    /// Has the next poll restart a partial write whose page another lane has written. Until then
+    /// Makes the next poll restart a partial write whose page another lane has written. Until then
     /// the lane's owner can notice that the write's client has gone.
     pub(super) fn begin_part_again(&mut self, op: u32) -> Progress {
         if let Work::Part { to, .. } = &mut self.ops[op as usize].work {

@@ -55,8 +55,8 @@ impl Lane {
         }
         let entry = Entry::new(Place::Stored { store, slot }, generation);
         let checksum = Checksum::of(bytes, page, generation);
-        // The record may be complete before the content is: no lane reads the slot until the map
-        // names it.
+        // The record is complete before the content is in the slot. That is safe, because no lane
+        // reads the slot until the map names it.
         self.pool.tiers[store].records.fill_in(slot, Occupant { page, checksum });
         let outcome = match self.stores[store].lane.write(op, slot, bytes) {
             Progress::Done(Ok(())) if self.publish(page, entry, condition) => Written::Published,
@@ -139,10 +139,11 @@ impl Lane {
         true
     }
 
-    /// Publishes the page that a slow store has written for `op`. If another lane has written the
-    /// page meanwhile, the same client may have sent that newer write, after it left this lane. So
-    /// the lane's owner must first check that the client is still there. For that the entry gets a
-    /// new generation and is returned, and the next poll tries again, at most [`LOOKS_MAX`] times.
+    /// Publishes the page that a slow store has written for `op`. Another lane may have written the
+    /// page meanwhile, for the same client: the client can have left this lane and sent a newer
+    /// write by the other. Then this older write must not replace that one. So the entry gets a new
+    /// generation and is returned, and the next poll tries again, at most [`LOOKS_MAX`] times.
+    /// Until then the lane's owner can notice that the client has left.
     pub(super) fn publish_slow(&mut self, op: u32, page: PageNo, mut entry: Entry) -> Option<Entry> {
         while !self.publish(page, entry, None) {
             let now = self.pool.map.load(page).next_generation();
@@ -154,8 +155,8 @@ impl Lane {
         None
     }
 
-    /// Makes the next poll try again to publish the write of `op`, whose page another lane has
-    /// overtaken.
+    /// Makes the next poll try again to publish the write of `op`, because another lane has written
+    /// its page meanwhile.
     pub(super) fn wait_for_look(&mut self, op: u32) {
         self.ops[op as usize].looks += 1;
         self.overtaken.push(op);

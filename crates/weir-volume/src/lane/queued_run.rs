@@ -102,7 +102,7 @@ impl Run {
 
 impl Lane {
     /// Begins to read up to `count` pages from `first` on, as one operation if they lie side by
-    /// side in a slow store. Returns how many of the first pages are being read; the others are for
+    /// side in a slow store. Returns how many of the first pages are being read. Read the others by
     /// [`read`](Lane::read). Each page has a completion of its own, with tickets from `ticket` on,
     /// in any order among other operations.
     pub fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
@@ -144,7 +144,7 @@ impl Lane {
 
     /// Begins to write pages to `first` and those after it, as one operation: as many of `pages` as
     /// find slots side by side in a slow store. Returns how many of the first pages are being
-    /// written; the others are for [`write`](Lane::write). All have one completion together.
+    /// written. Write the others by [`write`](Lane::write). All have one completion together.
     pub fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
         let first = self.run_at(first, pages.len());
@@ -184,8 +184,8 @@ impl Lane {
             }
             let entry = Entry::new(place(at), pool.map.load(page(at)).next_generation());
             let checksum = Checksum::of(bytes, page(at), entry.generation());
-            // The record may be complete before the content is: no lane reads the slot until the
-            // map names it.
+            // The record is complete before the content is in the slot. That is safe, because no
+            // lane reads the slot until the map names it.
             records.fill_in(Slot(slot.0 + at as u32), Occupant { page: page(at), checksum });
             runs[run as usize].entries[at] = entry;
         }
@@ -222,8 +222,8 @@ impl Lane {
         self.under_way += count;
     }
 
-    /// Ends a run whose pages the store has all answered. The pages of a read were handed over one
-    /// by one.
+    /// Ends a run once the store has answered for each of its pages. The pages of a read were
+    /// handed over one by one.
     pub(super) fn end_run(&mut self, op: u32, run: u32, done: &mut dyn FnMut(Done<'_>)) {
         let Run { is_write, store, count, first, fault, late, .. } = self.runs[run as usize];
         if !is_write {

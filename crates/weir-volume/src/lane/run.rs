@@ -16,8 +16,9 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
 use weir_device::View;
 
-/// Number of pages that are written as one group. The one wait for all of them costs little a page,
-/// and the freed slots that a lane remembers are many more.
+/// Number of pages that are written as one group. The group waits once for all of its pages, which
+/// costs little for each. A lane remembers many more freed slots than this, so it has one for each
+/// page.
 const GROUP: usize = 16;
 /// Fewer pages in a row than this are read or written one by one just as fast.
 pub(crate) const LEAST: usize = 4;
@@ -27,7 +28,7 @@ const AHEAD: usize = 2;
 
 impl Lane {
     /// Reads pages from `first` on into `out`, as many as lie in host memory and can be verified
-    /// there; returns how many. The others are for [`read`](Lane::read), which can wait, queue and
+    /// there; returns how many. Read the others by [`read`](Lane::read), which can wait, queue and
     /// fail.
     pub fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize {
         let guard = self.pin();
