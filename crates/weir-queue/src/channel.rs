@@ -31,8 +31,8 @@ const GIVE_BACK: usize = 64;
 /// least one).
 ///
 /// Each sender's values arrive in the order in which it sent them. Cloning a [`Sender`] makes
-/// another, with its own room. For each sender, the memory is `capacity` times the size of `T` and
-/// a pointer.
+/// another, with its own room. Each sender takes memory for `capacity` values of `T`, and for as
+/// many pointers.
 ///
 /// ```
 /// let (mut sender, mut receiver) = weir_queue::channel(128);

@@ -42,7 +42,7 @@ const RELEASES: usize = 8;
 
 /// The number of a queue's items that a thread found pending before they were placed in a stack.
 ///
-/// A thread finds an item pending that another thread has claimed, and is about to push. If the
+/// A thread may find an item pending that another thread has claimed and is about to push. If the
 /// first thread then flushes, the flush must wait for that item too. So a flush first waits until
 /// this number is 0. It is above 0 only for the few instructions between claim and push.
 pub(crate) type Unplaced = AtomicUsize;

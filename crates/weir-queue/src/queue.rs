@@ -183,7 +183,8 @@ impl Queue {
     }
 
     /// Gives `owner` to the queue, to run once. An owned item cannot be pending. So this call needs
-    /// one atomic exchange less than [`Queue::schedule`], and so does the run of the item.
+    /// one atomic exchange less than [`Queue::schedule`], and the run of the item needs one less
+    /// too.
     ///
     /// ```
     /// use std::sync::mpsc;
@@ -223,8 +224,8 @@ impl Queue {
         P::Target: Work<ID, Pointer = P>,
     {
         let raw = owner.into_raw();
-        // SAFETY: `owner` was the only pointer to the item's owner, so the item is in no stack. The
-        // raw pointer keeps the item valid until it has run.
+        // SAFETY: `owner` was the only pointer to its value, so the item is in no stack. The raw
+        // pointer keeps the item valid until it has run.
         if unsafe { self.push(item_of::<P::Target, ID>(raw)) } {
             Ok(())
         } else {

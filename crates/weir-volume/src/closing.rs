@@ -2,9 +2,9 @@
 //!
 //! A store may still write into slots that a dropped lane had claimed, and read slots that the
 //! lane's pin holds. No thread waits for that: the lane's seat stays taken, and keeps the lane's
-//! operations. A lane that needs slots takes the stores' answers for them. A worker, or the next
-//! thread that opens a lane, frees the seat by [`close_lanes`](Pool::close_lanes). Nothing that was
-//! under way is published.
+//! operations. A lane that needs slots takes the stores' answers to these operations. A worker, or
+//! the next thread that opens a lane, frees the seat by [`close_lanes`](Pool::close_lanes). Nothing
+//! that was under way is published.
 
 use crate::Pool;
 use crate::lane::{Op, Run, StoreLane};

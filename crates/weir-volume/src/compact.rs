@@ -19,7 +19,7 @@ use weir_core::metrics::Counter;
 /// Which packs are emptied: all that are at most this full.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sparse {
-    /// How full the fullest pack is that is emptied, in sixteenths ([`WHOLE`]).
+    /// Packs that are at most this full are emptied; in sixteenths ([`WHOLE`]).
     fill_most: u32,
 }
 
@@ -36,9 +36,10 @@ impl Sparse {
     }
 }
 
-/// How full a pack is, is counted in sixteenths. A full pack has 16.
+/// Number of parts in which the fullness of a pack is counted: a full pack has sixteen sixteenths.
 const WHOLE: u32 = 16;
-/// Packs that are fuller than this are not emptied. That would move many pages for little room.
+/// Packs that are fuller than this are not emptied. To empty them would move many pages for little
+/// room.
 const FILL_MOST: u32 = 11;
 /// Least number of wasted slots that is worth compaction.
 const WASTE_LEAST: u64 = 32;
@@ -73,8 +74,8 @@ impl Pool {
     }
 
     /// Whether enough pages have left packs since the last look to make another look worthwhile. If
-    /// so, this call counts as the look. `looked` is the caller's: `None` at first, then the number
-    /// of pages at the last look.
+    /// so, this call counts as the look. `looked` belongs to the caller: `None` at first, then the
+    /// number of pages at the last look.
     pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
         let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(count(lane).get()))

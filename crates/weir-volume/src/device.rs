@@ -8,7 +8,7 @@ use weir_core::{PageBytes, PageNo};
 use weir_device::{Coming, Done, PageDevice, PageGuard, PageLane, Progress, Ticket, View, WAKE_FDS_MAX};
 use weir_store::OpenError;
 
-// A lane has at most one descriptor for each store that can wake its owner.
+// For each store, a lane has at most one descriptor that can wake the lane's owner.
 const _: () = assert!(STORES_MAX <= WAKE_FDS_MAX);
 
 impl PageDevice for Volume {

@@ -67,8 +67,9 @@ impl Epochs {
     }
 
     /// Returns an epoch for a lane that is pinned already. A slot that the lane finds in the map
-    /// after this call was not retired before that epoch. For such a slot is unlinked after this
-    /// load, in the one order of all `SeqCst` operations, and its epoch is read after that.
+    /// after this call was not retired before that epoch. The reason: in the one order of all
+    /// `SeqCst` operations, such a slot is unlinked after this load, and its epoch is read after
+    /// that.
     #[inline]
     pub fn look(&self) -> u64 {
         let now = self.global.load(Ordering::SeqCst);

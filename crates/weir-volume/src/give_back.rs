@@ -45,7 +45,8 @@ pub enum GiveBackError {
     /// good.
     #[error("page {} cannot be moved: {} ({} such pages were met)", .0[0].0.0, .0[0].1, .0.len())]
     Pages(
-        /// The failed pages that were met before the work ended, with the faults of their stores.
+        /// The pages that could not be moved, as far as the task met them before it ended, each
+        /// with the fault of its store.
         Vec<(PageNo, Fault)>,
     ),
     /// An earlier daemon's writes to the store may still be under way.

@@ -1,4 +1,5 @@
-//! The members of a store: which one each extent lies on, and the effects of that member's state.
+//! The members of a store: on which of them each extent lies, and the effects of that member's
+//! state.
 
 use crate::Tier;
 use crate::records::EXTENT_SLOTS;

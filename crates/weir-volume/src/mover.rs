@@ -42,7 +42,7 @@ pub enum Task {
         store: usize,
         /// The chunk's number in the store.
         chunk: u32,
-        /// The number of the part of the chunk to empty, from 0, and the number of its parts.
+        /// The part of the chunk to empty, counted from 0, and the number of the chunk's parts.
         part: (u32, u32),
     },
     /// Promotes pages of a store, as many as one batch takes and the faster stores have room for.
@@ -379,7 +379,8 @@ impl Mover {
         job.since = None;
         if is_last {
             // Mark the chunk before its memory is released. A daemon that is killed in between
-            // leaves a chunk that nobody uses, and not one without memory that takes pages.
+            // leaves a chunk that nobody uses. The other way round it would leave a chunk that
+            // takes pages and has no memory.
             job.step_chunk(&pool, ChunkState::Emptying, ChunkState::GivenBack);
             job.phase = Phase::Release;
         } else {
@@ -418,8 +419,8 @@ impl Mover {
         self.go_on(job, now)
     }
 
-    /// Moves pages with numbers from `at` on that lie in the chunk's slots. For a promotion, moves
-    /// those that lie in its store.
+    /// Moves pages with numbers from `at` on that lie in the chunk's slots. A promotion instead
+    /// moves those that lie in the store from which it promotes.
     fn move_pages(&mut self, job: &mut Job, mut at: u32, now: Instant) -> Result<Step, GiveBackError> {
         let pool = Arc::clone(self.pool());
         let store = job.task.store();

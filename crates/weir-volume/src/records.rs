@@ -469,8 +469,8 @@ impl Records {
         }
     }
 
-    /// Keeps slots of these extents from being claimed. Claims that are under way end with their
-    /// lane's pin.
+    /// Keeps slots of these extents from being claimed. A claim that is under way ends before the
+    /// pin of its lane does.
     pub fn close(&self, extents: std::ops::Range<u32>) {
         for extent in &self.extents[extents.start as usize..extents.end as usize] {
             extent.fetch_or(CLOSED, Ordering::SeqCst);

@@ -353,7 +353,7 @@ mod tests {
                 }
                 volume
             });
-            // The daemon dies over a write, so the store is not quiet.
+            // The daemon dies while a write is under way, so the store is not quiet.
             let mut lane = stays.lane().expect("a lane");
             assert_eq!(lane.write(0, PageNo(0), &content(1)), Progress::Queued);
             lane.submit();

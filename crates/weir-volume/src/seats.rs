@@ -46,8 +46,8 @@ impl Seats {
 
     /// Takes the first free seat, for a lane that has its part of the slack.
     pub fn take(&self) -> usize {
-        // A seat that is taken is not written: the exchange fails, and changes nothing. The lane in
-        // the seat uses the same cache line.
+        // Nothing is written to a seat that is taken: the exchange fails. The lane in the seat uses
+        // the same cache line.
         let free = |seat: &usize| {
             let taken = &self.seat(*seat).taken;
             taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()

@@ -104,8 +104,8 @@ impl Lane {
     /// itself that other lanes wait for.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         // A lane must be pinned when it claims a slot. A worker that closes a chunk then waits for
-        // the pins of all lanes, since they may still claim slots of the chunk. A poll that sends a
-        // pack may come here without a pin.
+        // the pins of all lanes, since a pinned lane may still claim slots of the chunk. A poll
+        // that sends a pack may come here without a pin.
         if !self.looking.is_pinned() {
             self.enter();
         }

@@ -62,7 +62,7 @@ pub(super) enum Packed {
     Joined,
     /// The page must be written uncompressed.
     Not,
-    /// The pack has no room for the page before the lane has been polled.
+    /// The page finds no room in the pack until the lane has been polled.
     Full,
 }
 
@@ -332,8 +332,8 @@ impl Lane {
                 self.hand_over(op, Err(fault), done);
                 continue;
             }
-            // If another lane has written a page meanwhile, this lane's write of the whole page
-            // keeps its place in the pack until the next poll.
+            // If another lane has written a page meanwhile, this lane's write of that whole page is
+            // not published yet. It keeps its place in the pack, and the next poll tries again.
             let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
             self.ops[op as usize].work.goes_to(entry);
             self.go_on(op, Ok(()), done);

@@ -22,9 +22,9 @@ pub(super) enum Written {
 }
 
 impl Lane {
-    /// Writes `bytes` to `page` as `generation`. If the store finishes at once, publishes the page
-    /// under `condition`, as [`publish`](Lane::publish) says. Returns the outcome, and the page's
-    /// new entry if a slot was found.
+    /// Writes `bytes` to `page` with this generation. If the store finishes at once, publishes the
+    /// page under `condition`, as [`publish`](Lane::publish) says. Returns the outcome, and the
+    /// page's new entry if a slot was found.
     pub(super) fn write_from(
         &mut self,
         op: u32,
