@@ -406,9 +406,8 @@ impl Lane {
     /// client may have sent them again by another lane, and newer ones after them.
     ///
     /// Call `forsake` before each poll while a client is missing. Then no write of that client
-    /// takes effect after a later one that it made by another lane. If another lane has written a
-    /// page since this lane's write of it began, or since the last poll, this lane's write waits
-    /// for the next poll.
+    /// takes effect after a later one that it made by another lane. A write waits for the next poll
+    /// if another lane has written its page since it began, or since the last poll.
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.slot_wait.end();
         for op in &mut self.ops {
