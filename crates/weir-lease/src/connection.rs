@@ -84,8 +84,8 @@ impl Record {
         (u32::from(self.cursor) / CHUNK_SLOTS, !0 << (u32::from(self.cursor) % CHUNK_SLOTS))
     }
 
-    /// The position of the next chunk with a free slot that this lap reaches, behind the cursor's
-    /// chunk.
+    /// The position of the next chunk behind the cursor's chunk that has a free slot, and that this
+    /// lap still reaches.
     pub(crate) fn later(&self) -> Option<u32> {
         let (position, _) = self.ahead();
         let later = self.open & (!0 << position << 1);

@@ -19,7 +19,8 @@ const _: () = assert!(LAP_AT + LAP_BITS < 63);
 pub(crate) struct SlotWord(pub u64);
 
 impl SlotWord {
-    /// Loads a slot; loads and stores are ordered as those of the [`image`](crate::image).
+    /// Loads the word of a slot. Loads and stores of it are ordered as those of the
+    /// [`image`](crate::image).
     #[inline]
     pub(crate) fn load(slot: &AtomicU64) -> Self {
         SlotWord(slot.load(Ordering::Acquire))

@@ -13,8 +13,8 @@
 //! whether the segment's summary is on the disk.
 //!
 //! In a durable log a closed segment without a live page is *dead* first: a crash before the next
-//! commit would bring its pages back. It becomes free by a commit which says that the segment holds
-//! nothing.
+//! commit would bring its pages back. A dead segment becomes free by a commit which says that the
+//! segment holds nothing.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -118,8 +118,8 @@ pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 #[repr(align(128))]
 struct Stack {
     head: AtomicU64,
-    /// The members take turns to give a free segment. This member misses its next turns, this many
-    /// of them, because a write to it failed.
+    /// Number of turns that this member still misses, because a write to it failed. The members
+    /// take turns to give a free segment.
     skips: AtomicU32,
     failures: AtomicU32,
 }

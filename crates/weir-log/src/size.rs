@@ -7,7 +7,7 @@ use crate::summary::{PLACES_MAX, Rows};
 use crate::superblock::SEGMENT_LEAST;
 use weir_core::PAGE_SIZE;
 
-/// A log is bound to this many bytes of memory for each page of the store below: 1 GiB for 1 TiB.
+/// A log may take this many bytes of memory for each page of the store below: 1 GiB for 1 TiB.
 const BYTES_A_PAGE: u64 = 4;
 /// Number of pages up to which a log is opened in one pass, even if that exceeds the bound on
 /// memory.
