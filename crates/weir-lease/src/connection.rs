@@ -43,7 +43,7 @@ pub(crate) struct Record {
 
 const _: () = assert!(size_of::<Record>() == 32);
 
-/// The bit of [`Record::root`] that is set if the root is a directory and not a chunk.
+/// The bit of a record's `root` that is set if the root is a directory and not a chunk.
 const DIRECTORY: u32 = 1 << 31;
 
 /// The root under which a connection finds its chunks.
