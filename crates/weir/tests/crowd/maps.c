@@ -142,6 +142,11 @@ int main(int argc, char **argv) {
     word at_first = resident(), acts = 0;
     for (double end = now() + seconds; now() < end || acts < ACTS_MIN; acts++) act();
     for (int at = 0; at < REGIONS; at++) check(&regions[at], "everything");
-    dprintf(1, "%lu KiB of memory at first of %lu KiB, %lu KiB at the end, %lu acts\n", at_first, pages * 4, resident(), acts);
+    int child = fork(), status;
+    if (child < 0) FAIL("fork: %s", strerror(errno));
+    for (int at = 0; !child && at < REGIONS; at++) check(&regions[at], "a fork");
+    if (!child) _exit(0);
+    if (waitpid(child, &status, 0) != child || status) FAIL("a child ends with status %x", status);
+    dprintf(1, "%lu KiB of memory at first of %lu KiB, %lu acts\n", at_first, pages * 4, acts);
     return 0;
 }

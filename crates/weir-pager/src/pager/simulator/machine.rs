@@ -92,6 +92,9 @@ impl Kernel for Machine {
     }
 
     fn unregister(&mut self, start: usize, end: usize) -> Result<(), Errno> {
+        // In a process with as many mappings as it may have, the kernel refuses to split one.
+        let is_edge = |page: usize| self.world.area(page).is_none_or(|(start, _)| start == page);
+        assert!(is_edge(page_of(start)) && is_edge(page_of(end)), "the pager's memory would be split");
         self.world.change(page_of(start), page_of(end), |area| area.is_registered = false);
         look_again(&mut self.world, &mut self.program, page_of(start), page_of(end));
         Ok(())
@@ -241,6 +244,7 @@ impl Kernel for Machine {
                     .say(start..end, if is_left_out { "is left out of forks" } else { "is for children" });
                 self.world.change(start, end, |area| area.is_left_out_of_forks = is_left_out);
             }
+            Advice::Random => self.world.change(start, end, |area| area.is_random = true),
             Advice::LinuxDontNeed => {
                 assert!(end <= OWN, "the pager frees the program's memory");
                 let (_, area) = self.world.area(start).expect("its own memory");

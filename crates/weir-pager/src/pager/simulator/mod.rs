@@ -24,7 +24,7 @@ use random::{Random, number};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex};
 use store::{Faults, Simulated};
-pub(super) use world::address;
+pub(super) use world::{Area, address};
 use world::{OWN, World};
 
 fn play(seed: u64) {

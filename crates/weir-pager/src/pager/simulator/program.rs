@@ -133,6 +133,8 @@ pub struct Program {
     bell: usize,
     is_forking: bool,
     is_adopting: bool,
+    /// The old place of the memory that moved last.
+    left: usize,
     last: Option<(usize, usize)>,
     sigbus: u64,
 }
@@ -160,6 +162,7 @@ impl Program {
             bell: 0,
             is_forking: false,
             is_adopting: false,
+            left: FIRST,
             last: None,
             sigbus: 0,
         }
@@ -345,6 +348,11 @@ impl Program {
                 && let Some((_, area)) = world.areas.range(..at).next_back()
             {
                 at = area.end;
+            }
+            // Try the place that other memory has just left. The pager has not read the end of that
+            // move yet.
+            if world.random.one_in(6) {
+                at = self.left;
             }
             let is_free = world.area(at).is_none() && world.areas.range(at..at + pages).next().is_none();
             if at >= FIRST && at + pages <= PAGES && is_free {
@@ -549,6 +557,9 @@ impl Program {
             world.set_word(page, word);
         }
         world.insert(place, Area { end: place + (to - from) + grows, ..area });
+        self.left = at + from;
+        // MREMAP_DONTUNMAP leaves a mapping without pages at the old place.
+        let stays = grows == 0 && world.random.one_in(4);
         let object = self.object(number);
         let moved = match to - from == pages {
             true => {
@@ -575,7 +586,18 @@ impl Program {
         object.busy = 0..object.pages.len();
         let todo = &mut self.threads[thread].todo;
         todo.push(Action::Moved(moved));
-        if area.is_registered {
+        if stays {
+            world.say(at + from..at + to, "stays mapped");
+            world.insert(at + from, Area { end: at + to, ..area });
+            self.new_object(at + from, vec![Must::Be(0); to - from]);
+        }
+        let todo = &mut self.threads[thread].todo;
+        if area.is_registered && stays {
+            world.changing += 1;
+            let bytes = (to - from) * weir_core::PAGE_SIZE;
+            let event = Event::Remap(address(at + from), address(place), bytes);
+            todo.extend([Action::Done, Action::Send(event)]);
+        } else if area.is_registered {
             world.changing += 2;
             let bytes = (to - from) * weir_core::PAGE_SIZE;
             let old = address(at + from);

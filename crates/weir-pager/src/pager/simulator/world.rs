@@ -44,6 +44,8 @@ pub struct Area {
     pub is_readonly: bool,
     pub is_locked: bool,
     pub is_left_out_of_forks: bool,
+    /// Whether the kernel was told that accesses are random.
+    pub is_random: bool,
 }
 
 /// The simulated address space. Page n lies at the address `BASE` plus n pages, and `entries[n]` is
@@ -160,6 +162,7 @@ impl World {
             is_readonly: false,
             is_locked: false,
             is_left_out_of_forks: false,
+            is_random: false,
         };
         self.insert(start, area);
     }

@@ -303,6 +303,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
             self.advise_growth();
+            // After an `mremap` with `MREMAP_DONTUNMAP` a mapping is still at the old place.
+            for &(start, end) in &self.owed {
+                let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
+            }
             let ids: Vec<u32> = self.blocks.ids().collect();
             for id in ids {
                 if !matches!(self.blocks.get(id).state, State::Resident | State::Empty | State::Lost) {

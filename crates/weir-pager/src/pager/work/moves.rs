@@ -330,3 +330,43 @@ fn takes(event: &Event, at: usize) -> bool {
         Event::Fault(_) | Event::Remove(..) => false,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pager::simulator::{Area, address, work_at_rest};
+
+    #[test]
+    fn a_block_whose_write_fails_while_its_move_is_handled_comes_back_at_its_new_place() {
+        let (mut work, first) = work_at_rest();
+        let (moved, end, to) = (first + 10, first + 2 * BLOCK_PAGES, first + 4 * BLOCK_PAGES + 10);
+        work.kernel.world.map(first, end);
+        work.kernel.register(address(first), address(end)).unwrap();
+        work.add_span(address(first), address(end));
+        // The move cuts this block, which is in the store. The pager needs a frame to read it.
+        let id = work.blocks.add(address(first), State::Stored);
+        work.blocks.get_mut(id).room = work.store.claim();
+        work.blocks.get_mut(id).zeros = [u64::MAX; BLOCK_PAGES / 64];
+        work.rooms = 1;
+        // The pager is writing this block, and it moves too.
+        for page in 0..BLOCK_PAGES {
+            work.kernel.world.come(first + BLOCK_PAGES + page, page as u64 + 1);
+        }
+        let id = work.blocks.add(address(first + BLOCK_PAGES), State::Resident);
+        work.policy.came(id);
+        work.begin_write().expect("it can go");
+        work.shared.limit.store(1, Ordering::Relaxed);
+        work.store.doom(1);
+        for (start, area) in work.kernel.world.take_areas(moved, end) {
+            work.kernel.world.insert(to + start - moved, Area { end: to + area.end - moved, ..area });
+        }
+        work.is_heeding = true;
+        work.apply(Event::Remap(address(moved), address(to), (end - moved) * PAGE_SIZE));
+        work.is_heeding = false;
+        assert!(matches!(work.blocks.get(id).state, State::Back(_)), "its old place is no longer mapped");
+        work.bring(id).unwrap();
+        for page in 0..BLOCK_PAGES {
+            assert_eq!(work.kernel.world.word(to + first + BLOCK_PAGES - moved + page), page as u64 + 1);
+        }
+    }
+}

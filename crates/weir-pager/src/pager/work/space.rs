@@ -15,6 +15,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
                 self.owed.push((from, from + bytes));
+                // Blocks that the program cuts are dissolved. One may be whole again by now.
+                self.record(to, to + bytes);
             }
         }
     }
@@ -67,10 +69,29 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Empties `owed`, the list of expected `munmap` events, once the address space does not change
-    /// any more: by then the pager has read every event.
+    /// any more: by then the pager has read every event. An event that never came belongs to an
+    /// `mremap` with `MREMAP_DONTUNMAP`. Such a call leaves a mapping at the old place, without
+    /// pages. It still has the registration and the advice of the memory that moved. So a child
+    /// would not inherit it unless the pager manages it too.
     pub(super) fn is_settled(&mut self) {
-        if !self.owed.is_empty() && self.events.is_empty() && !self.kernel.is_changing() {
-            self.owed.clear();
+        if self.owed.is_empty() || !self.events.is_empty() || self.kernel.is_changing() {
+            return;
+        }
+        while let Some((first, last)) = self.owed.pop() {
+            let mut from = first;
+            while from < last {
+                let known = self.known(from, last);
+                let to = known.map_or(last, |(start, _)| start.max(from));
+                if to > from && self.adopt(from, to).is_err() {
+                    if self.has_changed() || self.kernel.is_changing() {
+                        self.owed.push((from, last));
+                        return;
+                    }
+                    // The program has made a part of it read-only.
+                    let _ = self.kernel.advise(from, to - from, Advice::LinuxDoFork);
+                }
+                from = known.map_or(last, |(_, end)| end);
+            }
         }
     }
 
@@ -299,13 +320,19 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = self.kernel.advise(start, end - start, advice);
         self.add_span(start, end);
-        // Count the pages that are in place already. Some were touched before the registration.
-        // Others belong to a block that the new range shares with the span before it.
-        let mut from = start / BLOCK * BLOCK;
+        // Some pages may have been touched before the registration.
+        self.record(start, end);
+        Ok(())
+    }
+
+    /// Makes a record of each block that has a byte in `start..end`, has none yet, and has pages in
+    /// place. Only a block with a record can be moved out. A block at an end of the range may have
+    /// pages of the span before it, or of the span behind it.
+    fn record(&mut self, start: usize, end: usize) {
         let Work { kernel, blocks, policy, spans, .. } = self;
-        let (&first, &last) = spans.range(..=start).next_back().expect("just added");
-        from = from.max(first);
-        let _ = kernel.populated(from, last, |begin, end| {
+        let Some((&first, &last)) = spans.range(..=start).next_back() else { return };
+        let (from, to) = (first.max(start / BLOCK * BLOCK), last.min(end.next_multiple_of(BLOCK)));
+        let _ = kernel.populated(from, to, |begin, end| {
             let mut at = begin / BLOCK * BLOCK;
             while at < end {
                 if at >= first && at + BLOCK <= last && blocks.first_in(at, at + BLOCK).is_none() {
@@ -314,7 +341,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 at += BLOCK;
             }
         });
-        Ok(())
     }
 
     /// Whether the range is part of one plain mapping. The kernel never merges memory that is
@@ -332,6 +358,39 @@ impl<K: Kernel, S: Store> Work<K, S> {
 mod tests {
     use super::*;
     use crate::pager::simulator::{address, work_at_rest};
+
+    #[test]
+    fn memory_that_moves_to_where_other_memory_was_outlives_the_end_of_that_move() {
+        let (mut work, first) = work_at_rest();
+        let [old, other, new] = [0, 2, 4].map(|blocks| address(first + blocks * BLOCK_PAGES));
+        let ids = [old, other].map(|at| {
+            work.add_span(at, at + BLOCK);
+            work.blocks.add(at, State::Empty)
+        });
+        let moves = [Event::Remap(old, new, BLOCK), Event::Remap(other, old, BLOCK)];
+        // Each move ends with an event for its old place. Both events come after the second move.
+        let ends = [Event::Unmap(old, old + BLOCK), Event::Unmap(other, other + BLOCK)];
+        moves.into_iter().chain(ends).for_each(|event| work.apply(event));
+        assert_eq!([new, old, other].map(|at| work.blocks.at(at)), [Some(ids[0]), Some(ids[1]), None]);
+        assert_eq!([new, old, other].map(|at| work.is_in_span(at)), [true, true, false]);
+    }
+
+    #[test]
+    fn a_block_of_which_a_part_moves_away_and_back_can_be_moved_out_again() {
+        let (mut work, first) = work_at_rest();
+        for page in 0..BLOCK_PAGES {
+            work.kernel.world.come(first + page, page as u64 + 1);
+        }
+        work.add_span(address(first), address(first + BLOCK_PAGES));
+        let id = work.blocks.add(address(first), State::Resident);
+        work.policy.came(id);
+        let (home, away) = (address(first + 10), address(first + 4 * BLOCK_PAGES));
+        work.apply(Event::Remap(home, away, 5 * PAGE_SIZE));
+        assert_eq!((work.blocks.len(), work.policy.len()), (0, 0), "it has a hole");
+        work.apply(Event::Remap(away, home, 5 * PAGE_SIZE));
+        assert_eq!(work.blocks.at(home).map(|id| work.blocks.get(id).state), Some(State::Resident));
+        assert_eq!(work.policy.len(), 1);
+    }
 
     #[test]
     fn a_block_stays_until_each_single_page_that_was_given_up_is_seen_to_be_gone() {
