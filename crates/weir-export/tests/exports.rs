@@ -11,20 +11,26 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use weir_core::PAGE_SIZE;
 use weir_core::log::Log;
 use weir_core::seal::{Policy, seal};
+use weir_core::{PAGE_SIZE, PageNo};
 use weir_device::PageLane;
 use weir_export::nbd::client::{Client, ClientError, Operation, Wish};
 use weir_export::nbd::wire::{Errno, OPTION_MAGIC, OPTION_REPLY_MAGIC};
 use weir_export::nbd::{Config, Export, Exports, Listen, Server};
-use weir_store::{Host, OpenError, Store};
-use weir_volume::{CreateError, Lane, Pool, Volume};
+use weir_store::{Host, OpenError, Progress, Store};
+use weir_volume::{Lane, Pool, Volume};
+
+/// A volume and its name. A client holds all of it, a lane the volume alone.
+struct Device {
+    name: String,
+    volume: Arc<Volume>,
+}
 
 /// Volumes of one pool, by name. The first is the default one.
 struct Devices {
     pool: Arc<Pool>,
-    all: Mutex<Vec<(String, Arc<Volume>)>>,
+    all: Mutex<Vec<Arc<Device>>>,
     turns: AtomicUsize,
 }
 
@@ -35,44 +41,42 @@ impl Devices {
         Arc::new(Devices { pool, all: Mutex::default(), turns: AtomicUsize::new(0) })
     }
 
-    fn all(&self) -> MutexGuard<'_, Vec<(String, Arc<Volume>)>> {
+    fn all(&self) -> MutexGuard<'_, Vec<Arc<Device>>> {
         self.all.lock().unwrap()
     }
 
-    fn add(&self, name: &str, pages: u32) -> Arc<Volume> {
-        let volume = self.pool.volume(pages).unwrap();
-        self.all().push((name.to_owned(), Arc::clone(&volume)));
-        volume
+    fn volume(&self, name: &str) -> Arc<Volume> {
+        let all = self.all();
+        Arc::clone(&all.iter().find(|device| device.name == name).unwrap().volume)
     }
 
-    /// Removes a device; `false` if somebody holds it, and it stays.
+    fn add(&self, name: &str, pages: u32) {
+        let volume = self.pool.volume(pages).unwrap();
+        self.all().push(Arc::new(Device { name: name.to_owned(), volume }));
+    }
+
+    /// Removes a device; `false` if a client holds it, and it stays.
     fn remove(&self, name: &str) -> bool {
         let mut all = self.all();
-        let at = all.iter().position(|(its, _)| its == name).unwrap();
-        let (name, volume) = all.remove(at);
-        match volume.shrink(0, |_| Ok(())) {
-            Ok(mut removal) => {
-                let mut mover = self.pool.mover().unwrap();
-                while !mover.remove(&mut removal, 100) {}
-                true
-            }
-            Err((volume, error)) => {
-                assert!(matches!(error, CreateError::InUse), "{error}");
-                all.insert(at, (name, volume));
-                false
-            }
+        let at = all.iter().position(|device| device.name == name).unwrap();
+        if Arc::strong_count(&all[at]) > 1 {
+            return false;
         }
+        let Device { volume, .. } = Arc::into_inner(all.remove(at)).unwrap();
+        let held = |(_, error)| panic!("no client holds it, and a lane does: {error}");
+        let mut removal = volume.shrink(0, |_| Ok(())).unwrap_or_else(held);
+        let mut mover = self.pool.mover().unwrap();
+        while !mover.remove(&mut removal, 100) {}
+        true
     }
 
     /// The first bytes of a device's first pages, by a lane of their own.
     fn heads(&self, name: &str, pages: u32) -> Vec<Vec<u8>> {
-        let all = self.all();
-        let (_, volume) = all.iter().find(|(its, _)| its == name).unwrap();
-        let mut lane = volume.lane().unwrap();
+        let mut lane = self.volume(name).lane().unwrap();
         let mut read = |number| {
             let mut bytes = [1; PAGE_SIZE];
-            let read = lane.read(0, weir_core::PageNo(number), &mut bytes);
-            assert_eq!(read, weir_store::Progress::Done(Ok(())));
+            let read = lane.read(0, PageNo(number), &mut bytes);
+            assert_eq!(read, Progress::Done(Ok(())));
             bytes[..8].to_vec()
         };
         (0..pages).map(&mut read).collect()
@@ -81,30 +85,46 @@ impl Devices {
 
 impl Exports for Devices {
     type Lane = Lane;
-    type Device = Arc<Volume>;
+    type Device = Arc<Device>;
 
     fn open(&self) -> Result<Lane, OpenError> {
         self.pool.lane()
     }
 
-    fn find(&self, name: &[u8]) -> Option<(Export, Arc<Volume>)> {
+    fn find(&self, name: &[u8]) -> Option<(Export, Arc<Device>)> {
         let all = self.all();
-        let (name, volume) = all.iter().find(|(its, _)| name.is_empty() || its.as_bytes() == name)?;
-        let read_only = name.starts_with("read-only");
-        let (name, description) = (name.clone(), format!("about {name}"));
-        let export = Export { name, description, bytes: volume.bytes(), read_only, clears: true };
-        Some((export, Arc::clone(volume)))
+        let device = all.iter().find(|its| name.is_empty() || its.name.as_bytes() == name)?;
+        let Device { name, volume } = &**device;
+        // Clients are told of a page that a device has not, or are not told of one that it has.
+        let pages = match &**name {
+            "too large" => volume.pages() + 1,
+            "too small" => volume.pages() - 1,
+            _ => volume.pages(),
+        };
+        let export = Export {
+            name: name.clone(),
+            description: format!("about {name}"),
+            bytes: u64::from(pages) * PAGE_SIZE as u64,
+            read_only: name == "read-only",
+            clears: true,
+        };
+        Some((export, Arc::clone(device)))
     }
 
     fn list(&self, each: &mut dyn FnMut(&str, &str)) {
-        self.all().iter().for_each(|(name, _)| each(name, &format!("about {name}")));
+        self.all().iter().for_each(|its| each(&its.name, &format!("about {}", its.name)));
     }
 
-    fn turn(&self, lane: &mut Lane, device: Option<&Arc<Volume>>) {
+    fn turn(&self, lane: &mut Lane, device: Option<&Arc<Device>>) {
         assert_eq!(lane.in_flight(), 0);
         assert_ne!(device.is_some(), lane.pages() > 0, "a lane is turned away before it is turned on");
+        if device.is_none() {
+            let is_held =
+                |its: &Arc<Device>| Arc::ptr_eq(&its.volume, lane.volume()) && Arc::strong_count(its) > 1;
+            assert!(self.all().iter().any(is_held), "a client holds its device until then");
+        }
         self.turns.fetch_add(1, Ordering::Relaxed);
-        lane.turn(device);
+        lane.turn(device.map(|device| &device.volume));
     }
 }
 
@@ -145,7 +165,8 @@ impl Served {
 
     fn shutdown(self) {
         assert_eq!(self.server.shutdown(PATIENCE), 0, "threads that did not come back");
-        assert!(self.devices.all().iter().all(|(_, volume)| Arc::strong_count(volume) == 1));
+        let held = |device: &Arc<Device>| Arc::strong_count(device) + Arc::strong_count(&device.volume) > 2;
+        assert!(!self.devices.all().iter().any(held));
     }
 }
 
@@ -174,7 +195,8 @@ fn holds(client: &mut Client, seed: u64) -> bool {
 #[test]
 fn each_name_shows_its_own_pages_and_its_own_terms() {
     let devices = Devices::new(4, 600, host);
-    for (name, pages) in [("one", 100), ("two", 200), ("read-only", 10)] {
+    for (name, pages) in [("one", 100), ("two", 200), ("read-only", 10), ("too large", 10), ("too small", 11)]
+    {
         devices.add(name, pages);
     }
     let served = served("names", &devices, &few());
@@ -195,6 +217,13 @@ fn each_name_shows_its_own_pages_and_its_own_terms() {
     assert!(matches!(refused, Err(ClientError::Failed(Errno::NotPermitted))), "{refused:?}");
     assert_eq!(refuses.read(0, 4096).unwrap(), vec![0; 4096]);
     served.leave(refuses);
+    for name in ["too large", "too small"] {
+        let mut client = served.client(name);
+        assert_eq!(client.read(9 * 4096, 4096).unwrap(), vec![0; 4096]);
+        let beyond = client.read(10 * 4096, 4096);
+        assert!(matches!(beyond, Err(ClientError::Failed(Errno::Invalid))), "{name}: {beyond:?}");
+        served.leave(client);
+    }
     for unknown in ["three", "on", "ONE"] {
         let refused = served.try_client(unknown).unwrap_err().to_string();
         assert!(refused.contains("no such export"), "{refused}");
@@ -210,7 +239,7 @@ fn lanes_serve_more_devices_than_there_are_threads_one_after_another() {
     const DEVICES: usize = 7;
     let devices = Devices::new(2, 700, host);
     let name = |at: usize| format!("device-{at}");
-    (0..DEVICES).for_each(|at| _ = devices.add(&name(at), 10 + at as u32));
+    (0..DEVICES).for_each(|at| devices.add(&name(at), 10 + at as u32));
     let served = served("turns", &devices, &Config { connections: 2, ..few() });
     let mut last = [None; DEVICES];
     for round in 0..50 {
@@ -306,18 +335,18 @@ fn a_client_that_sees_its_connection_end_finds_the_device_free() {
 #[test]
 fn a_device_that_grows_keeps_its_size_for_those_who_are_connected() {
     let devices = Devices::new(4, 300, host);
-    let volume = devices.add("one", 100);
+    devices.add("one", 100);
     let served = served("grows", &devices, &few());
     let mut before = served.client("one");
     fill(&mut before, 7);
-    volume.grow(200, |_| Ok(())).unwrap();
+    devices.volume("one").grow(200, |_| Ok(())).unwrap();
     let mut after = served.client("one");
     assert_eq!([&before, &after].map(|client| client.terms().bytes), [100 * 4096, 200 * 4096]);
     fill(&mut after, 9);
     assert!(holds(&mut before, 9));
     let beyond = before.read(100 * 4096, 4096);
     assert!(matches!(beyond, Err(ClientError::Failed(Errno::Invalid))), "{beyond:?}");
-    drop((before, after, volume));
+    drop((before, after));
     served.shutdown();
 }
 
@@ -346,7 +375,7 @@ fn after_go(served: &Served, name: &[u8]) -> UnixStream {
 fn a_list_of_hundreds_has_each_device_once_and_waits_for_a_client_that_does_not_read() {
     let devices = Devices::new(4, 600, host);
     let names: Vec<String> = (0..600).map(|at| format!("{at:0200}")).collect();
-    names.iter().for_each(|name| _ = devices.add(name, 1));
+    names.iter().for_each(|name| devices.add(name, 1));
     let served = served("list", &devices, &few());
     // Each list is 260 KiB long, which no socket holds. The other clients are served all the while.
     let mut slow = negotiating(&served, &[option(3, b""), option(3, b"")].concat());

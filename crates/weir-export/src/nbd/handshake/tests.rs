@@ -429,12 +429,10 @@ fn block_status_that_was_selected_for_one_device_is_not_for_another() {
 fn a_long_list_is_answered_in_parts_with_each_device_once_and_the_session_goes_on() {
     for (count, length) in [(0, 1), (1, 1), (2, NAME_MAX), (500, 3), (500, 100), (300, NAME_MAX)] {
         let devices = Devices::default();
-        let description = "d".repeat(length);
-        let names: Vec<String> = (0..count).map(|at| format!("{at:0length$}")).collect();
-        for name in &names {
-            let (name, description) = (name.clone(), description.clone());
-            let export = Export { name, description, ..export() };
-            devices.0.borrow_mut().push(export);
+        for at in 0..count {
+            // A shorter one must not overtake one that does not fit.
+            let (name, description) = (format!("{at:0length$}"), "d".repeat(length * (at % 5) / 4));
+            devices.0.borrow_mut().push(Export { name, description, ..export() });
         }
         let mut handshake = Handshake::new(&devices, Tls::Active);
         // The list is one option, however many parts it has.
@@ -442,9 +440,10 @@ fn a_long_list_is_answered_in_parts_with_each_device_once_and_the_session_goes_o
         let (end, output, consumed) = run_through(&mut handshake, true, &script, 1000);
         assert_eq!((end, consumed), (None, script.concat().len()));
         let replies = replies(&output);
-        let list: Vec<_> = names
+        let exports = devices.0.borrow();
+        let list: Vec<_> = exports
             .iter()
-            .map(|name| {
+            .map(|Export { name, description, .. }| {
                 let length = (name.len() as u32).to_be_bytes();
                 let data = [&length[..], name.as_bytes(), description.as_bytes()];
                 (option::LIST, option_reply::SERVER, data.concat())
