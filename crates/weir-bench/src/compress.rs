@@ -6,7 +6,7 @@
 //! one by one in random order. Times are the thread's processor time, because compression costs
 //! only that.
 //!
-//! Then pages are replaced at random, each four times on average, in two volumes by turns. One
+//! Then pages are replaced at random, each four times on average, in two volumes in turns. One
 //! volume is left alone: the control. The other compacts its sparse packs whenever a daemon's
 //! worker would. Both are compared with the same pages freshly written, which is the best packing
 //! there is.

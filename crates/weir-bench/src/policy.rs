@@ -147,8 +147,8 @@ pub(crate) struct Zipf {
 }
 
 impl Zipf {
-    /// Makes the law: the page of rank `n` comes in proportion to `n` to the power of `-theta`.
-    /// With 0, all pages are equally likely.
+    /// Prepares draws by Zipf's law: the page of rank `n` has a probability in proportion to `n` to
+    /// the power of `-theta`. With 0, all pages are equally likely.
     pub(crate) fn new(pages: u32, theta: f64) -> Self {
         let mut sum = 0.0;
         let weigh = |rank| {
@@ -172,7 +172,8 @@ fn zipf(theta: f64) -> Vec<u32> {
     (0..REQUESTS).map(|_| zipf.draw(&mut state)).collect()
 }
 
-/// A made trace: a hot set that is used at random, and now and then a scan of pages that come once.
+/// A made trace: a hot set that is used at random, and now and then a scan of pages that are used
+/// once.
 fn scans() -> Vec<u32> {
     let (mut state, mut fresh) = (2, PAGES);
     let mut trace = Vec::with_capacity(REQUESTS);

@@ -30,8 +30,8 @@ pub fn run(options: &Cli) -> Result<(), Failure> {
         })?;
     }
     match &options.bench {
-        // These commands run without [`guard::run`], which undoes changes to the machine when a
-        // command is killed. They change nothing, or are children of a command that runs with it.
+        // These commands need no [`guard::run`], which undoes a command's changes to the machine
+        // even if it is killed. They change nothing, or are children of a command that has a guard.
         Bench::Show { .. }
         | Bench::SwapTouch { .. }
         | Bench::FaultTouch { .. }

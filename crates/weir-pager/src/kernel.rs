@@ -40,8 +40,8 @@ pub(crate) trait Kernel {
     /// Whether the address space has changed, or is about to, and the pager has not read the event
     /// of that change.
     fn is_changing(&mut self) -> bool {
-        // A request first fails if the address space is changing, before the kernel looks at its
-        // range. So a request with an empty range tells just that.
+        // While the address space is changing, the kernel refuses each request before it looks at
+        // the request's range. So an empty request shows whether it is changing.
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
     }
 

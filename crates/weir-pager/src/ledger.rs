@@ -81,7 +81,7 @@ impl Ledger {
             l_len: 1,
             l_pid: 0,
         };
-        // SAFETY: a lock command with the structure that it takes.
+        // SAFETY: each lock command of fcntl(2) takes a pointer to this structure.
         match unsafe { libc::fcntl(self.lock.as_raw_fd(), command, &raw mut lock) } {
             0 => Ok(lock.l_type.into()),
             _ => Err(io::Error::last_os_error()),

@@ -69,7 +69,7 @@ pub struct Stats {
     pub singles_written: u64,
     /// Number of blocks that could not be read back.
     pub lost: u64,
-    /// Number of times that a block exceeded the limit, because no other block could go.
+    /// Number of times that a block exceeded the limit, because no other block could be moved out.
     pub beyond_limit: u64,
 }
 
@@ -236,8 +236,8 @@ impl Pager {
         self.0.bells.ring();
     }
 
-    /// Changes the limit, in bytes. If it becomes lower, the pager moves blocks out in the
-    /// background until it is kept.
+    /// Changes the limit, in bytes. If the new limit is lower, the pager moves blocks out in the
+    /// background until it keeps that limit.
     ///
     /// # Errors
     /// Fails with [`Error::Limit`].

@@ -13,8 +13,8 @@ const STREAMING: u32 = 12;
 /// Number of the newest blocks that stay in place while the program streams, because they are in
 /// use.
 const LAG: usize = 4;
-/// While the program streams, one in this many victims is the oldest block. Otherwise blocks that
-/// are no longer used would stay in place for ever.
+/// While the program streams, one victim of this many is the oldest block, and the others are new
+/// ones. Otherwise blocks that are no longer used would stay in place for ever.
 const OLDEST_EVERY: u32 = 16;
 
 /// A stream: page faults that follow each other at a constant distance of blocks.
@@ -60,8 +60,8 @@ impl Policy {
         self.order.len()
     }
 
-    /// Notes a page fault on the block with this number, which is its address in blocks. `skips`
-    /// tells of another block whether an access to it would have caused no page fault. Returns the
+    /// Notes a page fault on a block. A block's number is its address, counted in blocks. `skips`
+    /// says of a block whether an access to it would have caused no page fault. Returns the
     /// distance to the stream's next page fault, if this one is in a stream.
     pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
         self.faults += 1;

@@ -6,7 +6,7 @@ use std::path::Path;
 use weir_core::PageBytes;
 use weir_share::{Client, Lease, Options};
 
-/// Number of frames of the share connection that serve writes.
+/// Number of the share connection's frames that are used for writes.
 const WRITE_FRAMES: usize = 128;
 /// Number of queued writes after which the daemon is told, so that it writes while more pages are
 /// copied.

@@ -4,7 +4,7 @@
 //! are replaced here do what they always did, and also call the pager. After a large allocation the
 //! pager looks for new memory at once. So a program does not fill memory that the pager has not
 //! seen. The pager also learns of calls after which the kernel still reads pages of the program.
-//! Only these calls must not be missed.
+//! Only these calls must not escape the pager.
 //!
 //! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager began and
 //! so is never managed.

@@ -100,14 +100,15 @@ pub trait RequestMemory {
     }
 
     /// Called before a write is issued. From then on [`data`](RequestMemory::data) must return the
-    /// bytes of that write. Memory with one buffer for all requests copies them there.
+    /// bytes of that write. If all requests share one buffer, this call copies the bytes into it.
     fn fetch(&mut self, _id: Id) {}
 
     /// The bytes of a write that begins with all of them: at least as many as its span has.
     fn data(&self, id: Id) -> &[u8];
 
-    /// Memory for pages in a row that a read touches, beginning with the page at index `at` of its
-    /// span. Returns one page at least, and may return more than the read has left.
+    /// Memory into which a read puts pages of its span, one after another from the page at index
+    /// `at` on. Returns memory for one page at least. It may be for more pages than the read has
+    /// left.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
 
     /// Notes that `count` pages of a read have been filled, from index `at` on. From then on
@@ -621,8 +622,8 @@ impl Flight {
     }
 }
 
-/// The ticket, which is the lane's number for an operation: here the one on the page at index `at`
-/// of a request.
+/// The ticket (the number that the lane returns with a completion) of the operation on the page at
+/// index `at` of a request.
 fn ticket(id: Id, at: u32) -> Ticket {
     Ticket::from(id) << PAGE_BITS | at
 }

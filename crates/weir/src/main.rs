@@ -40,7 +40,7 @@ static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 fn main() -> ExitCode {
     // The name that `ps` and `top` show, and by which other programs know a daemon. Without it, a
-    // program that runs from memory would have its descriptor's name.
+    // program that was started from a copy in memory would have the name of that copy's descriptor.
     let _ = rustix::thread::set_name(c"weir");
     weir_cli::failure::end(Cli::try_parse().map_err(Failure::from).and_then(run))
 }

@@ -207,8 +207,8 @@ fn announce() -> io::Result<()> {
     rustix::stdio::dup2_stdin(&null)?;
     rustix::stdio::dup2_stdout(&null)?;
     rustix::stdio::dup2_stderr(&null)?;
-    // setsid(2) fails only in the leader of a process group. The outer process started this process
-    // as no leader.
+    // setsid(2) fails only in the leader of a process group. This process is none, because the
+    // outer process started it and stayed the leader.
     rustix::process::setsid()?;
     Ok(())
 }

@@ -201,7 +201,7 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     fio::fill(&nbdkit, plan.size)?;
     let echo = Echo::start(plan, &sockets)?;
     let mut measured: Vec<Measured> = cases.iter().map(|_| Measured::default()).collect();
-    // nbdkit runs in each pass, beside the servers of Weir that [`passes`] names.
+    // nbdkit runs in every pass, beside those servers of Weir that [`passes`] names.
     let servers: usize = passes(plan).iter().map(|present| present.len() + 1).sum();
     let steps = Steps::new(servers * cases.len() * plan.runs);
     for present in passes(plan) {
@@ -229,8 +229,8 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     Ok(report)
 }
 
-/// The passes through all cases. Each is the indices of the servers of Weir that run at the same
-/// time.
+/// The passes through all cases. For each pass, the indices of Weir's servers that run in it at the
+/// same time.
 fn passes(plan: &Plan) -> &'static [&'static [usize]] {
     match plan.store {
         None => &[&[ASLEEP, SPINNING]],
@@ -286,9 +286,9 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
 enum On {
     /// Any store on a machine of fewer than 8 processors.
     Small,
-    /// Host memory or a disk on a larger machine. The goals are for 16 processors.
+    /// Host memory or a disk, on a machine of 8 processors or more. Its goals are for 16.
     Large,
-    /// A GPU's memory on a larger machine. The goals are for 16 processors.
+    /// A GPU's memory, on a machine of 8 processors or more. Its goals are for 16.
     Card,
 }
 

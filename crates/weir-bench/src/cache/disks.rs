@@ -292,9 +292,8 @@ mod tests {
         lane.submit();
         let traffic = disks.traffic();
         assert_eq!((traffic.writes, traffic.long, traffic.written), (12, 2 << 20, 522 << 12));
-        // The test itself may stall for a while, and must not fail then. So the time that an
-        // operation takes at least counts from before the submission, and the time that it takes at
-        // most counts from after it.
+        // The test itself may stall for a while, and must not fail then. So the shortest time of an
+        // operation counts from before the submission, and its longest time from after it.
         let (after, mut ended) = (Instant::now(), 0);
         lane.poll(before + Duration::from_millis(9), &mut |_| ended += 1);
         assert_eq!(ended, 0, "1 MiB takes 10 ms");

@@ -16,11 +16,11 @@ pub trait Design: Send {
     /// Returns references, and appends their pages to `back`.
     fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>);
 
-    /// Bytes of memory that this part of the design holds now, for one thread. Memory that the
-    /// parts share does not count.
+    /// Bytes of memory that this part of the design, which is one thread's, holds now. Memory that
+    /// the parts of several threads share does not count.
     fn bytes(&self) -> usize;
 
-    /// Bytes of memory that the design's parts share, of which each thread has one.
+    /// Bytes of memory that the parts of a design share. Each thread has one part.
     fn shared_bytes(&self) -> usize {
         0
     }

@@ -51,7 +51,8 @@ struct Figures {
 
 /// Adds the rows of the end-to-end run.
 ///
-/// # Errors Fails when the system gives no sockets or no memory.
+/// # Errors
+/// Fails when the system gives no sockets or no memory.
 pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     let (flows, workers) = (plan.flows, plan.workers.min(plan.flows));
     let mut source = Memory::anonymous(SOURCE_PAGES * PAGE_SIZE)?;

@@ -3,8 +3,8 @@
 //! The kernel's device memory series (devmem) discusses three ways to record which connection holds
 //! which pages. Each is modelled here after its kernel code, beside [`weir_lease::Table`]:
 //! - an xarray per connection (mainline). The model `xarray` has the least that such a tree must
-//!   do. The model `xarray-kernel` has all that the kernel does for a reference: it keeps up the
-//!   tree, and counts the page's references, as the table does too.
+//! do. The model `xarray-kernel` has all that the kernel does for a reference: it maintains the
+//! tree, and counts the page's references, as the table does too.
 //! - an array of counters per connection (version 1 of the series).
 //! - one array of counters for the region (version 10).
 //!
@@ -40,8 +40,8 @@ pub struct Plan {
     pub connections: Vec<u32>,
     /// Number of references that each connection holds all the time.
     pub outstanding: u32,
-    /// Number of references that come and go in one step: a receive call brings several, and a
-    /// return call takes several.
+    /// Number of references that each step takes and returns. In the kernel, too, a receive call
+    /// brings several, and a return call takes several back.
     pub burst: u32,
     /// Bytes of the memory region whose pages the connections reference.
     pub region: u64,

@@ -1,6 +1,5 @@
-//! The `nv_kthread_q` of pull request 1050. A count of pending items wakes the worker when it
-//! leaves 0, and the worker takes the whole list at once. The wait queue is a condition variable
-//! here.
+//! The `nv_kthread_q` of pull request 1050. The worker is woken when the count of pending items
+//! leaves 0, and takes the whole list at once. The wait queue is a condition variable here.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

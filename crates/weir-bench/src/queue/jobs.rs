@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
-/// The number of jobs that the current round expects, and of those that its worker has run.
+/// The number of jobs in the current round, and the number of them that the worker has run.
 pub(super) struct Tally {
     expected: AtomicU64,
     /// Number of jobs that have run; only the worker writes it.

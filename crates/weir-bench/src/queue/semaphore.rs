@@ -45,7 +45,8 @@ impl Semaphore {
 
 impl Drop for Semaphore {
     fn drop(&mut self) {
-        // SAFETY: no thread waits when the last owner goes, and this value owns the box.
+        // SAFETY: no thread waits at the semaphore when its last owner is dropped, and this value
+        // owns the box.
         unsafe {
             libc::sem_destroy(self.0.as_ptr());
             drop(Box::from_raw(self.0.as_ptr()));

@@ -28,8 +28,8 @@ const ROOM: usize = 1 << 14;
 /// take some milliseconds, which is longer than any gap between items.
 const LOOKS: u32 = 100_000;
 
-/// A job with its embedded item. It is as large as an item of the designs with a list, so that
-/// neither has less memory to touch.
+/// A job with its embedded item. It is as large as a job of the designs with a list, so that no
+/// design touches less memory.
 pub(super) struct Step {
     item: Item<Step>,
     argument: AtomicU64,

@@ -53,8 +53,8 @@ impl FromIterator<f64> for Runs {
     }
 }
 
-/// The percentile `percent` of `samples`, by nearest rank: for 99, the value that 99 % of them do
-/// not exceed. Reorders the samples. 0 without samples.
+/// A percentile of `samples`, by nearest rank: with a `percent` of 99, the value that 99 % of them
+/// do not exceed. Reorders the samples. 0 without samples.
 pub fn percentile(samples: &mut [u64], percent: f64) -> u64 {
     if samples.is_empty() {
         return 0;

@@ -1,8 +1,8 @@
 //! Checks whether a page written by one path is what another path reads, at once and every time.
 //!
-//! Pairs of threads hand small batches back and forth over the same few slots. An old line may be
-//! held in a fill buffer, in the card's L1 or L2, or in a write that has not arrived. So each of
-//! these is asked for the line again and again.
+//! Pairs of threads hand small batches back and forth over the same few slots. An old version of a
+//! cache line may be left in a fill buffer of the processor or in the card's L1 or L2, or the write
+//! of the new one may still be on its way. So the threads read the same lines again and again.
 
 use super::BenchError;
 use super::content::{is_stamped, stamp};

@@ -143,10 +143,10 @@ pub fn calibrate(url: &StoreUrl) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// The paths that a store chooses by the measured costs. A row is for a direction, a number of
-/// pages, a number of busy threads, and neighbours or random pages. The row's metric names the
-/// path, and its value is the estimated time for a thread. There are rows with the kernel on the
-/// card, and without.
+/// The paths that a store chooses by the measured costs. Each row is for one case: a direction, a
+/// number of pages, a number of busy threads, and either neighbours or random pages. The row's
+/// metric names the path, and its value is the estimated time for a thread. There are rows with the
+/// kernel on the card, and without.
 fn choices(table: &Table) -> Vec<Row> {
     let mut rows = Vec::new();
     for (direction, name) in [(Direction::Read, "read"), (Direction::Write, "write")] {

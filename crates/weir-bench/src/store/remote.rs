@@ -22,7 +22,7 @@ use weir_store::{Done, Lane, POLL_EVERY, Progress, RemoteUrl, StoreUrl, Ticket};
 const PAGES: u32 = 1 << 14;
 /// Number of reads in a run. The run has as many GETs.
 const READS: usize = 20_000;
-/// Microseconds that a page may take longer than a GET by the crate `redis`.
+/// Microseconds by which a page may take longer than a GET by the crate `redis`.
 const OVER_GET_US: f64 = 10.0;
 
 /// Measures reads with each way of waiting: asleep, and spinning. A store that is in no fleet has

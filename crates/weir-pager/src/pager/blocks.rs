@@ -20,8 +20,8 @@ pub enum State {
     /// The whole block is in a slot, and waits to be moved back into place. The store does not have
     /// it.
     Back(usize),
-    /// The block is in the store, except for its single pages in place, which
-    /// [`there`](Block::there) marks.
+    /// The block is in the store. Its single pages, which [`there`](Block::there) marks, are in
+    /// place.
     Stored,
     /// The block's content is lost.
     Lost,

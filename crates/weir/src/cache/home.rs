@@ -364,7 +364,7 @@ fn erase(options: &CreateOptions, paths: &[PathBuf]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether the home may hold content to lose: a missing or empty file holds none.
+/// Whether the home may hold content that could be lost. A missing or empty file holds none.
 fn holds_something(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|about| !about.is_file() || about.len() > 0)
 }

@@ -128,8 +128,8 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
 }
 
 fn stop(child: &Child) {
-    // This fails if the child has ended already, which the caller notices when it waits for the
-    // child.
+    // No signal can be sent if the child has ended already. The caller notices that when it waits
+    // for the child.
     let _ = rustix::process::kill_process(Pid::from_child(child), Signal::INT);
 }
 

@@ -77,8 +77,8 @@ impl Front {
         self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }
 
-    /// The number of the kernel's connections, read from options that [`config`](Front::config)
-    /// made. Of the connections in these options, the daemon has some to spare for other clients.
+    /// The number of the kernel's own connections: the number in the options that
+    /// [`config`](Front::config) made, without the `SPARE_CONNECTIONS` of the daemon.
     pub fn connections(self, config: &toml::Table) -> u16 {
         let value = config.get("connections").and_then(Value::as_integer).unwrap_or_default();
         u16::try_from(value).unwrap_or_default().saturating_sub(SPARE_CONNECTIONS)
@@ -238,7 +238,7 @@ pub fn attach(
 /// Detaches a device that no program uses. A device that is gone already is no error.
 pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -> Result<(), Failure> {
     match front {
-        // The daemon has ended before this call, and a ublk device goes with its daemon.
+        // The daemon has ended before this call, and with it its ublk device.
         Front::Ublk => check_gone(path),
         Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
         Front::Nbd => attach::detach(path, None).map_err(failure::of),

@@ -93,7 +93,7 @@ fn already(state: &State, directory: &Path) -> String {
 
 /// The arguments after the command's own name, and the working directory.
 fn invocation() -> Again {
-    // clap has parsed every argument of `weir on` as text by now.
+    // Every argument is valid text, since clap has parsed them all by now.
     let arguments = std::env::args_os().skip(2).map(|it| it.to_string_lossy().into_owned()).collect();
     let directory = std::env::current_dir().ok().filter(|directory| directory.to_str().is_some());
     Again { arguments, directory: directory.unwrap_or_else(|| "/".into()) }

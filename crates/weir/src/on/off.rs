@@ -95,8 +95,8 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     Ok(Finished(journal))
 }
 
-/// Turns all swap devices off. If one of them cannot go, turns the others on again: parts that are
-/// away can only be taken again while the others are on.
+/// Turns all swap devices off. If one of them cannot be turned off, turns the others on again:
+/// parts that are away can only be taken again while the others are on.
 fn undo_swaps(journal: &mut Journal, note: Option<&Path>) -> Result<(), Failure> {
     let is_swap = |step: &&Step| matches!(step, Step::Swap { .. });
     let swaps: Vec<Step> = journal.state().steps.iter().rev().filter(is_swap).cloned().collect();
@@ -123,8 +123,8 @@ fn is_on(step: &Step) -> bool {
     matches!(step, Step::Swap { path, .. } if swaps::is_on(path))
 }
 
-/// Undoes the last step and strikes it out. But the step that made a ublk device comes after all
-/// others: the device goes when its daemon ends, and then only has to be checked.
+/// Undoes the last step and strikes it out. But the step of a ublk device comes after all others.
+/// Such a device disappears when its daemon ends, so that then its end only has to be checked.
 pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     let steps = &journal.state().steps;
     let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });

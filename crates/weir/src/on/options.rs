@@ -116,7 +116,7 @@ fn runtime(text: &str) -> Result<PathBuf, String> {
 /// The device to turn off.
 #[derive(Debug, Clone, Args)]
 pub struct OffOptions {
-    /// The directory that weir on got by --runtime.
+    /// The --runtime directory of weir on.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 
@@ -132,7 +132,7 @@ pub struct OffOptions {
 /// The daemon to replace.
 #[derive(Debug, Clone, Args)]
 pub struct RestartOptions {
-    /// The directory that weir on got by --runtime.
+    /// The --runtime directory of weir on.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 }
@@ -144,7 +144,7 @@ pub struct BatteryOptions {
     #[arg(long, value_name = "PERCENT", default_value_t = 30, value_parser = clap::value_parser!(u8).range(1..=100))]
     pub below: u8,
 
-    /// The directory that weir on got by --runtime.
+    /// The --runtime directory of weir on.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 

@@ -136,7 +136,7 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     let parts = on(journal.state());
     let mut chosen = Vec::new();
     let mut bytes = 0;
-    // The first part answers `weir status`, so it goes last.
+    // The first part's daemon answers `weir status`, so it is turned off last.
     for part in parts.iter().rev() {
         if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
@@ -310,8 +310,8 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Res
     done
 }
 
-/// Undoes the steps of a part: swap, device, daemon, in this order. A ublk device goes with its
-/// daemon.
+/// Undoes the steps of a part: swap, device, daemon, in this order. A ublk device ends when its
+/// daemon does.
 fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
     let after = journal.state().steps.iter().skip_while(|step| !is_daemon(step, directory)).skip(1);
     let device = after.take_while(|step| !matches!(step, Step::Daemon { .. })).find_map(|step| match step {

@@ -1,10 +1,10 @@
 //! Chooses the device's size if no option gives one.
 //!
-//! The rules are those of nbd-vram's installer. A card gives all of its memory except for 1 GiB, or
-//! except for 3 GiB if it drives a display: that is left to its other users. If that much cannot be
-//! had, 512 MiB less is tried, again and again. If others have taken memory already, as much as the
-//! store's floor stays free too. With less free memory, the store would have to give memory back at
-//! once.
+//! The rules are those of nbd-vram's installer. A card gives all of its memory except for 1 GiB,
+//! which is left to its other users. If it drives a display, 3 GiB are left to them. If that much
+//! cannot be had, 512 MiB less is tried, again and again. If others have taken memory already, as
+//! much as the store's floor stays free too. With less free memory, the store would have to give
+//! memory back at once.
 
 use weir_core::ByteSize;
 use weir_store::VramUrl;
@@ -66,8 +66,8 @@ pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
 
 /// Memory that one card can give: all of it, except for what is left to others. If less is free, it
 /// is the free memory, except for the store's floor and for what the daemons take beyond their
-/// size. It is rounded down to whole chunks, and to 128 MiB, the usual chunk, if chunks are
-/// smaller. `None` if it is less than [`LEAST`].
+/// size. It is rounded down to a multiple of the store's chunk, or of 128 MiB if that is more.
+/// `None` if it is less than [`LEAST`].
 pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
     let lent = card.total.0.saturating_sub(card.headroom().0).min(spare);

@@ -34,7 +34,8 @@ const OBJECT: &str = "libweir_preload.so";
 /// the number of its process follows. In there, `CONTROL` is the daemon's control socket.
 const DIRECTORY: &str = "weir-run-";
 const CONTROL: &str = "control";
-/// Largest number of processes that can be bounded at a time. Each has a thread in the daemon.
+/// Largest number of a run's processes whose memory can be limited at a time. Each has a thread in
+/// the daemon.
 const PROCESSES: u16 = 64;
 /// Time that background processes may go on before a line reports them.
 const SAY_AFTER: Duration = Duration::from_secs(1);
@@ -154,8 +155,8 @@ struct Daemon {
 }
 
 /// Prints the lines of the pagers; an empty line ends the thread. A pager must not write to
-/// standard error itself. If that is a pipe to which another thread writes from paged-out memory,
-/// the pager would wait for the thread, and the thread for the pager.
+/// standard error itself. That may be a pipe, to which another thread is just writing from memory
+/// that is moved out. Then the pager would wait for that thread, and the thread for the pager.
 fn relay(messages: &UnixDatagram) {
     let mut line = [0; 512];
     while let Ok(bytes @ 1..) = messages.recv(&mut line) {
@@ -188,8 +189,8 @@ impl Daemon {
         for store in stores {
             command.args(["--store", &store.to_string()]);
         }
-        // A terminal's signals are meant for the program, which may go on after them. So the daemon
-        // gets none.
+        // A terminal's signals are meant for the program, which may handle them and run on. So the
+        // daemon must not get them.
         command.stdin(Stdio::null()).process_group(0);
         let parent = rustix::process::getpid();
         // SAFETY: the child makes only two system calls before it becomes the daemon.

@@ -123,7 +123,8 @@ impl Shadow {
 /// itself is kept, and the next write counts on from it. So no content is written twice.
 const ZEROED: u32 = 1 << 31;
 
-/// The flag that says a change of the page failed.
+/// The flag in a page's generation that says that a change of the page failed. Its content is
+/// unknown then.
 const UNKNOWN: u32 = 1 << 30;
 
 fn content(seed: u64, page: u32, generation: u32) -> PageBytes {

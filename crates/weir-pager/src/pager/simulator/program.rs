@@ -492,7 +492,8 @@ impl Program {
         self.unmap_range(world, thread, start, end);
     }
 
-    /// Unmaps a range. Its mappings and pages go first, and the pager gets the event after that.
+    /// Unmaps a range. The kernel first removes its mappings and pages, and then sends the event to
+    /// the pager.
     fn unmap_range(&mut self, world: &mut World, thread: usize, start: usize, end: usize) {
         world.say(start..end, "unmapped");
         let areas = world.take_areas(start, end);

@@ -60,8 +60,9 @@ struct Transfer {
     next: usize,
 }
 
-/// The part of an eviction that is still to do. Blocks go in the order in which they became
-/// resident. A block that comes during the eviction is behind the others, so the eviction ends.
+/// The part of an eviction that is still to do. Blocks are moved out in the order in which they
+/// became resident. A block that becomes resident meanwhile is behind the others, so the eviction
+/// has an end.
 #[derive(Clone, Copy, Debug)]
 struct Eviction {
     /// Number of blocks that are still to be tried.
@@ -369,8 +370,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let slot = match self.blocks.get(id).state {
             State::Resident | State::Lost => return Ok(()),
             State::Writing(slot) => {
-                // Stopping this write loses nothing, because the slot has the whole block. What is
-                // in the store is written anew before it is read.
+                // Stopping this write loses nothing, because the slot has the whole block. The part
+                // that has reached the store is written again before anything reads it.
                 self.writing = None;
                 count(&self.shared.counters.taken_back, 1);
                 slot

@@ -8,8 +8,8 @@ use super::*;
 
 /// Number of single pages that are moved out together.
 const BATCH: usize = 64;
-/// Largest number of pages that may refuse to move while one batch is collected. After that the
-/// batch is written as it is.
+/// Largest number of pages that the kernel may refuse to move while one batch is collected. After
+/// that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
 /// After page faults on this many successive pages of a block, the rest of the block is brought
 /// too.
@@ -33,7 +33,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let run = if page == last + 1 { run + 1 } else { 0 };
         block.run = (page, run);
         let there = block.count_there();
-        // The first page fault of a stream on a block is at the block's first or last page.
+        // When a stream of page faults enters a block, it begins at the block's first or last page.
         let enters = stride.is_some() && (page == 0 || page == BLOCK_PAGES - 1);
         let is_dense = there >= MANY && there * blocks > TIMES_AVERAGE * self.singles_there;
         !(self.policy.is_streaming() || enters || is_dense || run >= RUN)
