@@ -110,8 +110,8 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
             return write_line(client, &service.report());
         }
         Ok(Envelope { schema: SCHEMA, request }) => {
-            // Once the client has failed to read a line, send it no more progress: each line would
-            // delay the work by the time limit.
+            // Once the client has failed to read a line, send it no more progress: each line could
+            // delay the work by all the time that a client may take.
             let mut reads = true;
             let mut tell = |dirty| {
                 let progress = Answer { schema: SCHEMA, dirty_bytes: Some(dirty), error: None };

@@ -15,9 +15,9 @@ pub struct Priority {
 const USUAL: i32 = 100;
 const MOST: i32 = 32_767;
 
-/// Finds a priority below every zram device, since compressed RAM is the nearest, and above all
-/// disks. Every device but zram counts as a disk. If zram stands below a disk, or has no priority
-/// of its own, only the disks count.
+/// Finds a priority below every zram device, since compressed RAM is faster, and above all disks.
+/// Every device but zram counts as a disk. If zram stands below a disk, or has no priority of its
+/// own, only the disks count.
 pub fn place(others: &[Swap], asked: Option<i32>) -> Priority {
     let names = |zram: bool| {
         let names = others.iter().filter(|swap| swap.is_zram() == zram);

@@ -307,9 +307,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return Ok(());
         }
         // From here on the kernel sends an event for each change of the range. But the list of
-        // mappings was read before. It may lack a change that came after it, or show one whose
-        // event is not handled yet. Then new blocks could cover a hole, or overlap blocks that the
-        // event brings.
+        // mappings was read earlier. A later change may be missing in it, or it may show a change
+        // whose event is not handled yet. Then new blocks could cover a hole, or overlap blocks
+        // that the event brings.
         if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
             return Err(Changed);
         }
