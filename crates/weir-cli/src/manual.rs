@@ -8,7 +8,7 @@ use std::io::{self, Write as _};
 use std::path::Path;
 
 /// Prints the script with which a shell completes a program's arguments. `more` may change the
-/// script's text before.
+/// script's text before it is printed.
 pub fn completions(mut program: Command, shell: Shell, more: impl Fn(String) -> String) {
     // Generate into memory first: the generator panics if a pipe is closed early.
     let mut script = Vec::new();

@@ -272,10 +272,10 @@ impl Memory {
     /// A descriptor for [`Memory::shared`] memory that others can map for reading, and not for
     /// writing.
     ///
-    /// From here on only the memory's owner can open it anew, and only for reading: the mode says
-    /// so. So another user has no way to write it. (The owner, or root, could change the mode, but
-    /// they could as well trace this process. A seal would stop them, but also the process that is
-    /// to take the memory over.)
+    /// From here on only the memory's owner can open it anew, and only for reading: the file mode
+    /// says so. So no other user can write it. (The owner or root could change the mode, but either
+    /// can trace this process anyway. A seal would stop them too. But it would also stop the
+    /// process that is to take the memory over.)
     ///
     /// # Errors
     /// Fails with the error of `fchmod` or `open`; with `EBADF` for memory without a descriptor.
@@ -398,7 +398,7 @@ pub fn sealed_memfd(name: &str, bytes: usize) -> io::Result<OwnedFd> {
 }
 
 /// Raises this process's soft limit on file sizes, if a memfd of `bytes` bytes would exceed it.
-/// Fails if the hard limit is lower: the kernel would then end the process by a signal.
+/// Fails if the hard limit is lower, since the kernel would end the process by a signal (SIGXFSZ).
 fn allow_size(bytes: u64) -> io::Result<()> {
     let limit = rustix::process::getrlimit(Resource::Fsize);
     let is_above = |limit: Option<u64>| limit.is_some_and(|limit| bytes > limit);
@@ -415,8 +415,9 @@ fn allow_size(bytes: u64) -> io::Result<()> {
 static TAKES_OVER: AtomicBool = AtomicBool::new(false);
 
 /// Rounds `bytes` up to whole pages. Fails with `ENOMEM` if the machine has less memory available.
-/// To populate more would not fail: the OOM killer would end a process, in a limited cgroup this
-/// one. Adopted memory is not checked, since its pages exist already.
+/// Populating more would not fail. Instead the OOM killer would end a process, and in a cgroup with
+/// a limit it would be this one. For memory of [`Memory::adopt`] nobody calls this, since its pages
+/// exist already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
     // A process that takes over does not ask how much memory is available. The answer is read from

@@ -5,8 +5,8 @@
 //! operation under a [`Ticket`]. No operation waits. Its steps are these:
 //!
 //! 1. An operation returns [`Progress::Done`] if it was done at once, else [`Progress::Queued`].
-//! 2. [`submit`](PageLane::submit) starts the queued operations, and ends the batch if nothing is
-//!    in flight.
+//! 2. [`submit`](PageLane::submit) starts the queued operations. If none is in flight, it ends the
+//!    present batch.
 //! 3. [`poll`](PageLane::poll) hands over finished operations. Only `poll` is told the time.
 //!
 //! A device may stand on another device. Its lane then has a lane of the other device, and passes
@@ -83,9 +83,8 @@ pub trait PageLane: Send {
     /// comes between, so the rest of the page keeps the latest content.
     fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress;
 
-    /// Writes `pages` to page `first` and the pages after it, as far as that is done at once.
-    /// Returns the number of pages written, from the first on. Write the others by
-    /// [`write`](PageLane::write).
+    /// Writes `pages` to page `first` and the pages after it, until one cannot be written at once.
+    /// Returns the number of pages written. Write the others by [`write`](PageLane::write).
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize;
 
     /// Begins to write `pages` to page `first` and the pages after it, as one operation if that is
@@ -119,8 +118,8 @@ pub trait PageLane: Send {
     /// that are freed meanwhile, so keep it for a millisecond or two at most.
     fn pin(&mut self) -> Self::Guard<'_>;
 
-    /// Gives up each write under way for which `whose` returns true, by the write's ticket. From
-    /// here on the write takes no effect, and it ends with [`Fault::Forsaken`].
+    /// Calls `whose` with the ticket of each write under way, and gives up those for which it
+    /// returns true. They take no effect from here on, and end with [`Fault::Forsaken`].
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool);
 
     /// Whether the page may have content. A page without content reads as zeros, and takes no room

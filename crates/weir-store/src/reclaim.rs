@@ -1,4 +1,4 @@
-//! Memory that is given back to its owner, chunk by chunk, and the memory that the owner has left.
+//! Memory that is given back to its owner, chunk by chunk, and the memory that is free on a card.
 
 use crate::Fault;
 
@@ -20,8 +20,8 @@ pub trait Reclaim {
     /// Fails when the memory's owner has none free now.
     fn take(&self, chunk: u32) -> Result<(), Fault>;
 
-    /// The memory of a member that its owner has left free. `None` if the member does not report
-    /// it. A call takes some ten microseconds; a governor calls a few times a second.
+    /// The memory of a member that nobody has taken. `None` if the member does not report it. A
+    /// call takes some ten microseconds; a governor calls a few times a second.
     fn headroom(&self, _member: u32) -> Option<Headroom> {
         None
     }

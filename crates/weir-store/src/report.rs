@@ -49,7 +49,7 @@ pub struct Condition {
 /// The outcome of opening the parts that a store opens after its first operations.
 #[derive(Clone, Debug)]
 pub struct Joined {
-    /// The name of the store, or of the card of a store with several.
+    /// The name of the store. For a store with several cards, the name of the card.
     pub store: String,
     /// Each stage of the opening, with its time.
     pub stages: Vec<(&'static str, Duration)>,

@@ -33,9 +33,9 @@ impl Deal {
         Deal(Rule::Table { shift: unit.ilog2(), units: units.into() })
     }
 
-    /// Deals units of `unit` slots to the members: `counts` of them to each. Of the first units,
-    /// however many, each member has a number in proportion to its speed. This ends once a member
-    /// has no unit left.
+    /// Deals units of `unit` slots to the members: `counts` of them to each. From the first unit
+    /// on, the members get units in proportion to their speeds, until one of them has all its
+    /// units.
     pub fn by_speed(unit: u32, counts: &[u32], speeds: &[f64]) -> Self {
         let mut given = vec![0u32; counts.len()];
         let total = counts.iter().sum::<u32>() as usize;

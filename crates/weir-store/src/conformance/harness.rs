@@ -50,7 +50,8 @@ impl Watched {
         self.lane.plan(reads, writes);
     }
 
-    /// Queues an operation. `Err` returns it to a caller that must make room first.
+    /// Queues an operation. If the lane has no room, returns `Err`, and the caller must make room
+    /// first.
     pub(super) fn queue(&mut self, kind: Kind, slot: Slot, page: &PageBytes) -> Result<Option<Finished>, ()> {
         let ticket = self.next;
         self.next = self.next.wrapping_add(1);

@@ -7,8 +7,8 @@
 //! result.
 //!
 //! A disk may retry, or its file system be frozen, for minutes. A lane does not wait for that: an
-//! operation that the ring has not completed within [`LIMIT`] ends with a timeout. Until the ring
-//! completes it, the kernel still has its staging page, and a write still has its slot.
+//! operation that the io_uring has not completed within [`LIMIT`] ends with a timeout. Until the
+//! io_uring completes it, the kernel still has its staging page, and a write still has its slot.
 
 use super::staging::Staging;
 use super::{Position, Shared};
@@ -23,7 +23,7 @@ use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 /// Pages of the longest I/O: 1 MiB, where disks reach their full rate.
 const RUN_PAGES: usize = 256;
 
-/// Entries of the largest ring (IORING_MAX_ENTRIES).
+/// Entries of the largest io_uring (IORING_MAX_ENTRIES).
 const DEPTH_MOST: usize = 1 << 15;
 
 /// The user data of a member's part of a flush; other entries have a staging page's number.
@@ -47,7 +47,7 @@ pub(super) struct FileLane {
     runs: Box<[Run]>,
     /// Staging pages of operations that wait for [`Lane::submit`], in the order in which they came.
     queued: Vec<usize>,
-    /// Number of runs that the ring has not completed yet.
+    /// Number of runs that the io_uring has not completed yet.
     running: usize,
     limit: Duration,
     /// Staging pages of operations that were submitted since the last poll, so their time has not
@@ -55,12 +55,12 @@ pub(super) struct FileLane {
     unstamped: Vec<usize>,
     /// The earliest time at which an operation under way reaches its limit.
     due: Option<Instant>,
-    /// Number of operations that ended with a timeout and that the ring has not completed.
+    /// Number of operations that ended with a timeout and that the io_uring has not completed.
     late: usize,
-    /// Slots of timed-out writes that the ring has completed since.
+    /// Slots of timed-out writes that the io_uring has completed since.
     settled: Vec<Slot>,
-    /// Whether the staging memory is registered with the ring, so that it need not be pinned for
-    /// each I/O.
+    /// Whether the staging memory is registered with the io_uring, so that it need not be pinned
+    /// for each I/O.
     is_registered: bool,
     /// The flush under way.
     flush: Option<Flush>,
@@ -77,7 +77,8 @@ struct Operation {
     direction: Direction,
     /// The time of the first poll after the operation was submitted.
     started: Option<Instant>,
-    /// Whether the caller was told that the operation has timed out, while the ring still has it.
+    /// Whether the caller was told that the operation has timed out, while the io_uring still has
+    /// it.
     is_late: bool,
 }
 
@@ -122,7 +123,7 @@ impl FileLane {
             OpenError::io(name, what, error)
         })?;
         // The last file is the writing end of a pipe and has no I/O. If this process dies, the
-        // pipe's end shows that the ring is gone.
+        // pipe's end shows that the io_uring is gone.
         let files = shared.members.iter().map(|member| member.file.as_raw_fd());
         let files: Vec<RawFd> = files.chain([shared.quiet.token().as_raw_fd()]).collect();
         ring.submitter()
@@ -130,7 +131,7 @@ impl FileLane {
             .map_err(|error| OpenError::io(name, "cannot register its files with io_uring", error))?;
         let memory =
             libc::iovec { iov_base: staging.memory().as_ptr().cast(), iov_len: staging.memory().len() };
-        // SAFETY: the memory is a mapping that `staging` owns, and the ring is closed before it
+        // SAFETY: the memory is a mapping that `staging` owns, and the io_uring is closed before it
         // (`Drop`).
         let registered = unsafe { ring.submitter().register_buffers(&[memory]) };
         let is_registered = match registered {
@@ -229,7 +230,7 @@ impl FileLane {
 
     fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: the entry's memory is staging pages that stay taken until its completion; they
-        // and the files outlive the ring (`Drop` waits).
+        // and the files outlive the io_uring (`Drop` waits).
         unsafe { self.ring.submission().push(entry) }.expect("an entry for each staging page and member");
     }
 
@@ -245,7 +246,7 @@ impl FileLane {
         self.is_refused = !self.ring.submission().is_empty();
     }
 
-    /// Takes the next completion of the ring: the run's first staging page, and the kernel's
+    /// Takes the next completion of the io_uring: the run's first staging page, and the kernel's
     /// result.
     fn next_completion(&mut self) -> Option<(usize, i32)> {
         let entry = self.ring.completion().next()?;
@@ -473,7 +474,7 @@ impl Lane for FileLane {
     /// The descriptor of the io_uring itself, which is readable while completions wait. An eventfd
     /// would have to be cleared after each poll.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: the ring keeps its descriptor open as long as `self` is borrowed.
+        // SAFETY: the io_uring keeps its descriptor open as long as `self` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
         (!self.is_refused).then_some(fd)
     }
@@ -481,9 +482,9 @@ impl Lane for FileLane {
 
 impl Drop for FileLane {
     /// Waits for every I/O that has been started: the kernel may write to the staging memory until
-    /// then. If the disk hangs, memory and ring stay as long as the process lives. Otherwise the
-    /// files are unregistered explicitly. A ring that is only closed releases them later, and their
-    /// locks would outlive the store.
+    /// then. If the disk hangs, memory and io_uring stay as long as the process lives. Otherwise
+    /// the files are unregistered explicitly. An io_uring that is only closed releases them later,
+    /// and their locks would outlive the store.
     fn drop(&mut self) {
         let until = Instant::now() + self.limit;
         let nap = types::Timespec::from(POLL_EVERY);
@@ -508,8 +509,8 @@ impl Drop for FileLane {
             }
         }
         let _ = self.ring.submitter().unregister_files();
-        // SAFETY: both are dropped only here, the ring before the memory that is registered with
-        // it.
+        // SAFETY: both are dropped only here, the io_uring before the memory that is registered
+        // with it.
         unsafe {
             ManuallyDrop::drop(&mut self.ring);
             ManuallyDrop::drop(&mut self.staging);

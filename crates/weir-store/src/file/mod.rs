@@ -37,7 +37,7 @@ use std::time::Duration;
 use traffic::Traffic;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
 
-/// Takes the descriptor that a keeper held under a name. Each can be taken once.
+/// Takes the descriptor that a keeper held under a name. Each descriptor can be taken once.
 type Take<'a> = &'a mut dyn FnMut(&str) -> Option<OwnedFd>;
 
 /// The name under which the keeper holds the key.

@@ -2,17 +2,17 @@
 //!
 //! A process that is gone submits nothing more, but its earlier I/O may still land. The kernel
 //! neither cancels block I/O that is under way nor waits for it when a process ends. It removes the
-//! process's rings afterwards, from a work queue (`io_ring_exit_work` in io_uring/io_uring.c). So
-//! every ring of a store registers the writing end of one pipe among its files. The kernel releases
-//! these only when each request of the ring is complete. The reading end outlives the daemon in the
-//! keeper. It hangs up once no slot can change any more.
+//! process's io_urings afterwards, from a work queue (`io_ring_exit_work` in io_uring/io_uring.c).
+//! So every io_uring of a store registers the writing end of one pipe among its files. The kernel
+//! releases these only when each request of the io_uring is complete. The reading end outlives the
+//! daemon in the keeper. It hangs up once no slot can change any more.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::pipe::PipeFlags;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// The pipe of this store's rings, and the pipes of earlier daemons whose I/O may still land.
+/// The pipe of this store's io_urings, and the pipes of earlier daemons whose I/O may still land.
 #[derive(Debug)]
 pub(super) struct Quiet {
     reading: OwnedFd,
@@ -26,14 +26,14 @@ fn name(at: usize) -> String {
 }
 
 impl Quiet {
-    /// Makes a pipe for the rings of a new store.
+    /// Makes a pipe for the io_urings of a new store.
     pub fn new() -> io::Result<Self> {
         let (reading, writing) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         Ok(Quiet { reading, writing, before: Vec::new() })
     }
 
-    /// Makes a pipe for the rings of a store that is taken over. `take` returns the pipes of the
-    /// store's earlier daemons.
+    /// Makes a pipe for the io_urings of a store that is taken over. `take` returns the pipes of
+    /// the store's earlier daemons.
     pub fn after(take: &mut dyn FnMut(&str) -> Option<OwnedFd>) -> io::Result<Self> {
         let mut before: Vec<OwnedFd> = (0..).map_while(|at| take(&name(at))).collect();
         before.retain(|pipe| !has_hung_up(pipe.as_fd()));
@@ -51,7 +51,7 @@ impl Quiet {
         pipes.enumerate().map(|(at, pipe)| (name(at), pipe.as_fd()))
     }
 
-    /// Whether every ring of the earlier daemons is gone.
+    /// Whether every io_uring of the earlier daemons is gone.
     pub fn is_quiet(&self) -> bool {
         self.before.iter().all(|pipe| has_hung_up(pipe.as_fd()))
     }
@@ -60,7 +60,7 @@ impl Quiet {
 fn has_hung_up(pipe: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(pipe, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // If the pipe cannot be polled, the rings count as alive.
+    // If the pipe cannot be polled, the io_urings count as alive.
     rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::HUP)
 }
 

@@ -267,8 +267,8 @@ impl RemoteLane {
         self.free.push(operation);
     }
 
-    /// Ends operations whose time is over. Asks for the second copy of reads that wait for the
-    /// first.
+    /// Ends operations whose time is over. If a read has waited long enough for the first copy,
+    /// asks for the second.
     fn expire(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let mut at = 0;
         while let Some(&operation) = self.sent.get(at) {

@@ -311,7 +311,7 @@ impl Node {
     }
 }
 
-/// Number of nodes that may join a cluster while the store is open.
+/// Largest number of nodes that may join a cluster while the store is open.
 pub(super) const SPARE: usize = 8;
 
 /// The nodes of a cluster: the known nodes, and empty places for nodes that may join.

@@ -18,7 +18,8 @@ pub(super) struct SimLane {
     shared: Arc<Shared>,
     chance: Chance,
     waiting: Vec<Operation>,
-    /// The later pages of runs, which wait for the first page, in order.
+    /// The operations on the later pages of runs, in order. They wait for the operation on the
+    /// run's first page.
     followers: Vec<Operation>,
     /// Writes that ended with a timeout and have not landed.
     late: Vec<Operation>,

@@ -29,7 +29,7 @@ pub struct SimUrl {
     pub seed: u64,
     /// Room for pages.
     pub size: ByteSize,
-    /// Bytes of a chunk; `None`: the whole store is one.
+    /// Bytes of a chunk. `None`: the whole store is one chunk.
     pub chunk: Option<ByteSize>,
     /// Probability that a read fails with EIO.
     pub read_error: f64,

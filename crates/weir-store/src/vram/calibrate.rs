@@ -34,7 +34,6 @@ const START: usize = 16;
 pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
     let mut table = Table::default();
     let slots = gpu.slots().min(gpu.chunk_slots());
-    // The ring comes last: its share of the link is computed from the engine's figure.
     for path in [Path::Mapped, Path::Engine, Path::Ring].into_iter().filter(|&path| gpu.has(path)) {
         let open = || gpu.lane(RUN).map_err(|_| Fault::Io(libc::ENOMEM));
         let mut lane = open()?;

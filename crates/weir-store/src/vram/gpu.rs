@@ -133,8 +133,8 @@ impl Gpu {
         }
     }
 
-    /// The memory that the card's other users have left. One call of NVML takes some ten
-    /// microseconds. `None` without NVML: then nobody knows what the others use.
+    /// The card's memory that no process has taken. One call of NVML takes some ten microseconds.
+    /// `None` without NVML: then nobody knows what the others use.
     pub fn headroom(&self) -> Option<Headroom> {
         let owner = self.owner.get()?;
         let memory = owner.nvml.as_ref()?.memory()?;

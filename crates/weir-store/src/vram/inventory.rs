@@ -1,5 +1,5 @@
-//! The machine's GPUs, as the sizing needs them: memory, free memory, and whether a display is
-//! connected.
+//! The machine's GPUs, for the choice of a store's size: memory, free memory, and whether a display
+//! is connected.
 //!
 //! `vram:1` must mean the same card in this list and when a store is opened. So the store's own
 //! search names the cards. Other sources add the figures that this search does not give, or gives

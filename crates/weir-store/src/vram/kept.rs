@@ -1,6 +1,6 @@
 //! A keeper's record of a `vram:` store, besides the chunks' descriptors: its cards, their chunks,
-//! and the costs of their paths. Measuring again would overwrite pages. It is lines of text in a
-//! memfd.
+//! and the costs of their paths. To measure the costs again would overwrite pages. The record is
+//! lines of text in a memfd.
 
 use super::table::{Cost, Direction, Path, Table};
 use std::fmt::Write as _;

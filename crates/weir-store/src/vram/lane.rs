@@ -46,8 +46,8 @@ struct Near {
     site: Site,
     copies: Copies,
     slots: u32,
-    /// The slot after that of the last operation, and the number of operations up to the last one
-    /// whose slots follow one another.
+    /// The slot that would continue the present run of neighbouring slots, and the number of
+    /// operations in that run.
     next: u32,
     neighbours: u32,
     /// Number of operations that were queued, and whose completions the caller does not have yet.
@@ -81,7 +81,7 @@ pub enum CutOff {
     /// The lane goes on through the window, which needs no CUDA.
     ByTheWindow,
     /// Another process is about to take over the card with everything that the keeper holds.
-    /// Operations under way wait for it.
+    /// Operations under way wait for that process.
     Waits,
     /// No path is left.
     Lost(Fault),
@@ -621,8 +621,8 @@ impl Drop for GpuLane {
         if let Some(Parts { ring, engine }) = self.cell.as_ref().and_then(|cell| cell.close()) {
             (self.ring, self.engine) = (ring, engine);
         }
-        // Pause the ring while the engine's lane is dropped. Its pinned memory is unmapped, and
-        // that would take until a resident kernel has left.
+        // Pause the ring while the engine's lane is dropped. The drop unmaps pinned memory, and a
+        // driver does that only once no resident kernel is on the card.
         self.ring = None;
         let paused = self.gpu.pause_ring();
         self.engine = None;

@@ -284,8 +284,8 @@ impl Parts {
         Ok(Parts { ring: ring_lane, engine: Some(Engine::Cuda(engine)) })
     }
 
-    /// Closes the parts while the ring is paused. Their pinned memory is unmapped, and that would
-    /// take until a resident kernel has left.
+    /// Closes the parts while the ring is paused. Closing unmaps pinned memory, and a driver does
+    /// that only once no resident kernel is on the card.
     pub fn close(self, ring: Option<&Arc<Ring>>) {
         let Parts { ring: lane, engine } = self;
         drop(lane);

@@ -18,7 +18,7 @@ pub struct Nvml {
     shutdown: unsafe extern "C" fn() -> c_int,
     handle: Handle,
     driver: String,
-    /// Keeps the library loaded, which has the functions. The field is last, so that it is dropped
+    /// Keeps the library with these functions loaded. The field is last, so that it is dropped
     /// last.
     _library: Library,
 }

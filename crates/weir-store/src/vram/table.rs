@@ -41,7 +41,7 @@ pub enum Direction {
 /// The costs of one path in one direction, in nanoseconds.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Cost {
-    /// The time of a single page, until it is done.
+    /// The time that a single page takes, from its start to its completion.
     pub first: f64,
     /// The time that each further page of a batch adds, with one thread.
     pub each: f64,

@@ -18,7 +18,7 @@ pub struct Source {
     pub refused: Vec<(&'static str, String)>,
 }
 
-/// One chunk's memory. The engine's view of it is dropped before the memory.
+/// One chunk's memory. CUDA's mapping of it is dropped before the memory itself.
 #[derive(Debug)]
 pub struct ChunkMemory {
     device: Option<DeviceMemory>,
@@ -67,8 +67,9 @@ impl Source {
         Source { gpu: self.gpu, cuda: OnceLock::new(), refused: self.refused }
     }
 
-    /// Takes `bytes` of device memory. If there is a Vulkan device, it allocates the memory mapped,
-    /// and a CUDA that works imports it. Without a Vulkan device, CUDA allocates the memory.
+    /// Takes `bytes` of device memory. If there is a Vulkan device, it allocates and maps the
+    /// memory. CUDA then imports it, unless CUDA is missing or has failed. Without a Vulkan device,
+    /// CUDA allocates the memory.
     ///
     /// # Errors
     /// Fails with the driver's error.
@@ -149,7 +150,7 @@ impl ChunkMemory {
         }
     }
 
-    /// Splits the memory into CUDA's part and Vulkan's part, for another owner.
+    /// Splits the memory into CUDA's mapping and Vulkan's allocation, for another owner.
     pub fn into_parts(self) -> (Option<DeviceMemory>, Option<Allocation>) {
         (self.device, self.mapped)
     }

@@ -53,7 +53,7 @@ struct Operation {
     /// Number of pages, which lie side by side in slots and in staging memory.
     pages: u32,
     /// Whether this is the first page of a chunk. The memory before it is another allocation, and
-    /// no copy may cross into that.
+    /// no copy may reach into both.
     opens_chunk: bool,
     device: DevicePtr,
 }

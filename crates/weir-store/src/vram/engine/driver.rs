@@ -169,7 +169,7 @@ macro_rules! driver {
         pub struct Driver {
             $(pub(super) $name: unsafe extern "C" fn($($arg),*) -> c_int,)*
             $(pub(super) $oname: Option<unsafe extern "C" fn($($oarg),*) -> c_int>,)*
-            /// Keeps the library loaded, which has the functions. The field is last, so that it is
+            /// Keeps the library with these functions loaded. The field is last, so that it is
             /// dropped last.
             _library: Library,
         }

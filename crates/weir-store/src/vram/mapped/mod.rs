@@ -71,7 +71,7 @@ pub struct VulkanError {
 }
 
 impl VulkanError {
-    /// Whether the memory that was asked for is not free.
+    /// Whether the call failed because there is too little free memory.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self.result, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY | vk::Result::ERROR_OUT_OF_HOST_MEMORY)
     }

@@ -339,8 +339,8 @@ impl Ring {
         let served: *mut AtomicU32 = done.as_ptr().cast();
         for number in (1..=depth as u32).map(|back| first.wrapping_sub(back)) {
             // SAFETY: a page holds a word for each of at most 256 slots, and nothing else has its
-            // address yet. The lane's first numbers are still to be served. So each slot's word
-            // gets the number of that slot which comes last before them.
+            // address yet. Each slot's word gets the number that the slot had last, before this
+            // lane. So no operation of this lane counts as served yet.
             unsafe { (*served.add((number % depth as u32) as usize)).store(number, Ordering::Relaxed) };
         }
         cell.done.store(served, Ordering::Release);

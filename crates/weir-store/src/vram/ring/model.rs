@@ -22,7 +22,7 @@ const BUFFER: usize = 5;
 
 #[derive(Clone, Copy)]
 struct Rules {
-    /// Whether the controller runs `membarrier` between its store and its load.
+    /// Whether the controller runs `membarrier` between its store instruction and its load.
     membarrier: bool,
     /// The modulus of sequence numbers.
     modulus: u8,

@@ -35,7 +35,8 @@ pub enum Step {
     Leave,
 }
 
-/// Thresholds, and for how long each has been met.
+/// The thresholds for the load, how long the kernel has been idle, and how long it must still stay
+/// away.
 #[derive(Clone, Debug)]
 pub struct Policy {
     /// Pages a second from which on the gain of the kernel is worth its time slice and power.
