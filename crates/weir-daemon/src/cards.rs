@@ -11,7 +11,7 @@ use weir_store::vram::{self, Target, VramUrl};
 
 /// Time limit for the drivers. To open one card takes half a second to a second.
 const LIMIT: Duration = Duration::from_secs(8);
-/// Directories in which the loader looks for drivers.
+/// Directories in which the Vulkan loader looks for files that name drivers.
 pub const DRIVER_FILES: [&str; 2] = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
 
 /// The result of asking the drivers.
@@ -50,9 +50,9 @@ pub struct Card {
 /// A Vulkan driver that cannot be loaded.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Broken {
-    /// The file that names the driver to the loader.
+    /// The file that names the driver to the Vulkan loader.
     pub file: String,
-    /// The loader's error.
+    /// The dynamic loader's error.
     pub why: String,
 }
 
@@ -146,8 +146,8 @@ fn why_broken(file: &Path) -> Option<String> {
     };
     let json: serde_json::Value = serde_json::from_str(&text).ok()?;
     let library = Path::new(json.get("ICD")?.get("library_path")?.as_str()?);
-    // A `library_path` with a directory is relative to the directory of the JSON file. The loader
-    // searches for a bare name.
+    // A `library_path` with a directory is relative to the directory of the JSON file. For a bare
+    // name the dynamic loader searches the system's directories.
     let library = match library.components().count() {
         1 => library.to_owned(),
         _ => file.parent().unwrap_or(Path::new("/")).join(library),

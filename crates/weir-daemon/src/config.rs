@@ -49,7 +49,7 @@ pub struct Config {
     pub control: Option<PathBuf>,
     /// The address of the metrics' endpoint, if there is one.
     pub metrics: Option<Address>,
-    /// The socket for the pagers of bounded programs, if there is one.
+    /// The socket for the pagers of the programs whose RAM `weir run` limits, if there is one.
     pub programs: Option<PathBuf>,
 }
 
@@ -209,8 +209,8 @@ impl Config {
         }
     }
 
-    /// The name of a store of GPU memory that may lose its pages in a sleep, and that gives no
-    /// memory back.
+    /// The name of a store of GPU memory that gives no memory back. It may lose its pages when the
+    /// machine sleeps.
     pub(crate) fn stays(&self) -> Option<String> {
         let stays = |&at: &usize| matches!(self.stores[at], StoreUrl::Vram(_)) && !self.gives_back(at);
         (0..self.stores.len()).find(stays).map(|at| self.stores[at].to_string())

@@ -59,7 +59,8 @@ struct Shared {
     environment: Environment,
     looks: Looks,
     programs: Option<Programs>,
-    /// The name of a store that may lose its pages in a sleep, and that cannot be emptied before.
+    /// The name of a store that cannot be emptied before the machine sleeps, and that may lose its
+    /// pages then.
     stays: Option<String>,
 }
 

@@ -45,7 +45,7 @@ pub enum ErrorKind {
     System,
 }
 
-/// The classes of errors that other programs tell apart, as by exit codes.
+/// The classes of errors, for other programs. `weir` has an exit code for each class.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Class {

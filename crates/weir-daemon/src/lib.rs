@@ -1,9 +1,9 @@
 //! The daemon as a library: stores, the volume over them, front ends, a worker, a keeper that
 //! outlives the daemon, and the control socket.
 //!
-//! A program gives the daemon a [`Config`]. The daemon runs the program again, in two ways. With
-//! the same arguments, the program must serve, as the keeper's daemon. With `look-at-cards --store
-//! URL`, the program must call [`cards::run`].
+//! A program gives the daemon a [`Config`]. The daemon starts this program again for two purposes,
+//! and the program must be ready for both. With the same arguments it must serve again, now as the
+//! keeper's daemon. With `look-at-cards --store URL` it must call [`cards::run`].
 
 pub mod attach;
 pub mod bug;

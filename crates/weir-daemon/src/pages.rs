@@ -264,8 +264,9 @@ fn stores(
     Ok(stores)
 }
 
-/// The URLs of the stores above the backing. Without a backing, the last store gets additional room
-/// for writes under way, so that the device has the stores' total size.
+/// The URLs of the stores above the backing. A volume needs slots for writes under way besides the
+/// slots of its pages. Without a backing the last store gets these slots in addition to its size.
+/// So the device is as large as the sizes in the URLs together.
 fn enlarged(options: &VolumeOptions<'_>) -> Vec<StoreUrl> {
     let mut urls = options.stores.to_vec();
     if let Some(last) = urls.last_mut().filter(|_| options.backing.is_empty()) {

@@ -1,5 +1,6 @@
-//! The bounded programs over this daemon's volume. Each program's pager has a socket here: the
-//! pager sends reports, and the daemon sends orders. A pager that does not answer delays no other.
+//! The bounded programs of this daemon: `weir run` limits their RAM, and the volume holds the rest
+//! of their memory. Each has a pager with a socket here. The pager sends reports, and the daemon
+//! sends orders. A pager that does not answer delays no other.
 
 use crate::control::{Program, printable};
 use crate::environment::Environment;
@@ -15,7 +16,8 @@ use std::time::{Duration, Instant};
 use weir_pager::link::{self, Order, Report};
 use weir_system::local_socket::{self, SocketFile};
 
-/// Largest number of processes in the list. Further processes are bounded too, and are not listed.
+/// Largest number of processes in the list of bounded programs. Further processes are bounded too,
+/// but they are not listed.
 const PROGRAMS_MOST: usize = 256;
 /// Time between two reports that no client has asked for, and shortest time over which a rate is
 /// computed.
@@ -23,7 +25,7 @@ const EVERY: Duration = Duration::from_secs(1);
 /// When a client asks for the list of programs, the daemon asks for a new report if the last one is
 /// older than this.
 const FRESH: Duration = Duration::from_millis(20);
-/// Largest number of messages that are read of one pager at a time.
+/// Largest number of messages that are read from one pager at a time.
 const MESSAGES: usize = 16;
 
 /// The bounded programs of a daemon.

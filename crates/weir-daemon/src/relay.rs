@@ -53,7 +53,8 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        // To restore standard error closes the pipe's writing end, unless a child still has it.
+        // This restores standard error, which closes the pipe's writing end, unless a child still
+        // has it. At the end of the pipe the relay's thread ends.
         let _ = rustix::stdio::dup2_stderr(&self.original);
         let _ = self.ended.recv_timeout(PATIENCE);
     }

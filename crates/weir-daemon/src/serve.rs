@@ -81,8 +81,8 @@ fn serve(
     // that is the keeper, and not this process.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(denied)?;
     if options.swap && keeper.is_some() {
-        // The keeper gave this process access to the kernel's reserve. Its threads are ordinary
-        // ones unless they ask for access.
+        // The keeper started this process with access to the kernel's memory reserve. Keep the
+        // access for this thread, but not for the threads that it starts: they ask if they need it.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
     }
     bug::end_process(log, relay.is_some());

@@ -1,5 +1,5 @@
-//! The progress of a daemon's start, and a way to end the start early. To take memory, or to write
-//! the room of a file, takes up to two seconds a GiB.
+//! The progress of a daemon's start, and a way to end the start early. A start takes up to two
+//! seconds for each GiB of memory that is taken, and of a file that is filled in advance.
 
 use std::fmt::Display;
 use std::io;

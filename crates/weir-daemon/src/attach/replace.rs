@@ -16,7 +16,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_core::chain;
 
-/// One count of the connections between a server and the kernel, perhaps for several devices.
+/// The number of connections at the server's and at the kernel's end, at one moment. They may
+/// belong to several devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Look {
     /// The number of connections that the server has.

@@ -150,8 +150,8 @@ impl Attachments {
 
     /// Replaces connections as they die, for as long as the daemon lives.
     fn run(&self) -> io::Result<()> {
-        // Listen before the first look at the devices, so that no connection's loss in between is
-        // missed.
+        // Listen before the first look at the devices. Else a connection that is lost in between
+        // would go unnoticed.
         let links = DeadLinks::open()?;
         let mut kernel = Kernel::open()?;
         // Devices that may have dead connections, each with the number of looks that are left.

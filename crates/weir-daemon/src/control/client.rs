@@ -71,7 +71,8 @@ fn unreachable(path: &Path, error: &io::Error) -> Error {
     Error::new(ErrorKind::Unreachable, what)
 }
 
-/// Tells the daemon at `path` of a device that the kernel has connected to it.
+/// Tells the daemon at `path` that the kernel's NBD client has connected `device` to that
+/// daemon.
 ///
 /// # Errors
 /// Fails with one line when no daemon listens at `path`, or with the daemon's error.
@@ -79,7 +80,7 @@ pub fn attached(path: &Path, device: Attachment) -> Result<(), Error> {
     tell(path, Request::Attached(device))
 }
 
-/// Tells the daemon at `path` of a device that the kernel has disconnected.
+/// Tells the daemon at `path` that the kernel's NBD client has disconnected `device`.
 ///
 /// # Errors
 /// Fails as [`attached`] does.
@@ -87,7 +88,7 @@ pub fn detached(path: &Path, device: u32) -> Result<(), Error> {
     tell(path, Request::Detached { device })
 }
 
-/// Makes the daemon at `path` pass a limit or an eviction to a bounded program.
+/// Tells the daemon at `path` to pass a limit or an eviction to the pager of a bounded program.
 ///
 /// # Errors
 /// Fails as [`attached`] does.

@@ -1,23 +1,23 @@
-//! The condition of each part of a store: its state, since when, and why.
+//! The condition of each member of a store: its state, since when, and why.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The condition of a store's member: a part that can fail by itself, such as a card.
+/// The condition of a member of a store, such as a card: each member can fail by itself.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Condition {
-    /// The part's name.
+    /// The member's name.
     pub part: String,
-    /// The part's state: `online`, `draining`, `unreachable` or `lost`.
+    /// The member's state: `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
-    /// The paths to the part's memory that work now.
+    /// The paths to the member's memory that work now.
     pub ways: Vec<String>,
     /// The paths that do not work now.
     pub missing: Vec<Missing>,
     /// Time of the last change of state, in seconds of the Unix epoch.
     pub since_unix_s: u64,
-    /// The reason for the last change; null if the part has not changed since it was opened.
+    /// The reason for the last change; null if the member has not changed since it was opened.
     pub why: Option<String>,
 }
 
@@ -50,7 +50,7 @@ impl Condition {
         }
     }
 
-    /// Whether the part's fastest path is missing.
+    /// Whether the member's fastest path does not work.
     pub fn is_slow(&self) -> bool {
         !self.ways.iter().any(|way| [WINDOW, NETWORK].contains(&way.as_str()))
     }
@@ -60,7 +60,7 @@ fn seconds(at: SystemTime) -> u64 {
     at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// Writes one line, without a line break: the part, its paths, the missing paths, and the last
+/// Writes one line, without a line break: the member, its paths, the missing paths, and the last
 /// change.
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

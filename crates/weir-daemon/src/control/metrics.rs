@@ -1,8 +1,8 @@
 //! The daemon's metrics: each has its name, unit and help once, in [`METRICS`], and its value from
 //! a [`Status`].
 //!
-//! Names follow Prometheus' conventions: base units, `_total` behind counters (the encoder adds
-//! both suffixes).
+//! Names follow Prometheus' conventions: a base unit, and `_total` at the end of a counter's name.
+//! The encoder adds both.
 
 use super::program::Program;
 use super::status::{Export, Status, Traffic};
@@ -479,7 +479,8 @@ impl Metric {
     }
 }
 
-/// Sorts rising latencies in nanoseconds into the buckets of [`BOUNDS`], in seconds; the last
+/// Counts pages by the buckets of [`BOUNDS`]. Takes pairs of a latency in nanoseconds and a number
+/// of pages. Returns pairs of a bucket's upper bound in seconds and its number of pages. The last
 /// bucket has no bound.
 fn buckets(latencies_ns: &[(u64, u64)]) -> Vec<(f64, u64)> {
     let mut buckets: Vec<(f64, u64)> = BOUNDS.iter().map(|&ns| (ns as f64 / 1e9, 0)).collect();

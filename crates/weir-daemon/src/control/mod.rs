@@ -11,7 +11,7 @@
 //!   program's pager has been told.
 //!
 //! A request that the daemon cannot do gets the answer `{"schema":1,"error":"..."}`. Only the
-//! socket's owner may use it (mode 0600).
+//! socket's owner may use the socket (mode 0600).
 
 mod client;
 mod condition;
@@ -76,7 +76,7 @@ pub enum Request {
     },
     /// Give all memory back, until the machine has slept.
     Sleep,
-    /// Take again the memory that was given back for the sleep, as far as there is room for it.
+    /// Take again the memory that [`Sleep`](Self::Sleep) gave back, as far as there is room for it.
     Wake,
     /// Remember a device that the kernel has connected to this daemon.
     Attached(Attachment),
@@ -122,8 +122,8 @@ pub trait Service: Send + Sync + 'static {
     /// Fails as [`give_back`](Service::give_back) does.
     fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
-    /// Takes again the memory that was given back for a sleep, if the cards' owners have not taken
-    /// it.
+    /// Takes again the memory that was given back before the machine slept, if the cards' owners do
+    /// not use it now.
     ///
     /// # Errors
     /// Fails as [`give_back`](Service::give_back) does.
@@ -170,8 +170,8 @@ pub struct Progress {
 pub struct Moved {
     /// Bytes of memory given back or taken.
     pub bytes: u64,
-    /// Bytes that were given back for a sleep and not taken again, because the cards' owners use
-    /// them now. The governor takes them later.
+    /// Bytes that were given back before the machine slept and not taken again, because the cards'
+    /// owners use them now. The governor takes them later.
     #[serde(default)]
     pub left_bytes: u64,
     /// Number of pages moved for the request.

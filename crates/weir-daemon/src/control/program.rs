@@ -1,4 +1,4 @@
-//! A bounded program, as its pager reports it.
+//! A bounded program (one that `weir run` started with limited RAM), as its pager reports it.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -7,7 +7,8 @@ use weir_core::ByteSize;
 /// When a pager's last report is older than this, the status line tells its age.
 const SILENT_S: f64 = 2.0;
 
-/// A program that is bounded over the daemon's volume: `weir run`.
+/// A bounded program: `weir run` limits its RAM, and the daemon's volume holds the rest of its
+/// memory.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Program {
     /// The number of the program's process.
@@ -20,9 +21,10 @@ pub struct Program {
     pub resident_bytes: u64,
     /// Number of blocks of 2 MiB that are resident.
     pub blocks: u64,
-    /// Number of single pages of other blocks that are resident.
+    /// Number of resident pages that were brought alone, while the rest of their block is in the
+    /// store.
     pub single_pages: u64,
-    /// Bytes of the blocks that have room in the stores.
+    /// Bytes in the stores that are set aside for the program's blocks.
     pub stored_bytes: u64,
     /// Number of page faults that the pager has resolved.
     pub faults: u64,

@@ -46,7 +46,8 @@ pub struct Status {
     /// Devices of the kernel's NBD client that are connected again if the daemon dies.
     #[serde(default)]
     pub attached: Vec<String>,
-    /// The programs that are bounded over this daemon's volume.
+    /// The bounded programs: `weir run` limits their RAM, and this daemon's volume holds the rest
+    /// of their memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub programs: Vec<Program>,
     /// The bound on how deeply processors may sleep during bursts of requests; null unless an
@@ -153,7 +154,7 @@ pub struct Background {
     pub take_bytes_per_s: u64,
     /// Number of pages moved out of chunks that were given back.
     pub moved_out: u64,
-    /// Number of pages that were promoted again.
+    /// Number of pages that were promoted to a faster store.
     pub moved_up: u64,
     /// Number of pages that compaction moved out of half-empty packs.
     #[serde(default)]
@@ -194,9 +195,9 @@ pub struct Traffic {
     pub p99_us: Option<f64>,
     /// The 99.9th percentile of latency, in microseconds.
     pub p999_us: Option<f64>,
-    /// All sampled latencies as pairs of a latency in nanoseconds and the number of pages that took
-    /// at most that, in rising order. The difference of two statuses has the pages of the time
-    /// between them.
+    /// All sampled latencies, counted by interval: pairs of an interval's longest latency in
+    /// nanoseconds and the number of pages in it, in rising order. The difference of the numbers of
+    /// two statuses is the number of pages between them.
     #[serde(default)]
     pub latencies_ns: Vec<(u64, u64)>,
 }
@@ -213,9 +214,9 @@ pub struct Rates {
     pub write_bytes_per_s: u64,
 }
 
-/// Counts of bytes at earlier requests, from which the next rates are computed. A request within a
-/// second of the last one uses the counts before the last. So two clients that ask in turns do not
-/// shorten each other's time.
+/// Counts of bytes at two earlier status requests, from which the next rates are computed. Rates
+/// are computed from the later one only once it is a second old. So two clients that ask in turns
+/// do not shorten each other's time.
 #[derive(Default, Debug)]
 pub struct Looks(Mutex<Kept>);
 

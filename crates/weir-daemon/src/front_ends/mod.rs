@@ -50,7 +50,8 @@ pub fn lanes(options: &Config) -> usize {
     let fuse = options.fuse.as_ref().map_or(0, |fuse| usize::from(fuse.threads));
     let share = match &options.share {
         None => 0,
-        // Clients may hold as many pages on loan as this number of lanes has room for.
+        // A volume keeps some slots free for each lane. Pages on loan to clients take slots too, so
+        // count them as [`IN_PLACE_LANES`] more lanes.
         Some(share) => {
             if share.in_place {
                 1 + IN_PLACE_LANES
@@ -62,8 +63,8 @@ pub fn lanes(options: &Config) -> usize {
     nbd + fuse + share
 }
 
-/// Room for the pages on loan to clients, as a number of lanes: the room of 8 lanes is 10 MiB of
-/// pages.
+/// Number of lanes whose free slots the pages on loan to clients may take. Those of 8 lanes are 10
+/// MiB of pages.
 const IN_PLACE_LANES: usize = 8;
 
 /// The NBD server on all its addresses.
@@ -198,10 +199,11 @@ impl FrontEnd for Fuse {
         }]
     }
 
-    /// Checks loop devices over the file. Swap on such a device is lost with this process.
+    /// Looks for programs that use loop devices over the file. If one of these devices carries
+    /// swap, the swap would be lost with this process.
     fn in_use(&self) -> Option<String> {
-        // The kernel names a loop device's file by a path without symbolic links in its directory.
-        // The file itself is no link.
+        // The kernel reports the path of a loop device's file with the directory's symbolic links
+        // resolved. So resolve them here too; the file itself is no link.
         let file = self.0.file();
         let directory = file.parent().and_then(|parent| parent.canonicalize().ok());
         let file =

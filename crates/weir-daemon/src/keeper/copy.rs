@@ -19,12 +19,13 @@ use std::process::Command;
 /// [`Stamp`].
 const ENVIRONMENT: [&str; 2] = ["WEIR_PROGRAM", "WEIR_PROGRAM_STAMP"];
 
-/// A stamp that tells a file from the one that replaces it in an upgrade.
+/// The identity of a program's file: its device, inode, size and times. A file that replaces it in
+/// an upgrade has another stamp.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stamp(String);
 
 impl Stamp {
-    /// The stamp of the file that is at `path` now; `None` without a file.
+    /// The stamp of the file at `path`; `None` if there is no file.
     pub fn of(path: &Path) -> Option<Self> {
         let file = std::fs::metadata(path).ok()?;
         let (changed, nanoseconds) = (file.mtime(), file.mtime_nsec());
@@ -37,8 +38,9 @@ pub fn is_copy() -> bool {
     std::env::var_os(ENVIRONMENT[0]).is_some()
 }
 
-/// The file from which this program was started, and the file's stamp at that time. Unless this
-/// process is the copy, call this first of all, while the file is still the program's.
+/// The file from which this program was started, and the file's [`Stamp`] at that time. Call this
+/// first of all, before an upgrade can replace the file. In the keeper's copy of the program the
+/// time does not matter: its environment has both.
 pub fn original() -> (PathBuf, Option<Stamp>) {
     let own = || PathBuf::from("/proc/self/exe");
     match (std::env::var_os(ENVIRONMENT[0]), std::env::var(ENVIRONMENT[1])) {

@@ -8,8 +8,8 @@ use std::os::linux::fs::MetadataExt as _;
 use std::path::Path;
 use weir_core::Resident;
 
-/// Locks the parts of this program's file in memory that a process maps. The symbols for debuggers
-/// are not among them.
+/// Locks this program's file in RAM up to the end of its last mapped part. The symbols for
+/// debuggers come after that, and are not locked.
 pub fn program() -> io::Result<Resident> {
     let file = File::open("/proc/self/exe")?;
     let inode = file.metadata()?.st_ino();

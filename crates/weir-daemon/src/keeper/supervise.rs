@@ -220,7 +220,7 @@ fn pause_after(stillborn: u32) -> Option<Duration> {
 struct Programs {
     own: PathBuf,
     installed: PathBuf,
-    /// The stamp that the installed program had when the keeper was started from it.
+    /// The [`Stamp`] that the installed program had when the keeper was started from it.
     stamp: Option<Stamp>,
     /// The [`Stamp`] of the installed program, if it is new and is to be started.
     new: Option<Stamp>,
@@ -501,7 +501,8 @@ impl Keeper<'_> {
     }
 }
 
-/// Bytes of memory that only this daemon has and the next will need: at least [`SET_ASIDE_LEAST`].
+/// Bytes of memory that belong to this daemon alone, and that the next daemon must take anew: at
+/// least [`SET_ASIDE_LEAST`].
 fn own_memory(daemon: Pid) -> usize {
     let status = format!("/proc/{}/status", daemon.as_raw_nonzero());
     let of = |key| Machine::this().size(&status, key).unwrap_or_default().0 as usize;
@@ -587,7 +588,7 @@ mod tests {
         let log = weir_core::log::to_stderr(Level::Warning);
         let (signals, _tell) = UnixStream::pair().unwrap();
         let mut keeper = keeper(&log, signals);
-        // Only a bug keeps memory that cannot be handed over.
+        // Only a bug can leave the keeper with memory like this: it has no descriptor to hand over.
         let kept = Kept::Memory(Memory::anonymous(4096).unwrap());
         keeper.kept.insert("map".to_owned(), kept);
         let error = keeper.one_life(Path::new("/bin/true"), false).map(|life| life.end).unwrap_err();

@@ -8,8 +8,8 @@ use std::time::Duration;
 use weir_queue::{Item, Work, has_item};
 use weir_volume::{GiveBackError, Sparse, Task, Volume};
 
-/// Time for which one turn moves pages. With the pauses while the volume is in use, compaction
-/// takes a tenth of one processor.
+/// Time for which one run of the job moves pages before it lets other jobs run. With the pauses
+/// while the volume is in use, compaction takes a tenth of one processor.
 const TURN: Duration = Duration::from_millis(2);
 
 /// The job that schedules itself until no pack is worth compacting any more.
@@ -24,9 +24,9 @@ pub struct Compaction {
 #[derive(Debug, Default)]
 struct Progress {
     sweep: Option<Sweep>,
-    /// Whether a pass over a store's slots took place since the last look at the count below.
+    /// Whether a pass over a store's slots has begun since `looked` was noted.
     swept: bool,
-    /// The count, at the last look, of pages that had left their packs.
+    /// The number of pages that had left their packs, as the job last read it.
     looked: Option<u64>,
     operations: u64,
 }
@@ -72,7 +72,7 @@ impl Compaction {
         workers.queue().schedule(self);
     }
 
-    /// Runs one turn; returns whether there is more to do.
+    /// Moves pages for [`TURN`]; returns whether there are more to move.
     fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         let volume = workers.volume();

@@ -18,7 +18,7 @@ pub enum JobKind {
     Take,
     /// Give all memory back until the machine has slept.
     Sleep,
-    /// Take again the memory that was given back for a sleep, and no more.
+    /// Take again the memory that was given back before the machine slept, and no more.
     Wake,
 }
 
@@ -30,8 +30,8 @@ pub struct Job {
     pub kind: JobKind,
     /// Bytes to give back or to take; `None`: all.
     pub bytes: Option<u64>,
-    /// The card whose memory the job moves, in a request of the governor. Such a job may move less
-    /// than requested.
+    /// The card whose memory the job moves, if the governor asked for the job. Such a job may move
+    /// less than requested.
     pub only: Option<Card>,
     pub reach: Reach,
     outcome: Mutex<Option<Result<Moved, Error>>>,

@@ -36,7 +36,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts the threads, which sleep at first. `gives_back` has for each store whether it gives
+    /// Starts the threads, which sleep at first. `gives_back` says for each store whether it gives
     /// its memory back on request.
     ///
     /// # Errors
@@ -78,8 +78,8 @@ impl Worker {
         Job::new(&self.workers, JobKind::Sleep, None).run_on(&self.workers, tell)
     }
 
-    /// Takes again the memory that was given back for a sleep, if the cards' owners have not taken
-    /// it. The governor takes the rest later.
+    /// Takes again the memory that was given back before the machine slept, if the cards' owners do
+    /// not use it now. The governor takes the rest later.
     ///
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
 use weir_volume::Task;
 
-/// Time for which one turn moves pages.
+/// Time for which one run of the job moves pages before it lets other jobs run.
 const TURN: Duration = Duration::from_millis(5);
 
 /// The job that schedules itself until no page is left to promote.
@@ -66,7 +66,7 @@ impl Promotion {
         self.at.lock().unwrap_or_else(PoisonError::into_inner).store = 0;
     }
 
-    /// Runs one turn; returns whether there is more to do.
+    /// Moves pages for [`TURN`]; returns whether there are more to move.
     fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         if at.store == 0 || at.store >= workers.volume().stores().count() {

@@ -103,7 +103,8 @@ struct List {
     /// For each chunk, the number of its parts that are not empty yet. A chunk has a part for each
     /// thread.
     left: Vec<AtomicU32>,
-    /// The index of the next part to empty. Parts are counted over all chunks.
+    /// The number of the next part to empty. The parts of the first chunk come first, then those of
+    /// the second, and so on.
     next: AtomicUsize,
     job: Arc<Job>,
     threads: usize,
@@ -111,7 +112,7 @@ struct List {
     trouble: Mutex<Option<String>>,
 }
 
-/// One thread's share of the work on a [`List`].
+/// One thread's work on a [`List`], as an item of the thread's queue.
 #[derive(Debug)]
 struct Help {
     item: Item<Help>,
@@ -249,7 +250,8 @@ impl Workers {
         self.volume.stores().nth(card.store)?.reclaim()?.headroom(card.card)
     }
 
-    /// The cards that report their free memory, of stores that give memory back.
+    /// The cards that report their free memory. Cards of stores that give no memory back are left
+    /// out.
     pub fn cards(&self) -> impl Iterator<Item = Card> {
         let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.gives_back[at]);
         stores.flat_map(|(store, it)| {
@@ -265,9 +267,10 @@ impl Workers {
         (count(ChunkState::Held), count(ChunkState::GivenBack))
     }
 
-    /// The chunks in `state`, of stores that give memory back: store by store, chunks with the
-    /// fewest pages first. With `only`, a request of the governor, they are the chunks of that
-    /// card. Chunks that were given back for a client or for a sleep are then left out.
+    /// The chunks in `state` of all stores that give memory back: store by store, chunks with the
+    /// fewest pages first. With `only`, which the governor's requests have, they are the chunks of
+    /// that card. Chunks that were given back for a client or before the machine slept are then
+    /// left out.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.gives_back[at]) {
@@ -395,7 +398,8 @@ impl Workers {
         list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Does one thread's share: empties part after part, and finishes a chunk after its last part.
+    /// Empties one part of a chunk after the other, until none is left. The thread that empties the
+    /// last part of a chunk also gives back the chunk's memory.
     fn empty(&self, thread: usize, list: &List) {
         let mut mover = self.mover(thread);
         let mut pace = Pace::of(list.threads, &*self.clock);
@@ -484,10 +488,10 @@ impl Workers {
         }
     }
 
-    /// Ends the sleep, and returns the chunks that were given back for it. On a card with a
-    /// governor, the governor may take these chunks from here on. So a chunk does not stay away for
-    /// ever if it cannot be taken now or the daemon dies. On other cards a chunk counts as away for
-    /// the sleep until it is taken.
+    /// Notes that the machine has slept. Returns the chunks that were given back for that, so that
+    /// they are taken again. On a card with a governor, the governor may take these chunks from
+    /// here on. So a chunk does not stay away for ever if it cannot be taken now or the daemon
+    /// dies. On other cards a chunk counts as given back for the sleep until it is taken.
     fn woken(&self) -> Vec<Chunk> {
         let mut asleep = self.chunks(ChunkState::GivenBack, None);
         asleep.retain(|it| it.note.asleep);
@@ -640,7 +644,7 @@ mod tests {
         let governed = Job::governed(&workers, JobKind::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
         assert_eq!(workers.chunk_counts(CARD), (2, 1));
-        // Ask twice, as a client does that asks for another sleep at once.
+        // Ask twice: a client may ask for another sleep of the machine at once.
         assert_eq!([0; 2].map(|_| ask(&workers, JobKind::Sleep, None).bytes), [2 * CHUNK, 0]);
         assert_eq!(workers.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
         let woken = ask(&workers, JobKind::Wake, None);
@@ -668,7 +672,7 @@ mod tests {
             (workers, owner, governor)
         };
         let (first, owner, governor) = run(Arc::clone(&quick) as _);
-        // The clock of the second governor stands still.
+        // The second governor's clock stands still, so that governor must give nothing back.
         let (second, _, still) = run(Arc::new(Still(Instant::now())));
         until("a chunk is kept for the owner", &|| owner.free.load(Ordering::Relaxed) >= MIB);
         owner.free.store(0, Ordering::Relaxed);

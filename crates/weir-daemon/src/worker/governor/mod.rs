@@ -74,7 +74,8 @@ fn govern(workers: &Arc<Workers>, mut cards: Vec<Governed>, arrivals: &Arrivals,
             }
         }
         let next = cards.iter().map(|governed| governed.look_at).min().unwrap_or_default();
-        // This thread has opened device files itself. Forget those arrivals.
+        // This thread has opened device files itself, and the watch has reported that like a
+        // program's arrival. So forget these reports.
         arrivals.forget();
         let now = workers.clock().now() - began;
         newcomer = arrivals.wait(next.saturating_sub(now), workers.clock());

@@ -291,8 +291,8 @@ mod tests {
             assert_eq!(card.taken, 0, "seed {seed}: what somebody uses is not taken");
             card.others = 0;
             card.rest(Duration::from_secs(6) + 70 * MS * chunks);
-            // The policy leaves `spare` bytes and one chunk more to the card's owner. So up to two
-            // chunks stay away.
+            // The policy leaves `spare` bytes and one chunk more to the card's owner: 1152 MiB.
+            // Besides its chunks the card has only 1100 MiB. So up to two chunks stay away.
             assert!(card.away <= 2, "seed {seed}: {} chunks have not come back", card.away);
             card.rest(NEAR_FOR);
             let looks = card.looks;
