@@ -386,7 +386,8 @@ mod tests {
     use super::*;
     use crate::control::Export;
 
-    /// A front end whose device a program keeps open for this many more attempts.
+    /// A front end with a device that a program keeps open. The number says for how many attempts
+    /// to remove it.
     #[derive(Debug)]
     struct Open(u32);
 

@@ -77,8 +77,8 @@ fn serve(
         }
         return Ok(code as u8);
     }
-    // The process that writes to standard error needs a relay if swap is served. Under a keeper
-    // that is the keeper, and not this process.
+    // Swap needs a relay in front of standard error. Under a keeper the keeper has it, so this
+    // process needs none.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(denied)?;
     if options.swap && keeper.is_some() {
         // The keeper started this process with access to the kernel's memory reserve. Keep the

@@ -59,11 +59,11 @@ pub enum NotReplaced {
 /// The waiting times of a replacement.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// For this long the server and the kernel must agree on the number of connections, because a
-    /// reader that has not begun is not seen.
+    /// For this long the server and the kernel must agree on the number of connections. One look is
+    /// not enough, because a reader that has not begun yet is not seen.
     pub steady: Duration,
-    /// A dead connection's reader and the server may need this long to notice. A new connection's
-    /// reader may need this long to begin, which takes memory.
+    /// A dead connection's reader and the server may need this long to notice its death. A new
+    /// connection's reader may need this long to begin, because it needs memory for that.
     pub patience: Duration,
     /// The longest pause between two looks.
     pub nap: Duration,

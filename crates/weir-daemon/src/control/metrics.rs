@@ -415,8 +415,8 @@ pub fn render(status: Status, format: Format) -> String {
     }
 }
 
-/// Translates a line of OpenMetrics to the older format. That format has no units and no end line,
-/// and names a counter's family like its samples.
+/// Translates a line of OpenMetrics to the older format. That format has no lines of units and no
+/// end line, and its lines about a counter name it with `_total`.
 fn older(line: &str) -> Option<String> {
     let Some((what, rest)) = line.strip_prefix("# ").and_then(|line| line.split_once(' ')) else {
         return (line != "# EOF").then(|| format!("{line}\n"));

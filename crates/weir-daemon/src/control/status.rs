@@ -262,7 +262,7 @@ pub struct CpuLatency {
     pub bursts: u64,
 }
 
-/// The state of [`weir_core::swap_safety`] and of the sealed allocator.
+/// The protections of [`weir_core::swap_safety`], and the count of the sealed allocator.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Protection {
     /// Whether the device is to carry swap.

@@ -164,7 +164,7 @@ impl Fuse {
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
             // The next daemon cannot take over a server that uses io_uring, so a server under a
-            // keeper uses none. Threads that spin read `/dev/fuse` instead of an io_uring.
+            // keeper uses none. Nor does a server whose threads spin: they spin on `/dev/fuse`.
             ring: keeper.is_none() && !options.swap && options.spin.is_zero(),
             allow_other: false,
         };
@@ -266,8 +266,8 @@ impl FrontEnd for Share {
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
-        // Nothing needs the grace: requests lie in the clients' own memory. So dropping the server
-        // only disconnects the clients.
+        // No time is needed to answer requests: they lie in the clients' own memory. So dropping
+        // the server only disconnects the clients.
     }
 }
 

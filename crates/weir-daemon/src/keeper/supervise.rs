@@ -93,8 +93,7 @@ struct Keeper<'a> {
     told_by: Option<Instant>,
     /// The number of processors that every daemon plans its threads for.
     processors: usize,
-    /// The time when the last daemon was gone, and the time from the first sign of its end until
-    /// then.
+    /// The time when the last daemon was gone, and how long its end took, from the first sign on.
     gone: Option<(u64, Duration)>,
 }
 
@@ -386,8 +385,8 @@ impl Keeper<'_> {
         matches!(poll(&mut fds, Some(&wait)), Ok(ready) if ready > 0)
     }
 
-    /// Sets memory aside for the next start. If memory is short now, that start may fail: serving
-    /// goes first.
+    /// Sets memory aside for the next daemon's start. If memory is short now, no more is set aside:
+    /// the present daemon serves on, and the next start may fail.
     fn set_aside(&mut self, daemon: Pid) {
         let have: usize = self.set_aside.iter().map(Memory::len).sum();
         let more = (own_memory(daemon) * 5 / 4).saturating_sub(have);

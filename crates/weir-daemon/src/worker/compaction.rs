@@ -115,8 +115,8 @@ impl Compaction {
     }
 }
 
-/// Begins a sweep of a store that wastes too much room in packs: the first such store from number
-/// `first` on.
+/// Begins a pass over the slots of a store that wastes too much room in packs: the first such store
+/// from number `first` on.
 fn sweep_from(volume: &Volume, first: usize) -> Option<Sweep> {
     (first..volume.stores().count())
         .find_map(|store| Some(Sweep { store, slot: 0, sparse: volume.sparse(store)? }))

@@ -39,7 +39,8 @@ pub(super) enum Work {
     /// A read of at most [`CHUNK_MAX`] bytes, or a piece of a long read. For a piece, `stream` is
     /// the number of the long read's entry.
     Read { offset: u64, length: u32, stream: Option<u16> },
-    /// A read whose pages one function begins to fetch, waits for and answers.
+    /// A read that one function handles to its end: it begins to fetch the pages, waits for them,
+    /// and answers.
     Held { offset: u64, length: u32 },
     /// A long read. It counts its pieces, and is answered after them.
     Stream,

@@ -200,9 +200,9 @@ impl Device {
         call(driver, "END_USER_RECOVERY", uapi::END_USER_RECOVERY, Some(self), process, &mut [])
     }
 
-    /// Removes the block device; the queue threads' pending fetches end. If the driver can tell
-    /// that a program has the device open, the device stays, and this returns false. A device that
-    /// is gone already is no error.
+    /// Removes the block device, which ends the fetches for which the queue threads wait. If the
+    /// driver can tell that a program has the device open, the device stays, and this returns
+    /// false. A device that is gone already is no error.
     ///
     /// # Errors
     /// Fails with any other refusal of the driver.
@@ -223,8 +223,8 @@ impl Device {
         }
     }
 
-    /// Gives up a device that was never published, or that was stopped. So the queue threads'
-    /// pending fetches end.
+    /// Gives up a device that was never published, or that was stopped. That ends the fetches for
+    /// which the queue threads wait.
     ///
     /// # Errors
     /// Fails with the driver's refusal.

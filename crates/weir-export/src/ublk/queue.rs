@@ -281,8 +281,8 @@ fn is_abort(error: &io::Error) -> bool {
 }
 
 fn push(ring: &mut IoUring, entry: &squeue::Entry) {
-    // SAFETY: the buffer that a command names is the engine's, which outlives the io_uring in
-    // `Queue`'s order of fields. Polls name descriptors that the engine's lane holds open.
+    // SAFETY: a command names a buffer of the engine, and `Queue` drops its io_uring before its
+    // engine (the order of the fields). Polls name descriptors that the engine's lane holds open.
     unsafe { ring.submission().push(entry) }.expect("room for one command a tag and one poll a store");
 }
 

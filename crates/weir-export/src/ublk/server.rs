@@ -405,7 +405,7 @@ impl Thread {
 /// Waits until each processor that saw no server has put its request on the driver's list. Only the
 /// end of the recovery reads that list, so a request that comes to it later would wait for ever
 /// (docs/ublk.md). Since Linux 6.15 (and 6.14.6) the driver gives requests to the server as soon as
-/// all buffers are offered; since 7.0, as soon as the buffers of one queue are.
+/// all buffers are offered. Since 7.0 the buffers of one queue are enough.
 fn let_requests_return() {
     // A processor looks for the server and puts its request back within one read-side section of
     // RCU. This membarrier waits for the end of such sections. It needs several processors, none of

@@ -36,7 +36,7 @@ use weir_device::{Coming, PageLane};
 use weir_request::{Op, Requests, Span};
 use weir_store::Fault;
 
-/// Largest number of bytes of one `recv`: a queue depth of 16 with 16 KiB each. Larger payloads
+/// Largest number of bytes of one `recv`: enough for 16 writes of 16 KiB at once. Larger payloads
 /// stream through the buffer.
 const INPUT_BYTES: usize = 256 << 10;
 /// Largest number of payload bytes in one `sendmsg`. It is also the longest piece of a read that is
