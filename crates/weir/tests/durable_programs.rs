@@ -298,8 +298,8 @@ impl Disk {
         let mut command = Command::new(common::WEIR);
         let found = said(command.args(["cache", "check", "--json", &self.home("")]).stdin(Stdio::null()));
         let found = found.unwrap_or_else(|error| panic!("kill {}: {error}", self.kills));
-        let is_clean = found.contains(r#""is_clean": true"#) || found.contains(r#""is_clean":true"#);
-        assert!(is_clean, "kill {}: {found}", self.kills);
+        let report: serde_json::Value = serde_json::from_str(&found).unwrap();
+        assert_eq!(report["is_clean"], true, "kill {}: {found}", self.kills);
     }
 
     fn check_files(&self) {
