@@ -3,8 +3,8 @@
 //! The kernel's device memory series (devmem) discusses three ways to record which connection holds
 //! which pages. Each is modelled here after its kernel code, beside [`weir_lease::Table`]:
 //! - an xarray per connection (mainline). The model `xarray` has the least that such a tree must
-//! do. The model `xarray-kernel` has all that the kernel does for a reference: it maintains the
-//! tree, and counts the page's references, as the table does too.
+//!   do. The model `xarray-kernel` has all that the kernel does for a reference: it maintains the
+//!   tree, and counts the page's references, as the table does too.
 //! - an array of counters per connection (version 1 of the series).
 //! - one array of counters for the region (version 10).
 //!
