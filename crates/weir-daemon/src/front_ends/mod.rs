@@ -164,7 +164,8 @@ impl Fuse {
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
             // The next daemon cannot take over a server that uses io_uring, so a server under a
-            // keeper uses none. Nor does a server whose threads spin: they spin on `/dev/fuse`.
+            // keeper uses none. If threads are to spin, they spin on `/dev/fuse` and need none
+            // either.
             ring: keeper.is_none() && !options.swap && options.spin.is_zero(),
             allow_other: false,
         };

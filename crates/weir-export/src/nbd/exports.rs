@@ -38,7 +38,7 @@ pub trait Exports: Send + Sync + 'static {
     fn turn(&self, lane: &mut Self::Lane, device: Option<&Self::Device>);
 }
 
-/// One device, under one name and by default.
+/// A server's only device: it has a name, and it is the default device too.
 pub(super) struct Single<D> {
     device: Arc<D>,
     name: String,

@@ -41,7 +41,7 @@ struct Mailbox<D> {
     early_len: usize,
 }
 
-/// A connection, as its serving thread is given it.
+/// A connection that waits for its serving thread to take it.
 struct Given<D> {
     /// The thread's own descriptor of the connection.
     socket: OwnedFd,
@@ -95,7 +95,7 @@ impl<D> Seats<D> {
     }
 
     /// The work of a seat's thread: serves each connection that it is given, until it must leave.
-    /// The worker's lane is turned to no device between two connections.
+    /// Between two connections the worker's lane leads to no device.
     pub fn sit<E: Exports<Device = D>>(&self, number: usize, worker: &mut Worker<E::Lane>, exports: &E) {
         weir_core::seal::on_io_thread(|| {
             while let Some(given) = self.seats[number].wait() {
@@ -117,7 +117,7 @@ impl<D> Seats<D> {
         let given = mail.given.take();
         (mail.state, mail.socket) = (State::Empty, None);
         self.seats[number].bell.notify_all();
-        // The owner's drop of a device runs without the lock.
+        // Unlock first: dropping `given` may run code of the device's owner.
         drop(mail);
         drop(given);
     }
@@ -148,8 +148,9 @@ impl<D> Seats<D> {
         exports.turn(worker.lane(), Some(&device));
         let ending =
             worker.serve(socket.as_fd(), negotiated, &self.closing, early, &mut spin, &seat.counters);
-        // The connection's last operation has ended. From here on its device may go. A client that
-        // waits for the end of the connection finds it gone.
+        // The connection's last operation has ended, so the owner may remove the device from here
+        // on. This comes before the socket's end: a client that has seen that end finds the device
+        // removable.
         exports.turn(worker.lane(), None);
         drop(device);
         let level = if ending.is_usual() { Level::Info } else { Level::Warning };

@@ -24,8 +24,9 @@ const STACK_BYTES: usize = 256 << 10;
 /// The settings of a server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The export's name. Clients may also ask for the default export, which is the same. This and
-    /// the next two settings are of [`Server::start`]; [`Exports`] has its own.
+    /// The export's name. Clients may also ask for the default export, which is the same. `name`,
+    /// `description` and `read_only` are for [`Server::start`]: with [`Server::start_exports`] each
+    /// device has its own.
     pub name: String,
     /// The export's description, for people.
     pub description: String,
@@ -189,7 +190,6 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts the threads.
     fn start_seats<E: Exports>(
         &mut self,
         exports: &Arc<E>,

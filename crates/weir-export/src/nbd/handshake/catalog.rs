@@ -15,7 +15,7 @@ pub trait Catalog {
     fn list(&self, each: &mut dyn FnMut(&str, &str));
 }
 
-/// One device, which is the default one too.
+/// A catalog of one device. It has a name, and it is the default device too.
 impl Catalog for Export {
     type Device = ();
 

@@ -328,9 +328,9 @@ impl<'c, C: Catalog> Handshake<'c, C> {
         }
     }
 
-    /// Sends the list, from the device with this index on. What does not fit into one answer is
-    /// for the next. A device that comes or goes meanwhile can move others over the point where an
-    /// answer ends: these are then listed twice, or not at all.
+    /// Sends the list, from the device with this index on. Devices that do not fit into one answer
+    /// come in the next. If a device comes or goes between two answers, the indices of others
+    /// change: these may be listed twice, or not at all.
     fn list_from(&mut self, from: usize, output: &mut Vec<u8>) -> Step {
         let begun = output.len();
         let (mut at, mut next) = (0, from);

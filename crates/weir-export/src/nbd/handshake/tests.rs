@@ -13,7 +13,7 @@ fn export() -> Export {
     }
 }
 
-/// The terms of a client of that export.
+/// The outcome of a negotiation about the device that `export` describes.
 fn negotiated(structured: bool, allocation: bool) -> Negotiated {
     Negotiated { structured, allocation, bytes: 1 << 30, read_only: false, clears: true }
 }
@@ -398,7 +398,7 @@ fn a_device_that_goes_between_two_options_is_unknown_to_the_second() {
     devices.remove("two");
     let (end, output, _) = run_through(&mut handshake, true, &[asks(option::GO)], 1000);
     assert_eq!((end, kinds(&output)), (None, vec![(option::GO, option_reply::ERR_UNKNOWN)]));
-    // The device that has the name next may be another one.
+    // Another device may get the name of one that was removed.
     devices.add("two", 16384, true);
     let (end, ..) = run_through(&mut handshake, true, &[asks(option::GO)], 1000);
     let expected =
@@ -430,12 +430,13 @@ fn a_long_list_is_answered_in_parts_with_each_device_once_and_the_session_goes_o
     for (count, length) in [(0, 1), (1, 1), (2, NAME_MAX), (500, 3), (500, 100), (300, NAME_MAX)] {
         let devices = Devices::default();
         for at in 0..count {
-            // A shorter one must not overtake one that does not fit.
+            // Descriptions of different lengths: if one device does not fit into an answer, a
+            // shorter one behind it must wait too.
             let (name, description) = (format!("{at:0length$}"), "d".repeat(length * (at % 5) / 4));
             devices.0.borrow_mut().push(Export { name, description, ..export() });
         }
         let mut handshake = Handshake::new(&devices, Tls::Active);
-        // The list is one option, however many parts it has.
+        // The client sends one option for each list, though the answer comes in several parts.
         let script = [option(option::LIST, b""), option(option::LIST, b""), option(99, b"")];
         let (end, output, consumed) = run_through(&mut handshake, true, &script, 1000);
         assert_eq!((end, consumed), (None, script.concat().len()));
