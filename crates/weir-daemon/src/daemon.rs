@@ -15,12 +15,13 @@ use crate::pages::{self, VolumeOptions};
 use crate::programs::{self, Programs};
 use crate::stages::{self, Stages};
 use crate::start::Start;
+use crate::volumes::Volumes;
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use weir_core::log::Level;
-use weir_core::seal;
 use weir_core::swap_safety::Protections;
+use weir_core::{ByteSize, PAGE_SIZE, seal};
 use weir_pager::link::Order;
 use weir_store::{Joined, Room, Survive, Tell};
 use weir_system::latency;
@@ -47,7 +48,7 @@ pub struct Daemon {
 /// The part of the daemon that the control socket reads.
 #[derive(Debug)]
 struct Shared {
-    volume: Arc<Volume>,
+    volumes: Volumes,
     /// The front ends, until the daemon stops. Only the control plane takes the lock, never an I/O
     /// thread.
     front_ends: Mutex<Vec<Box<dyn FrontEnd>>>,
@@ -110,7 +111,8 @@ impl Daemon {
             room: if options.swap { Room::Written } else { Room::Reserved },
         };
         let mut stages = keeper.as_ref().map_or_else(Stages::default, |(_, held)| held.stages());
-        let volume = pages::open(&volume_options, reborrow(&mut keeper), &mut stages, start, log)?;
+        let volumes = pages::open(&volume_options, reborrow(&mut keeper), &mut stages, start, log)?;
+        let volume = Arc::clone(volumes.own());
         if options.swap {
             fit_for_swap(&volume)?;
         }
@@ -151,7 +153,7 @@ impl Daemon {
             options.programs.as_deref().map(|path| Programs::start(path, environment)).transpose()?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
-            volume,
+            volumes,
             front_ends: Mutex::new(front_ends),
             worker,
             attachments,
@@ -190,7 +192,7 @@ impl Daemon {
             }
             then();
         });
-        let reports = self.shared.volume.stores().filter_map(|store| store.report());
+        let reports = self.shared.volume().stores().filter_map(|store| store.report());
         reports.for_each(|store| store.when_joined(Arc::clone(&tell)));
     }
 
@@ -199,7 +201,7 @@ impl Daemon {
     /// keeper starts another.
     pub fn mind_stores(&self, has_keeper: bool) {
         let Environment { log, die, .. } = &self.shared.environment;
-        for store in self.shared.volume.stores() {
+        for store in self.shared.volume().stores() {
             let Some(report) = store.report() else { continue };
             for condition in report.conditions() {
                 let condition = Condition::of(&condition);
@@ -255,13 +257,13 @@ impl Daemon {
         }
         self.shared.worker.stop();
         // The daemon was told to stop. So the keeper need not hold the stores' memory any longer.
-        self.shared.volume.stores().filter_map(|store| store.survive()).for_each(Survive::forget);
-        self.shared.volume.stores().for_each(|store| store.end());
+        self.shared.volume().stores().filter_map(|store| store.survive()).for_each(Survive::forget);
+        self.shared.volume().stores().for_each(|store| store.end());
     }
 
     /// The device's size.
     pub fn bytes(&self) -> u64 {
-        self.shared.volume.bytes()
+        self.shared.volume().bytes()
     }
 
     /// The daemon's status.
@@ -326,6 +328,18 @@ impl Service for Shared {
         self.worker.wake(tell)
     }
 
+    fn create_volume(&self, name: &str, bytes: u64) -> Result<Moved, Error> {
+        self.change(|volumes| volumes.create(name, ByteSize(bytes), &self.worker))
+    }
+
+    fn resize_volume(&self, name: &str, bytes: u64, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
+        self.change(|volumes| volumes.resize(name, ByteSize(bytes), &self.worker, tell))
+    }
+
+    fn remove_volume(&self, name: &str, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
+        self.change(|volumes| volumes.remove(name, &self.worker, tell))
+    }
+
     fn attached(&self, device: Attachment) -> Result<(), Error> {
         self.attachments.attached(device)
     }
@@ -350,8 +364,23 @@ impl Shared {
         lock(&self.front_ends)
     }
 
+    /// Changes a volume, and reports how many bytes the volumes' sizes changed by.
+    fn change(&self, change: impl FnOnce(&Volumes) -> Result<(), Error>) -> Result<Moved, Error> {
+        let begun = self.environment.clock.now();
+        let before = self.volumes.bytes();
+        change(&self.volumes)?;
+        let bytes = self.volumes.bytes().abs_diff(before);
+        let seconds = (self.environment.clock.now() - begun).as_secs_f64();
+        Ok(Moved { bytes, left_bytes: 0, pages: bytes / PAGE_SIZE as u64, seconds })
+    }
+
+    /// The daemon's own volume.
+    fn volume(&self) -> &Arc<Volume> {
+        self.volumes.own()
+    }
+
     fn status(&self) -> Status {
-        let volume = self.volume.status();
+        let volume = self.volume().status();
         let up = self.environment.clock.now() - self.begun;
         Status {
             schema: SCHEMA,
@@ -359,7 +388,9 @@ impl Shared {
             pid: std::process::id(),
             upgrade_failed: keeper::upgrade_failed(),
             uptime_s: up.as_secs(),
-            volume: VolumeCounts::of(&volume, self.volume.memory_bytes()),
+            volume: VolumeCounts::of(&volume, self.volume().memory_bytes()),
+            volumes: self.volumes.list(),
+            free_bytes: self.volumes.free_bytes(),
             stores: volume.stores.iter().map(|store| Store::of(store, volume.reads)).collect(),
             read: Io::reads(&volume),
             write: Io::writes(&volume),

@@ -26,6 +26,7 @@ mod relay;
 mod report;
 mod stages;
 mod start;
+mod volumes;
 mod worker;
 
 pub use address::{Address, AddressError};

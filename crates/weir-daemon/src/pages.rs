@@ -2,13 +2,12 @@
 
 use crate::backing::Backing;
 use crate::error::{Error, ErrorKind};
-use crate::keeper::{Held, Link, read_note, write_note};
+use crate::keeper::{Held, Link, read_note};
 use crate::stages::Stages;
 use crate::start::Start;
-use serde::{Deserialize, Serialize};
+use crate::volumes::{MAP, Noted, VOLUMES, Volumes};
 use std::fmt::Display;
-use std::ops::Range;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 use weir_core::log::{Level, Log};
@@ -46,11 +45,11 @@ pub fn create_volume(
     start: &mut Start<'_>,
     log: &Log,
 ) -> Result<Arc<Volume>, Error> {
-    open(options, None, &mut Stages::default(), start, log)
+    open(options, None, &mut Stages::default(), start, log).map(|volumes| Arc::clone(volumes.own()))
 }
 
-/// Makes a volume. With a keeper, the volume outlives this process, or it is the volume of an
-/// earlier process.
+/// Makes the daemon's own volume. With a keeper, the volume outlives this process, or it and others
+/// are the volumes of an earlier process.
 ///
 /// # Errors
 /// Fails when a store cannot be opened, the requested size is invalid, or the keeper's pages do not
@@ -61,29 +60,32 @@ pub(crate) fn open(
     stages: &mut Stages,
     start: &mut Start<'_>,
     log: &Log,
-) -> Result<Arc<Volume>, Error> {
-    let volume = match keeper {
-        None => create(options, start)?,
+) -> Result<Volumes, Error> {
+    let volumes = match keeper {
+        None => Volumes::new(options.name, create(options, start)?, Vec::new(), None),
         Some((link, held)) if held.is_empty() => {
             let volume = create(options, start)?;
-            keep(options, &volume, link).map_err(unkept)?;
-            volume
+            let volumes = Volumes::new(options.name, Arc::clone(&volume), Vec::new(), Some(link.clone()));
+            volumes.note().and_then(|()| keep(&volume, link)).map_err(unkept)?;
+            volumes
         }
         Some((link, held)) => take_over(options, link, held, stages, log)?,
     };
+    let volume = volumes.own();
     if let Some(compression) = options.compress {
         volume.compress(compression);
     }
     volume.time_with(Instant::now);
-    Ok(volume)
+    Ok(volumes)
 }
 
 fn create(options: &VolumeOptions<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Error> {
     let stores = stores(options, |_, url, asked| {
         weir_store::open_watched(url, options.room, &mut start.watch(asked))
     })?;
-    let config = config(options, &stores)?;
-    Volume::create(config, stores).map_err(|error| Error::of(ErrorKind::Volume, error))
+    let (config, pages) = config(options, &stores)?;
+    let made = Pool::create(config, stores).and_then(|pool| pool.volume(pages));
+    made.map_err(|error| Error::of(ErrorKind::Volume, error))
 }
 
 fn take_over(
@@ -92,7 +94,7 @@ fn take_over(
     held: &mut Held,
     stages: &mut Stages,
     log: &Log,
-) -> Result<Arc<Volume>, Error> {
+) -> Result<Volumes, Error> {
     let missing = |what: &str| Error::new(ErrorKind::Keeper, format!("the keeper does not hold {what}"));
     let map = |fd: OwnedFd| {
         Memory::adopt(fd)
@@ -114,14 +116,15 @@ fn take_over(
     let noted = read_note::<Vec<Noted>>(note).map_err(unkept)?;
     let ranges: Vec<_> = noted.iter().map(Noted::range).collect();
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
-    let config = config(options, &stores)?;
+    let (config, pages) = config(options, &stores)?;
     let refused = |error| Error::of(ErrorKind::Volume, error);
-    fits(options, &config, &noted).map_err(|what| refused(CreateError::Kept(what)))?;
+    let own = own(options, pages, &noted).map_err(|what| refused(CreateError::Kept(what)))?;
     // Hand the stores to the keeper before the volume is opened. The volume continues the dead
     // daemon's give-back, and the keeper must hear of that.
     keep_stores(&stores, link, true).map_err(unkept)?;
-    let (_, mut volumes, lost) = Pool::take_over(config, stores, kept, &ranges).map_err(refused)?;
-    let volume = volumes.pop().expect("it was noted");
+    let (_, volumes, lost) = Pool::take_over(config, stores, kept, &ranges).map_err(refused)?;
+    let mut others: Vec<_> = noted.into_iter().map(|noted| noted.name).zip(volumes).collect();
+    let (_, volume) = others.remove(own);
     stages.end("map");
     let status = volume.status();
     (log)(
@@ -132,41 +135,30 @@ fn take_over(
             status.filled
         ),
     );
-    Ok(volume)
+    Ok(Volumes::new(options.name, volume, others, Some(link.clone())))
 }
 
-/// Refuses an earlier daemon's volumes that this daemon would not serve as they are. Call this
-/// before anything is changed, because taking them over as other volumes would lose pages.
-fn fits(options: &VolumeOptions<'_>, config: &Config, noted: &[Noted]) -> Result<(), String> {
-    match noted {
-        [volume] if volume.pages == config.pages => Ok(()),
-        [volume] => {
-            let [had, asked] = [volume.pages, config.pages].map(size);
-            Err(format!("volume {} is {had} large, and {asked} is asked for", options.name))
-        }
-        _ => Err(format!("it had {} volumes, and this program has one", noted.len())),
+/// Finds this daemon's own volume among those of the daemon before: the one of its name, or the
+/// only one. Refuses a volume that this daemon would not serve as it is. Call this before anything is
+/// changed, because taking volumes over as other ones would lose pages.
+fn own(options: &VolumeOptions<'_>, pages: u32, noted: &[Noted]) -> Result<usize, String> {
+    let name = options.name;
+    let own = match noted {
+        [_] => Some(0),
+        _ => noted.iter().position(|noted| noted.name == name),
+    };
+    let Some(own) = own else {
+        return Err(format!("it had {} volumes, and none of them is {name}", noted.len()));
+    };
+    if noted[own].pages != pages {
+        let [had, asked] = [noted[own].pages, pages].map(size);
+        return Err(format!("volume {name} is {had} large, and {asked} is asked for"));
     }
+    Ok(own)
 }
 
-/// The facts about a volume that the next daemon must know.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-struct Noted {
-    name: String,
-    first: u32,
-    pages: u32,
-}
-
-impl Noted {
-    fn range(&self) -> Range<u32> {
-        self.first..self.first.saturating_add(self.pages)
-    }
-}
-
-/// Hands the keeper everything that [`take_over`] needs.
-fn keep(options: &VolumeOptions<'_>, volume: &Volume, link: &Link) -> std::io::Result<()> {
-    let Range { start: first, end } = volume.range();
-    let note = write_note(&[Noted { name: options.name.to_owned(), first, pages: end - first }])?;
-    link.hold_memory(VOLUMES, note.as_fd())?;
+/// Hands the keeper everything that [`take_over`] needs, besides the list of volumes.
+fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
     let fds = volume.kept_fds();
     link.hold_memory(MAP, fds.map)?;
     for (index, fd) in fds.records.into_iter().enumerate() {
@@ -211,9 +203,6 @@ impl Keep for Shelf {
         self.link.let_go(&store_name(self.store, name))
     }
 }
-
-const MAP: &str = "map";
-const VOLUMES: &str = "volumes";
 
 fn records_name(store: usize) -> String {
     format!("records.{store}")
@@ -283,12 +272,14 @@ fn slots<'a>(stores: impl IntoIterator<Item = &'a Arc<dyn Store>>) -> u32 {
     stores.into_iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()))
 }
 
-fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Error> {
+/// The pool's configuration, and the size of the daemon's own volume in pages. Further volumes may
+/// have the rest of what the stores hold.
+fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<(Config, u32), Error> {
     let mut config = Config { pages: 1, lanes: options.lanes, depth: options.depth };
     let all = slots(stores);
     let most = all.checked_sub(config.slack()).filter(|pages| *pages > 0);
     let (fast, backing) = stores.split_at(options.stores.len());
-    config.pages = match (options.size, most) {
+    let own = match (options.size, most) {
         (Some(size), _) => pages(size)?,
         (None, None) => return Err(too_small(all, &config)),
         (None, Some(most)) if backing.is_empty() => most,
@@ -296,7 +287,8 @@ fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<Conf
         // back.
         (None, Some(most)) => slots(fast).max(slots(backing).saturating_sub(config.slack())).min(most),
     };
-    Ok(config)
+    config.pages = own.max(most.unwrap_or(own)).min(PAGES_MAX);
+    Ok((config, own))
 }
 
 fn size(pages: u32) -> ByteSize {
@@ -326,24 +318,31 @@ fn pages(size: ByteSize) -> Result<u32, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::tests::quiet;
     use crate::keeper::played::Keeper;
+    use crate::keeper::write_note;
+    use crate::worker::{self, Worker};
+    use std::ops::Range;
     use weir_core::{PageBytes, PageNo, chain};
     use weir_store::Progress;
 
     const PAGES: u32 = 700;
 
-    fn content(page: u32) -> PageBytes {
-        std::array::from_fn(|at| (at as u32 * 7 + page) as u8)
+    /// A page that differs for each number.
+    fn content(number: u32) -> PageBytes {
+        let mut page: PageBytes = std::array::from_fn(|at| (at as u32 * 7 + number) as u8);
+        page[..4].copy_from_slice(&number.to_le_bytes());
+        page
     }
 
-    fn start(keeper: &Keeper, held: &mut Held, size: Option<u64>) -> Result<Arc<Volume>, Error> {
+    fn start(keeper: &Keeper, held: &mut Held, size: Option<u64>) -> Result<Volumes, Error> {
         let stores = ["host:4MiB".parse().expect("a store")];
         let options = VolumeOptions {
             stores: &stores,
             backing: &[],
             name: "disk",
             size: size.map(|pages| ByteSize(pages * PAGE_SIZE as u64)),
-            lanes: 2,
+            lanes: 2 + worker::lanes(quiet().processors),
             depth: 16,
             compress: None,
             room: Room::Reserved,
@@ -353,22 +352,135 @@ mod tests {
         open(&options, Some((&link, held)), &mut Stages::default(), &mut Start::silent(), &log)
     }
 
+    fn write(volume: &Arc<Volume>, numbers: Range<u32>) {
+        let mut lane = volume.lane().expect("a lane");
+        for (page, number) in numbers.enumerate() {
+            let page = PageNo(page as u32);
+            assert_eq!(lane.write(0, page, &content(number)), Progress::Done(Ok(())));
+            lane.submit();
+        }
+    }
+
+    /// The number in each page, if all have the content of one; an empty page has `None`.
+    fn numbers(volume: &Arc<Volume>) -> Vec<Option<u32>> {
+        let mut lane = volume.lane().expect("a lane");
+        let read = |page| {
+            let mut found = [0; PAGE_SIZE];
+            assert_eq!(lane.read(page, PageNo(page), &mut found), Progress::Done(Ok(())));
+            let number = u32::from_le_bytes(found[..4].try_into().expect("four bytes"));
+            (found != [0; PAGE_SIZE]).then(|| {
+                assert!(found == content(number), "page {page}");
+                number
+            })
+        };
+        (0..volume.pages()).map(read).collect()
+    }
+
+    fn worker(volumes: &Volumes) -> Worker {
+        Worker::start(volumes.own(), &[false], &quiet()).expect("threads")
+    }
+
+    #[test]
+    fn every_volume_is_there_again_for_the_next_daemon_as_it_was_last_noted() {
+        let keeper = Keeper::default();
+        let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
+        let worker = worker(&volumes);
+        let named = |name: &str| volumes.find(name.as_bytes()).expect("it is there").1;
+        write(volumes.own(), 0..100);
+        for (name, pages) in [("a", 50), ("gone", 60), ("small", 40), ("large", 20)] {
+            volumes.create(name, size(pages), &worker).expect("there is room");
+            write(&named(name), 1000 + pages..1000 + 2 * pages);
+        }
+        volumes.remove("gone", &worker, &mut |_| {}).expect("nobody has it");
+        volumes.resize("small", size(10), &worker, &mut |_| {}).expect("nobody has it");
+        volumes.resize("large", size(30), &worker, &mut |_| {}).expect("there is room");
+        let free = volumes.free_bytes();
+        drop((worker, volumes));
+        let volumes = start(&keeper, &mut keeper.held(), Some(100)).expect("its volumes");
+        let list: Vec<_> =
+            volumes.list().into_iter().map(|it| (it.name, it.bytes / PAGE_SIZE as u64)).collect();
+        let expected = [("disk", 100), ("a", 50), ("small", 10), ("large", 30)];
+        assert_eq!(list, expected.map(|(name, pages)| (name.to_owned(), pages)));
+        assert_eq!((volumes.free_bytes(), volumes.own().status().stored), (free, 100 + 50 + 10 + 20));
+        let named = |name: &str| volumes.find(name.as_bytes()).expect("it is there").1;
+        let some = |range: Range<u32>| range.map(Some).collect::<Vec<_>>();
+        assert_eq!(numbers(volumes.own()), some(0..100));
+        assert_eq!(numbers(&named("a")), some(1050..1100));
+        assert_eq!(numbers(&named("small")), some(1040..1050));
+        assert_eq!(numbers(&named("large")), [some(1020..1040), vec![None; 10]].concat());
+    }
+
+    #[test]
+    fn a_change_that_is_refused_leaves_every_volume_as_it_was() {
+        let keeper = Keeper::default();
+        let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
+        let worker = worker(&volumes);
+        volumes.create("a", size(50), &worker).expect("there is room");
+        let held = volumes.find(b"a").expect("it is there").1;
+        write(&held, 50..100);
+        let before = (volumes.list(), volumes.free_bytes());
+        let free = size((volumes.free_bytes() / PAGE_SIZE as u64) as u32 + 1);
+        let long = "a".repeat(65);
+        type Change<'a> = &'a dyn Fn(&Volumes) -> Result<(), Error>;
+        let refusals: [(Change<'_>, &str); 12] = [
+            (&|it| it.create("a", size(1), &worker), "there is a volume a already"),
+            (&|it| it.create("disk", size(1), &worker), "there is a volume disk already"),
+            (&|it| it.create("", size(1), &worker), "is no name for a volume"),
+            (&|it| it.create("-x", size(1), &worker), "is no name for a volume"),
+            (&|it| it.create("a/b", size(1), &worker), "is no name for a volume"),
+            (&|it| it.create(&long, size(1), &worker), "is no name for a volume"),
+            (&|it| it.create("b", ByteSize(4097), &worker), "a volume cannot have 4.0KiB"),
+            (&|it| it.create("b", free, &worker), "the pool has room for"),
+            (&|it| it.resize("a", size(49), &worker, &mut |_| {}), "volume a is in use"),
+            (&|it| it.remove("a", &worker, &mut |_| {}), "volume a is in use"),
+            (&|it| it.remove("b", &worker, &mut |_| {}), "there is no volume b"),
+            (&|it| it.remove("disk", &worker, &mut |_| {}), "disk is the daemon's own volume"),
+        ];
+        for (change, said) in refusals {
+            let error = weir_core::chain(&change(&volumes).expect_err(said));
+            assert!(error.contains(said), "{said}: {error}");
+            assert_eq!((volumes.list(), volumes.free_bytes()), before, "{said}");
+        }
+        // A keeper that takes no list: nothing is as it was noted, so nothing changes.
+        keeper.refuses(true);
+        drop(held);
+        let changes: [Change<'_>; 4] = [
+            &|it| it.create("b", size(5), &worker),
+            &|it| it.resize("a", size(60), &worker, &mut |_| {}),
+            &|it| it.resize("a", size(40), &worker, &mut |_| {}),
+            &|it| it.remove("a", &worker, &mut |_| {}),
+        ];
+        for change in changes {
+            change(&volumes).expect_err("the keeper has not noted it");
+            assert_eq!((volumes.list(), volumes.free_bytes()), before);
+        }
+        keeper.refuses(false);
+        assert_eq!(
+            numbers(&volumes.find(b"a").expect("it is there").1),
+            (50..100).map(Some).collect::<Vec<_>>()
+        );
+        volumes.remove("a", &worker, &mut |_| {}).expect("nobody has it");
+    }
+
     #[test]
     fn volumes_that_a_daemon_would_not_serve_as_they_are_stay_as_they_are() {
         let keeper = Keeper::default();
-        let volume = start(&keeper, &mut Held::default(), Some(PAGES.into())).expect("a volume");
-        let mut lane = volume.lane().expect("a lane");
-        for page in 0..PAGES {
-            assert_eq!(lane.write(page, PageNo(page), &content(page)), Progress::Done(Ok(())));
-            lane.submit();
-        }
-        drop((lane, volume));
+        let volumes = start(&keeper, &mut Held::default(), Some(PAGES.into())).expect("a volume");
+        write(volumes.own(), 0..PAGES);
+        drop(volumes);
         let disk = |first, pages| Noted { name: "disk".to_owned(), first, pages };
         let sized =
             |pages: u32| format!("volume disk is {} large, and {} is asked for", size(pages), size(PAGES));
         let wrong = [
-            (vec![], "it had 0 volumes, and this program has one".to_owned()),
-            (vec![disk(0, 512), disk(512, 188)], "it had 2 volumes, and this program has one".to_owned()),
+            (vec![], "it had 0 volumes, and none of them is disk".to_owned()),
+            (
+                vec![
+                    Noted { name: "a".to_owned(), ..disk(0, 512) },
+                    Noted { name: "b".to_owned(), ..disk(512, 188) },
+                ],
+                "it had 2 volumes, and none of them is disk".to_owned(),
+            ),
+            (vec![disk(0, 512), disk(512, 188)], sized(512)),
             (vec![disk(0, PAGES - 1)], sized(PAGES - 1)),
             (vec![disk(0, PAGES + 1)], sized(PAGES + 1)),
             (vec![disk(512, 188)], sized(188)),
@@ -387,13 +499,8 @@ mod tests {
             let said = format!("volume disk is {} large", size(PAGES));
             assert!(refused.to_string().contains(&said), "--size {other:?}: {refused}");
         }
-        let volume = start(&keeper, &mut keeper.held(), Some(PAGES.into())).expect("its volume");
-        let mut lane = volume.lane().expect("a lane");
-        for page in 0..PAGES {
-            let mut found = [0; PAGE_SIZE];
-            assert_eq!(lane.read(page, PageNo(page), &mut found), Progress::Done(Ok(())));
-            assert!(found == content(page), "page {page}");
-        }
+        let volumes = start(&keeper, &mut keeper.held(), Some(PAGES.into())).expect("its volume");
+        assert_eq!(numbers(volumes.own()), (0..PAGES).map(Some).collect::<Vec<_>>());
     }
 
     #[test]

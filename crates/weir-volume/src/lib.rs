@@ -204,6 +204,12 @@ pub enum CreateError {
     Kept(String),
 }
 
+/// The bytes of the page map that belong to these pages of a pool: what a keeper must lock for them.
+pub fn map_bytes_of(pages: &std::ops::Range<u32>) -> std::ops::Range<u64> {
+    let (offset, bytes) = map::words(pages);
+    offset as u64..(offset + bytes) as u64
+}
+
 fn pages_as_size(pages: u32) -> ByteSize {
     ByteSize(u64::from(pages) * PAGE_SIZE as u64)
 }

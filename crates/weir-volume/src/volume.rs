@@ -317,6 +317,11 @@ impl Removal {
         &self.volume.pool
     }
 
+    /// Number of pages that are not discarded yet.
+    pub fn pages_left(&self) -> u32 {
+        self.volume.range().end - self.next
+    }
+
     /// Returns the volume with the pages that it keeps, or `None` if it keeps none. `Err`: its last
     /// pages are not all discarded yet.
     pub fn rest(self) -> Result<Option<Arc<Volume>>, Self> {

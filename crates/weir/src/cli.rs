@@ -61,6 +61,13 @@ pub enum Command {
     /// Take memory again that was given back, and bring pages back into it.
     Take(MemoryOptions),
 
+    /// Further volumes of a running daemon, beside its own: create, list, resize, remove.
+    Volume {
+        /// The subcommand.
+        #[command(subcommand)]
+        command: VolumeCommand,
+    },
+
     /// A fast store as a cache in front of a disk: create, open, check, status, flush, mode,
     /// detach.
     Cache {
@@ -338,6 +345,75 @@ pub struct MemoryOptions {
     /// The daemon's control socket [default: as for weir serve].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
+}
+
+/// The subcommands of `weir volume`.
+#[derive(Debug, Clone, Subcommand)]
+pub enum VolumeCommand {
+    /// Make an empty volume in the room that the daemon's stores have beside its other volumes. NBD
+    /// clients ask for it by its name.
+    #[command(
+        after_help = "The daemon's own volume takes all room unless weir serve --size leaves some. A daemon that dies and is started again by its keeper has every volume again."
+    )]
+    Create {
+        /// The volume's name: letters, digits, dots, dashes and underscores.
+        name: String,
+
+        /// The volume's size: 512MiB, 4G.
+        #[arg(value_parser = whole_pages)]
+        size: ByteSize,
+
+        #[command(flatten)]
+        control: Control,
+    },
+
+    /// List the volumes and their sizes, and the room for more.
+    List {
+        /// Print one JSON object ("schema": 1) instead of lines.
+        #[arg(long)]
+        json: bool,
+
+        #[command(flatten)]
+        control: Control,
+    },
+
+    /// Give a volume another size. Its clients see it once they connect anew. It can become smaller
+    /// only while no client has it; the pages behind its new end are discarded.
+    Resize {
+        /// The volume's name.
+        name: String,
+
+        /// The volume's new size.
+        #[arg(value_parser = whole_pages)]
+        size: ByteSize,
+
+        #[command(flatten)]
+        control: Control,
+    },
+
+    /// Remove a volume with all that it holds. Refused while a client has it.
+    Remove {
+        /// The volume's name.
+        name: String,
+
+        #[command(flatten)]
+        control: Control,
+    },
+}
+
+/// The daemon that a command asks.
+#[derive(Debug, Clone, Args)]
+pub struct Control {
+    /// The daemon's control socket [default: as for weir serve].
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
+}
+
+impl Control {
+    /// The socket that was given, or the one of a daemon that is probably running.
+    pub fn socket(&self) -> PathBuf {
+        self.control.clone().unwrap_or_else(weir_daemon::control::find)
+    }
 }
 
 /// An amount of memory.

@@ -26,6 +26,7 @@ mod serve;
 mod some_store;
 mod status;
 mod trial;
+mod volume;
 
 use clap::{CommandFactory as _, Parser as _};
 use cli::{Cli, Command};
@@ -57,6 +58,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Top(options) => on::top(&options),
         Command::Battery(options) => on::battery(&options),
         Command::Status(options) => status::run(&options),
+        Command::Volume { command } => volume::run(command),
         Command::Cache { command } => cache::run(&command),
         Command::Attach(options) => attach::attach(options),
         Command::Detach(options) => attach::detach(&options),

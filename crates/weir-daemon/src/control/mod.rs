@@ -5,6 +5,8 @@
 //! - `status`: a [`Status`] on one line;
 //! - `give-back` and `take` (with `"bytes":N`, or without: all), `sleep` and `wake`: any number of
 //!   lines `{"schema":1,"progress":{...}}`, then one line `{"schema":1,"result":{...}}`;
+//! - `volume-create` and `volume-resize` (with `"name":NAME,"bytes":N`), `volume-remove` (with
+//!   `"name":NAME`): the same;
 //! - `attached` (with the fields of an [`Attachment`]) and `detached` (with `"device":N`):
 //!   `{"schema":1}`;
 //! - `limit` (with `"pid":N,"bytes":N`) and `evict` (with `"pid":N`): `{"schema":1}`, once the
@@ -28,7 +30,8 @@ pub use program::{Program, printable};
 pub use scrape::Endpoint;
 pub use server::Server;
 pub use status::{
-    Background, Chunks, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume,
+    Background, Chunks, CpuLatency, Export, Io, Looks, NamedVolume, Protection, Status, Store, Traffic,
+    Volume,
 };
 
 use crate::attach::Attachment;
@@ -78,6 +81,25 @@ pub enum Request {
     Sleep,
     /// Take again the memory that [`Sleep`](Self::Sleep) gave back, as far as there is room for it.
     Wake,
+    /// Make a volume.
+    VolumeCreate {
+        /// The volume's name.
+        name: String,
+        /// The volume's size.
+        bytes: u64,
+    },
+    /// Give a volume another size.
+    VolumeResize {
+        /// The volume's name.
+        name: String,
+        /// The volume's new size.
+        bytes: u64,
+    },
+    /// Remove a volume with all that it holds.
+    VolumeRemove {
+        /// The volume's name.
+        name: String,
+    },
     /// Remember a device that the kernel has connected to this daemon.
     Attached(Attachment),
     /// Forget a device that the kernel has disconnected.
@@ -128,6 +150,24 @@ pub trait Service: Send + Sync + 'static {
     /// # Errors
     /// Fails as [`give_back`](Service::give_back) does.
     fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
+
+    /// Makes a volume of this name and size in bytes.
+    ///
+    /// # Errors
+    /// Fails with one line: the reason, and the next step. Then no volume has changed.
+    fn create_volume(&self, name: &str, bytes: u64) -> Result<Moved, Error>;
+
+    /// Gives a volume another size in bytes.
+    ///
+    /// # Errors
+    /// Fails as [`create_volume`](Service::create_volume) does.
+    fn resize_volume(&self, name: &str, bytes: u64, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
+
+    /// Removes a volume with all that it holds.
+    ///
+    /// # Errors
+    /// Fails as [`create_volume`](Service::create_volume) does.
+    fn remove_volume(&self, name: &str, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
     /// Remembers a device that the kernel has connected.
     ///

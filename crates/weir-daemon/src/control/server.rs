@@ -87,6 +87,15 @@ fn answer(client: UnixStream, service: &Arc<dyn Service>, long: &Arc<AtomicUsize
         Ok(Request::Take { bytes }) => at_length(client, long, move |tell| service.take(bytes, tell)),
         Ok(Request::Sleep) => at_length(client, long, move |tell| service.sleep(tell)),
         Ok(Request::Wake) => at_length(client, long, move |tell| service.wake(tell)),
+        Ok(Request::VolumeCreate { name, bytes }) => {
+            at_length(client, long, move |_| service.create_volume(&name, bytes))
+        }
+        Ok(Request::VolumeResize { name, bytes }) => {
+            at_length(client, long, move |tell| service.resize_volume(&name, bytes, tell))
+        }
+        Ok(Request::VolumeRemove { name }) => {
+            at_length(client, long, move |tell| service.remove_volume(&name, tell))
+        }
         Ok(Request::Attached(device)) => {
             acknowledge(&client, service.attached(device).map_err(|error| chain(&error)))
         }

@@ -26,8 +26,14 @@ pub struct Status {
     pub upgrade_failed: bool,
     /// Seconds since the daemon began to serve.
     pub uptime_s: u64,
-    /// The device's size and pages.
+    /// The sizes and pages of all volumes together.
     pub volume: Volume,
+    /// Each volume by name, the daemon's own first.
+    #[serde(default)]
+    pub volumes: Vec<NamedVolume>,
+    /// Bytes that further volumes may have together.
+    #[serde(default)]
+    pub free_bytes: u64,
     /// The stores that hold the device's pages, in the order in which they are filled.
     pub stores: Vec<Store>,
     /// Counts and latencies of reads.
@@ -76,6 +82,18 @@ pub struct Volume {
     /// The gain of compression, if pages are or were compressed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compress: Option<Compress>,
+}
+
+/// A volume of the daemon, by name.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NamedVolume {
+    /// The volume's name, by which NBD clients ask for it.
+    pub name: String,
+    /// The volume's size in bytes.
+    pub bytes: u64,
+    /// Whether the volume is losing pages, so that no client can have it now.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_changing: bool,
 }
 
 /// The gain of compression.

@@ -202,11 +202,12 @@ pub mod played {
     use super::{HashMap, Held, Kind, Line, Link, receive, send, split};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::os::fd::OwnedFd;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Arc, Mutex};
 
-    /// A test's keeper: the descriptors that it holds, by name.
+    /// A test's keeper: the descriptors that it holds, by name, and whether it refuses more.
     #[derive(Clone, Default)]
-    pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>);
+    pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>, Arc<AtomicBool>);
 
     /// The two ends of a socket between a daemon and its keeper.
     fn pair() -> (OwnedFd, OwnedFd) {
@@ -223,18 +224,25 @@ pub mod played {
         /// Links a daemon to this test's keeper.
         pub fn link(&self) -> Link {
             let (socket, its) = pair();
-            let held = Arc::clone(&self.0);
+            let Keeper(held, refuses) = self.clone();
             std::thread::spawn(move || {
                 while let Ok(Some(Message { text, fd })) = receive(&its) {
                     let (what, rest) = split(&text);
                     let name = rest.split_once(' ').map_or(rest, |(_, name)| name).to_owned();
-                    if what == "hold" && Kind::parse(split(rest).0).is_some() {
+                    if what == "hold" && refuses.load(Ordering::SeqCst) {
+                        send(&its, "refused as a test wants it", None).expect("the daemon is there");
+                    } else if what == "hold" && Kind::parse(split(rest).0).is_some() {
                         held.lock().expect("no panic").insert(name, fd.expect("a descriptor"));
                         send(&its, "held", None).expect("the daemon is there");
                     }
                 }
             });
             Link(Arc::new(Line { socket, turn: Mutex::new(()) }))
+        }
+
+        /// Makes this test's keeper refuse descriptors from now on, or take them again.
+        pub fn refuses(&self, refuses: bool) {
+            self.1.store(refuses, Ordering::SeqCst);
         }
 
         /// The descriptors that this test's keeper hands to the next daemon.

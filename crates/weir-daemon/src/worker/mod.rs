@@ -9,6 +9,7 @@ mod governor;
 mod job;
 mod pace;
 mod promotion;
+mod removal;
 mod workers;
 
 use crate::control::{Background, Moved, Progress};
@@ -17,7 +18,7 @@ use crate::error::Error;
 use governor::Governor;
 use job::{Job, JobKind};
 use std::sync::{Arc, Mutex, PoisonError};
-use weir_volume::Volume;
+use weir_volume::{Removal, Volume};
 use workers::Workers;
 
 /// Largest number of threads that empty chunks. On the measured GPUs two or three fill the bus.
@@ -85,6 +86,19 @@ impl Worker {
     /// Fails as [`give_back`](Worker::give_back) does.
     pub fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         Job::new(&self.workers, JobKind::Wake, None).run_on(&self.workers, tell)
+    }
+
+    /// Discards the pages that a volume is to lose. Calls `tell` while it works, and returns what is
+    /// left of the volume at the end.
+    ///
+    /// # Errors
+    /// Fails when the daemon stops meanwhile.
+    pub fn discard(
+        &self,
+        removal: Removal,
+        tell: &mut dyn FnMut(Progress),
+    ) -> Result<Option<Arc<Volume>>, Error> {
+        removal::discard(&self.workers, removal, tell)
     }
 
     /// Ends the threads, each after its current batch of pages. Idempotent.

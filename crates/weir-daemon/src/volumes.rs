@@ -1,0 +1,327 @@
+//! The daemon's volumes: one of its own, which its options name, and others that are made, resized
+//! and removed while the daemon runs.
+//!
+//! A keeper knows every volume by name before a client can write to it, and knows it no more before
+//! its first page is discarded. So a daemon that dies between two steps leaves pages that no volume
+//! has, and the next daemon drops them.
+
+use crate::control::{NamedVolume, Progress};
+use crate::error::{Error, ErrorKind};
+use crate::keeper::{Link, write_note};
+use crate::worker::Worker;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_volume::{CreateError, PAGES_MAX, Pool, Removal, Volume, map_bytes_of};
+
+/// The name under which the keeper holds the page map.
+pub const MAP: &str = "map";
+/// The name under which the keeper holds the list of volumes.
+pub const VOLUMES: &str = "volumes";
+
+/// Gets the progress of a change that discards pages.
+type Tell<'a> = &'a mut dyn FnMut(Progress);
+
+/// Largest number of volumes of a daemon.
+pub const VOLUMES_MOST: usize = 1024;
+/// Longest name of a volume, in bytes.
+const NAME_MOST: usize = 64;
+
+/// A volume, as the next daemon must know it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Noted {
+    /// The volume's name.
+    pub name: String,
+    /// Its first page in the pool.
+    pub first: u32,
+    /// Its size in pages.
+    pub pages: u32,
+}
+
+impl Noted {
+    /// The volume's pages in the pool.
+    pub fn range(&self) -> Range<u32> {
+        self.first..self.first.saturating_add(self.pages)
+    }
+
+    fn of(name: &str, range: &Range<u32>) -> Self {
+        Noted { name: name.to_owned(), first: range.start, pages: range.end - range.start }
+    }
+}
+
+/// The volumes of a daemon, by name.
+#[derive(Debug)]
+pub struct Volumes {
+    pool: Arc<Pool>,
+    own: Arc<Volume>,
+    /// The volumes in the order of their making. The daemon's own comes first.
+    named: Mutex<Vec<Named>>,
+    /// Changes come one after another, and so do the keeper's lists.
+    changing: Mutex<()>,
+    keeper: Option<Link>,
+}
+
+#[derive(Debug)]
+struct Named {
+    name: String,
+    /// `None`: the volume is losing pages, and no client can have it.
+    volume: Option<Arc<Volume>>,
+    /// The volume as the keeper's list has it; `None`: it is being removed.
+    noted: Option<Noted>,
+}
+
+impl Named {
+    fn new(name: &str, volume: Arc<Volume>) -> Self {
+        let noted = Some(Noted::of(name, &volume.range()));
+        Named { name: name.to_owned(), volume: Some(volume), noted }
+    }
+}
+
+impl Volumes {
+    /// The volumes of a daemon that has this one of its own, and those `others`.
+    pub fn new(
+        name: &str,
+        own: Arc<Volume>,
+        others: Vec<(String, Arc<Volume>)>,
+        keeper: Option<Link>,
+    ) -> Self {
+        let mut named = vec![Named::new(name, Arc::clone(&own))];
+        named.extend(others.into_iter().map(|(name, volume)| Named::new(&name, volume)));
+        let pool = Arc::clone(own.pool());
+        Volumes { pool, own, named: Mutex::new(named), changing: Mutex::new(()), keeper }
+    }
+
+    /// The daemon's own volume, which lives as long as the daemon.
+    pub fn own(&self) -> &Arc<Volume> {
+        &self.own
+    }
+
+    /// Hands the keeper the list of volumes.
+    ///
+    /// # Errors
+    /// Fails when the keeper does not answer.
+    pub fn note(&self) -> io::Result<()> {
+        self.note_list(&self.noted())
+    }
+
+    /// The volumes, and the room for more.
+    pub fn list(&self) -> Vec<NamedVolume> {
+        let bytes = |named: &Named| {
+            let pages = named.volume.as_ref().map(|volume| volume.pages());
+            u64::from(pages.or(named.noted.as_ref().map(|noted| noted.pages)).unwrap_or(0)) * PAGE_SIZE as u64
+        };
+        let volume = |named: &Named| NamedVolume {
+            name: named.name.clone(),
+            bytes: bytes(named),
+            is_changing: named.volume.is_none(),
+        };
+        self.named().iter().map(volume).collect()
+    }
+
+    /// Bytes of all volumes together.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.pool.pages()) * PAGE_SIZE as u64
+    }
+
+    /// Bytes that further volumes may have together.
+    pub fn free_bytes(&self) -> u64 {
+        u64::from(self.pool.free_pages()) * PAGE_SIZE as u64
+    }
+
+    /// The volume of this name, if clients can have it. The empty name is the daemon's own volume.
+    pub fn find(&self, name: &[u8]) -> Option<(String, Arc<Volume>)> {
+        let named = self.named();
+        let found = match name {
+            b"" => named.first(),
+            name => named.iter().find(|named| named.name.as_bytes() == name),
+        };
+        found.and_then(|found| Some((found.name.clone(), Arc::clone(found.volume.as_ref()?))))
+    }
+
+    /// Makes an empty volume.
+    ///
+    /// # Errors
+    /// Fails when the name is taken or no name for a volume, or the pool has too little room. Then
+    /// everything is as before.
+    pub fn create(&self, name: &str, size: ByteSize, worker: &Worker) -> Result<(), Error> {
+        check_name(name)?;
+        let pages = pages(size)?;
+        let _alone = self.alone();
+        if self.named().iter().any(|named| named.name == name) {
+            return Err(refused(format!("there is a volume {name} already; weir volume list shows all")));
+        }
+        if self.named().len() >= VOLUMES_MOST {
+            return Err(refused(format!("there are {VOLUMES_MOST} volumes, and a daemon has no more")));
+        }
+        let volume = self.pool.volume(pages).map_err(unmade)?;
+        let range = volume.range();
+        let mut list = self.noted();
+        list.push(Noted::of(name, &range));
+        if let Err(error) = self.take(&range).and_then(|()| self.note_list(&list)) {
+            // The keeper's list is what it was, so nothing has to be noted.
+            match volume.shrink(0, |_| Ok(())) {
+                Ok(removal) => drop(worker.discard(removal, &mut |_| {})),
+                Err((_, error)) => debug_assert!(false, "nobody else holds a new volume: {error}"),
+            }
+            return Err(Error::of(ErrorKind::Keeper, error));
+        }
+        self.named().push(Named::new(name, volume));
+        Ok(())
+    }
+
+    /// Gives a volume another size. New pages at the end are empty, and pages behind a smaller size
+    /// are discarded.
+    ///
+    /// # Errors
+    /// Fails when there is no such volume, when it cannot grow so far, or when a client has it and
+    /// it should shrink. Its size is what it was.
+    pub fn resize(&self, name: &str, size: ByteSize, worker: &Worker, tell: Tell<'_>) -> Result<(), Error> {
+        let pages = pages(size)?;
+        let _alone = self.alone();
+        let volume = self.take_out(name, "resized")?;
+        if pages >= volume.pages() {
+            // Clients may have it meanwhile.
+            self.put_back(name, Some(Arc::clone(&volume)));
+            let old_end = volume.range().end;
+            let grown = volume.grow(pages, |range| {
+                self.take(&(old_end..range.end))?;
+                self.note_changed(name, Some(&range))
+            });
+            return grown.map_err(unmade);
+        }
+        let shrunk = volume.shrink(pages, |range| self.note_changed(name, Some(&range)));
+        let rest = self.shrunk(name, shrunk, worker, tell)?;
+        self.put_back(name, rest);
+        Ok(())
+    }
+
+    /// Removes a volume with all that it holds.
+    ///
+    /// # Errors
+    /// Fails when there is no such volume, or a client has it. Then it is as it was.
+    pub fn remove(&self, name: &str, worker: &Worker, tell: Tell<'_>) -> Result<(), Error> {
+        let _alone = self.alone();
+        let volume = self.take_out(name, "removed")?;
+        let shrunk = volume.shrink(0, |_| self.note_changed(name, None));
+        self.shrunk(name, shrunk, worker, tell)?;
+        self.named().retain(|named| named.name != name);
+        Ok(())
+    }
+
+    /// Discards the pages that a volume is to lose. Returns what is left of it.
+    fn shrunk(
+        &self,
+        name: &str,
+        begun: Result<Removal, (Arc<Volume>, CreateError)>,
+        worker: &Worker,
+        tell: Tell<'_>,
+    ) -> Result<Option<Arc<Volume>>, Error> {
+        match begun {
+            // A daemon that is stopped meanwhile ends with all its pages, or the next one drops them.
+            Ok(removal) => worker.discard(removal, tell),
+            Err((volume, error)) => {
+                self.put_back(name, Some(volume));
+                Err(match error {
+                    CreateError::InUse => refused(format!(
+                        "volume {name} is in use; disconnect its clients (weir status counts connections), then try again"
+                    )),
+                    error => unmade(error),
+                })
+            }
+        }
+    }
+
+    /// Takes a volume out of clients' reach, so that it can change.
+    fn take_out(&self, name: &str, change: &str) -> Result<Arc<Volume>, Error> {
+        let mut named = self.named();
+        let Some(at) = named.iter().position(|named| named.name == name) else {
+            return Err(refused(format!("there is no volume {name}; weir volume list shows all")));
+        };
+        if at == 0 {
+            return Err(refused(format!(
+                "{name} is the daemon's own volume, whose size is --size; it cannot be {change} while the daemon runs"
+            )));
+        }
+        named[at]
+            .volume
+            .take()
+            .ok_or_else(|| refused(format!("volume {name} is being changed; try again later")))
+    }
+
+    fn put_back(&self, name: &str, volume: Option<Arc<Volume>>) {
+        self.named().iter_mut().filter(|named| named.name == name).for_each(|named| {
+            if let Some(volume) = &volume {
+                named.noted = Some(Noted::of(name, &volume.range()));
+            }
+            named.volume.clone_from(&volume);
+        });
+    }
+
+    /// Replaces the keeper's list by one in which this volume has another range, or is missing.
+    fn note_changed(&self, name: &str, range: Option<&Range<u32>>) -> io::Result<()> {
+        let noted = range.map(|range| Noted::of(name, range));
+        let mut list = self.noted();
+        list.retain(|noted| noted.name != name);
+        list.extend(noted.clone());
+        self.note_list(&list)?;
+        self.named().iter_mut().filter(|named| named.name == name).for_each(|it| it.noted.clone_from(&noted));
+        Ok(())
+    }
+
+    fn note_list(&self, list: &[Noted]) -> io::Result<()> {
+        let Some(keeper) = &self.keeper else { return Ok(()) };
+        keeper.hold_memory(VOLUMES, write_note(&list)?.as_fd())
+    }
+
+    /// Has the keeper lock the map's part for new pages.
+    fn take(&self, range: &Range<u32>) -> io::Result<()> {
+        let Some(keeper) = &self.keeper else { return Ok(()) };
+        let bytes = map_bytes_of(range);
+        keeper.took(MAP, bytes.start, bytes.end - bytes.start)
+    }
+
+    fn noted(&self) -> Vec<Noted> {
+        self.named().iter().filter_map(|named| named.noted.clone()).collect()
+    }
+
+    fn named(&self) -> MutexGuard<'_, Vec<Named>> {
+        self.named.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn alone(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Refuses a name that shells, paths or lists could take for something else.
+fn check_name(name: &str) -> Result<(), Error> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let starts_well = name.bytes().next().is_some_and(|byte| byte.is_ascii_alphanumeric());
+    if starts_well && name.len() <= NAME_MOST && name.bytes().all(is_plain) {
+        return Ok(());
+    }
+    Err(refused(format!(
+        "{name:?} is no name for a volume: accepted: 1 to {NAME_MOST} letters, digits, dots, dashes and underscores, a letter or digit first"
+    )))
+}
+
+fn pages(size: ByteSize) -> Result<u32, Error> {
+    let whole = size.0.is_multiple_of(PAGE_SIZE as u64).then_some(size.0 / PAGE_SIZE as u64);
+    let pages = whole.and_then(|pages| u32::try_from(pages).ok());
+    pages.filter(|pages| (1..=PAGES_MAX).contains(pages)).ok_or_else(|| {
+        refused(format!(
+            "a volume cannot have {size}: accepted: a multiple of 4KiB above 0, at most 8TiB less 32MiB"
+        ))
+    })
+}
+
+fn refused(what: String) -> Error {
+    Error::new(ErrorKind::Refused, what)
+}
+
+fn unmade(error: CreateError) -> Error {
+    Error::of(ErrorKind::Volume, error)
+}
