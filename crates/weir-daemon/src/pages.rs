@@ -321,6 +321,7 @@ mod tests {
     use crate::environment::tests::quiet;
     use crate::keeper::played::Keeper;
     use crate::keeper::write_note;
+    use crate::volumes::VOLUMES_MOST;
     use crate::worker::{self, Worker};
     use std::ops::Range;
     use weir_core::{PageBytes, PageNo, chain};
@@ -460,6 +461,14 @@ mod tests {
             (50..100).map(Some).collect::<Vec<_>>()
         );
         volumes.remove("a", &worker, &mut |_| {}).expect("nobody has it");
+        for number in 1..VOLUMES_MOST {
+            volumes.create(&format!("v{number}"), size(1), &worker).expect("there is room");
+        }
+        let one_more = volumes.create("more", size(1), &worker).expect_err("there are too many");
+        assert!(one_more.to_string().starts_with("there are 256 volumes"), "{one_more}");
+        worker.stop();
+        let stopping = volumes.remove("v1", &worker, &mut |_| {}).expect_err("nobody discards its pages");
+        assert!(stopping.to_string().starts_with("the daemon is stopping, so the volume"), "{stopping}");
     }
 
     #[test]

@@ -8,7 +8,7 @@
 use crate::control::{NamedVolume, Progress};
 use crate::error::{Error, ErrorKind};
 use crate::keeper::{Link, write_note};
-use crate::worker::Worker;
+use crate::worker::{Worker, stopping};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::ops::Range;
@@ -26,7 +26,7 @@ pub const VOLUMES: &str = "volumes";
 type Tell<'a> = &'a mut dyn FnMut(Progress);
 
 /// Largest number of volumes of a daemon.
-pub const VOLUMES_MOST: usize = 1024;
+pub const VOLUMES_MOST: usize = 256;
 /// Longest name of a volume, in bytes.
 const NAME_MOST: usize = 64;
 
@@ -245,10 +245,8 @@ impl Volumes {
                 "{name} is the daemon's own volume, whose size is --size; it cannot be {change} while the daemon runs"
             )));
         }
-        named[at]
-            .volume
-            .take()
-            .ok_or_else(|| refused(format!("volume {name} is being changed; try again later")))
+        // A change that was begun has not ended: only the end of the daemon stops one.
+        named[at].volume.take().ok_or_else(stopping)
     }
 
     fn put_back(&self, name: &str, volume: Option<Arc<Volume>>) {

@@ -17,6 +17,7 @@ use crate::environment::Environment;
 use crate::error::Error;
 use governor::Governor;
 use job::{Job, JobKind};
+pub use removal::stopping;
 use std::sync::{Arc, Mutex, PoisonError};
 use weir_volume::{Removal, Volume};
 use workers::Workers;
@@ -98,7 +99,7 @@ impl Worker {
         removal: Removal,
         tell: &mut dyn FnMut(Progress),
     ) -> Result<Option<Arc<Volume>>, Error> {
-        removal::discard(&self.workers, removal, tell)
+        removal::discard(Arc::clone(&self.workers) as _, removal, tell)
     }
 
     /// Ends the threads, each after its current batch of pages. Idempotent.

@@ -4,6 +4,7 @@ use super::compaction::Compaction;
 use super::job::{Job, JobKind, Reach, unmoved};
 use super::pace::{Pace, drive};
 use super::promotion::Promotion;
+use super::removal::Discarders;
 use crate::control::{Background, Moved};
 use crate::environment::{Clock, Environment};
 use crate::error::{Error, ErrorKind};
@@ -128,6 +129,20 @@ impl Work for Help {
 
     fn run(this: Arc<Help>) {
         this.workers.empty(this.thread, &this.list);
+    }
+}
+
+impl Discarders for Workers {
+    fn queue(&self) -> &Queue {
+        &self.queues()[0]
+    }
+
+    fn with_mover(&self, of: &mut dyn FnMut(&mut Mover)) {
+        of(&mut self.mover(0));
+    }
+
+    fn is_stopping(&self) -> bool {
+        Workers::is_stopping(self)
     }
 }
 
