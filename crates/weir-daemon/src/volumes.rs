@@ -220,7 +220,7 @@ impl Volumes {
         tell: Tell<'_>,
     ) -> Result<Option<Arc<Volume>>, Error> {
         match begun {
-            // A daemon that is stopped meanwhile ends with all its pages, or the next one drops them.
+            // If the daemon is stopped meanwhile, its pages end with it, or the next one drops them.
             Ok(removal) => worker.discard(removal, tell),
             Err((volume, error)) => {
                 self.put_back(name, Some(volume));

@@ -204,7 +204,7 @@ pub enum CreateError {
     Kept(String),
 }
 
-/// The bytes of the page map that belong to these pages of a pool: what a keeper must lock for them.
+/// The bytes of the page map that belong to these pages of a pool. A keeper must lock them.
 pub fn map_bytes_of(pages: &std::ops::Range<u32>) -> std::ops::Range<u64> {
     let (offset, bytes) = map::words(pages);
     offset as u64..(offset + bytes) as u64

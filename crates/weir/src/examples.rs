@@ -54,6 +54,14 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
             ("weir status --json", "For programs; keys never change their meaning."),
         ],
     ),
+    ("weir-volume", &[("weir volume list", "The volumes of the daemon that runs.")]),
+    (
+        "weir-volume-create",
+        &[("weir volume create scratch 4GiB", "NBD clients ask for the export scratch from now on.")],
+    ),
+    ("weir-volume-list", &[("weir volume list", "Names and sizes, and the room for more.")]),
+    ("weir-volume-resize", &[("weir volume resize scratch 8GiB", "Clients that connect anew see it.")]),
+    ("weir-volume-remove", &[("weir volume remove scratch", "Refused while a client has it.")]),
     (
         "weir-give-back",
         &[

@@ -89,8 +89,8 @@ impl Worker {
         Job::new(&self.workers, JobKind::Wake, None).run_on(&self.workers, tell)
     }
 
-    /// Discards the pages that a volume is to lose. Calls `tell` while it works, and returns what is
-    /// left of the volume at the end.
+    /// Discards the pages that a volume is to lose. Calls `tell` while it works. Returns what is
+    /// left of the volume.
     ///
     /// # Errors
     /// Fails when the daemon stops meanwhile.
