@@ -48,7 +48,7 @@ pub struct Daemon {
 /// The part of the daemon that the control socket reads.
 #[derive(Debug)]
 struct Shared {
-    volumes: Volumes,
+    volumes: Arc<Volumes>,
     /// The front ends, until the daemon stops. Only the control plane takes the lock, never an I/O
     /// thread.
     front_ends: Mutex<Vec<Box<dyn FrontEnd>>>,
@@ -112,6 +112,7 @@ impl Daemon {
         };
         let mut stages = keeper.as_ref().map_or_else(Stages::default, |(_, held)| held.stages());
         let volumes = pages::open(&volume_options, reborrow(&mut keeper), &mut stages, start, log)?;
+        let volumes = Arc::new(volumes);
         let volume = Arc::clone(volumes.own());
         if options.swap {
             fit_for_swap(&volume)?;
@@ -133,7 +134,7 @@ impl Daemon {
         }
         let mut front_ends: Vec<Box<dyn FrontEnd>> = Vec::new();
         if let Some(nbd) = &options.nbd {
-            let nbd = Nbd::start(&volume, options, nbd, log)?;
+            let nbd = Nbd::start(&volumes, options, nbd, log)?;
             attachments.resume(nbd.kernel_connections());
             front_ends.push(Box::new(nbd));
             stages.end("connections");

@@ -432,7 +432,10 @@ mod tests {
             (&|it| it.create(&long, size(1), &worker), "is no name for a volume"),
             (&|it| it.create("b", ByteSize(4097), &worker), "a volume cannot have 4.0KiB"),
             (&|it| it.create("b", free, &worker), "the pool has room for"),
-            (&|it| it.resize("a", size(49), &worker, &mut |_| {}), "volume a is in use; disconnect its clients"),
+            (
+                &|it| it.resize("a", size(49), &worker, &mut |_| {}),
+                "volume a is in use; disconnect its clients",
+            ),
             (&|it| it.remove("a", &worker, &mut |_| {}), "volume a is in use; disconnect its clients"),
             (&|it| it.remove("b", &worker, &mut |_| {}), "there is no volume b"),
             (&|it| it.remove("disk", &worker, &mut |_| {}), "disk is the daemon's own volume"),
@@ -465,7 +468,10 @@ mod tests {
             volumes.create(&format!("v{number}"), size(1), &worker).expect("there is room");
         }
         let one_more = volumes.create("more", size(1), &worker).expect_err("there are too many");
-        assert!(one_more.to_string().starts_with("there are 256 volumes, and a daemon has no more"), "{one_more}");
+        assert!(
+            one_more.to_string().starts_with("there are 256 volumes, and a daemon has no more"),
+            "{one_more}"
+        );
         worker.stop();
         let stopping = volumes.remove("v1", &worker, &mut |_| {}).expect_err("nobody discards its pages");
         assert!(stopping.to_string().starts_with("the daemon is stopping, so the volume"), "{stopping}");

@@ -15,7 +15,9 @@ use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use weir_core::{ByteSize, PAGE_SIZE};
-use weir_volume::{CreateError, PAGES_MAX, Pool, Removal, Volume, map_bytes_of};
+use weir_export::nbd::{Export, Exports};
+use weir_store::OpenError;
+use weir_volume::{CreateError, Lane, PAGES_MAX, Pool, Removal, Volume, map_bytes_of};
 
 /// The name under which the keeper holds the page map.
 pub const MAP: &str = "map";
@@ -25,6 +27,8 @@ pub const VOLUMES: &str = "volumes";
 /// Gets the progress of a change that discards pages.
 type Tell<'a> = &'a mut dyn FnMut(Progress);
 
+/// The description of each export, for people.
+const DESCRIPTION: &str = "Weir volume";
 /// Largest number of volumes of a daemon.
 pub const VOLUMES_MOST: usize = 256;
 /// Longest name of a volume, in bytes.
@@ -291,6 +295,32 @@ impl Volumes {
 
     fn alone(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The volumes as exports of the NBD server.
+impl Exports for Volumes {
+    type Lane = Lane;
+    type Device = Arc<Volume>;
+
+    fn open(&self) -> Result<Lane, OpenError> {
+        self.pool.lane()
+    }
+
+    fn find(&self, name: &[u8]) -> Option<(Export, Arc<Volume>)> {
+        let (name, volume) = Volumes::find(self, name)?;
+        let bytes = volume.bytes();
+        let description = DESCRIPTION.to_owned();
+        Some((Export { name, description, bytes, read_only: false, clears: true }, volume))
+    }
+
+    fn list(&self, each: &mut dyn FnMut(&str, &str)) {
+        let named = self.named();
+        named.iter().filter(|it| it.volume.is_some()).for_each(|it| each(&it.name, DESCRIPTION));
+    }
+
+    fn turn(&self, lane: &mut Lane, volume: Option<&Arc<Volume>>) {
+        lane.turn(volume);
     }
 }
 

@@ -542,6 +542,10 @@ impl Status {
             size(free),
             ByteSize(map_bytes)
         )?;
+        if let [own, _, ..] = &self.volumes[..] {
+            let (count, own, room) = (self.volumes.len(), &own.name, ByteSize(self.free_bytes));
+            writeln!(f, "volumes   {count}, of which {own} is the daemon's own; room for {room} more")?;
+        }
         if let Some(compress) = compress {
             write!(f, "{compress}")?;
         }

@@ -9,6 +9,7 @@ use crate::config::{self, Config};
 use crate::control::Export;
 use crate::error::{Error, ErrorKind};
 use crate::keeper::{Held, Link};
+use crate::volumes::Volumes;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,7 +68,7 @@ pub fn lanes(options: &Config) -> usize {
 /// MiB of pages.
 const IN_PLACE_LANES: usize = 8;
 
-/// The NBD server on all its addresses.
+/// The NBD server on all its addresses. It offers every volume by its name.
 #[derive(Debug)]
 pub struct Nbd(Server);
 
@@ -77,7 +78,7 @@ impl Nbd {
     /// # Errors
     /// Fails when a socket cannot be made, or a certificate cannot be read.
     pub fn start(
-        volume: &Arc<Volume>,
+        volumes: &Arc<Volumes>,
         options: &Config,
         nbd: &config::Nbd,
         log: &Log,
@@ -103,7 +104,7 @@ impl Nbd {
             unsafe_no_flusher: options.unsafe_no_flusher,
             ..nbd::Config::default()
         };
-        let server = Server::start(volume, &config, &listen, log).map_err(|error| match error {
+        let server = Server::start_exports(volumes, &config, &listen, log).map_err(|error| match error {
             ServeError::Listen(ListenError::Exposed { .. }) => {
                 Error::because(ErrorKind::Config, "--insecure", error)
             }
