@@ -249,7 +249,7 @@ impl Volumes {
                 "{name} is the daemon's own volume, whose size is --size; it cannot be {change} while the daemon runs"
             )));
         }
-        // A change that was begun has not ended: only the end of the daemon stops one.
+        // A change that was begun has not ended: only the daemon's end stops one.
         named[at].volume.take().ok_or_else(stopping)
     }
 
