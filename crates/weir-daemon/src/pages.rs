@@ -139,8 +139,8 @@ fn take_over(
 }
 
 /// Finds this daemon's own volume among those of the daemon before: the one of its name, or the
-/// only one. Refuses a volume that this daemon would not serve as it is. Call this before anything is
-/// changed, because taking volumes over as other ones would lose pages.
+/// only one. Refuses a volume that this daemon would not serve as it is. Call this before anything
+/// is changed, because taking volumes over as other ones would lose pages.
 fn own(options: &VolumeOptions<'_>, pages: u32, noted: &[Noted]) -> Result<usize, String> {
     let name = options.name;
     let own = match noted {

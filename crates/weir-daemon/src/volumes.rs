@@ -224,7 +224,7 @@ impl Volumes {
         tell: Tell<'_>,
     ) -> Result<Option<Arc<Volume>>, Error> {
         match begun {
-            // If the daemon is stopped meanwhile, its pages end with it, or the next one drops them.
+            // If the daemon stops meanwhile, its pages end with it, or the next daemon drops them.
             Ok(removal) => worker.discard(removal, tell),
             Err((volume, error)) => {
                 self.put_back(name, Some(volume));
