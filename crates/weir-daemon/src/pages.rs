@@ -396,6 +396,8 @@ mod tests {
         volumes.resize("small", size(10), &worker, &mut |_| {}).expect("nobody has it");
         volumes.resize("large", size(30), &worker, &mut |_| {}).expect("there is room");
         let free = volumes.free_bytes();
+        // Each of the four lies in a page of the map's memory, and one grew within its page.
+        assert_eq!(keeper.took(), 5 * PAGE_SIZE as u64);
         drop((worker, volumes));
         let volumes = start(&keeper, &mut keeper.held(), Some(100)).expect("its volumes");
         let list: Vec<_> =

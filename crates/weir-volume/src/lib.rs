@@ -204,10 +204,12 @@ pub enum CreateError {
     Kept(String),
 }
 
-/// The bytes of the page map that belong to these pages of a pool. A keeper must lock them.
+/// The bytes of the page map that have the entries of these pages of a pool, in whole pages of
+/// memory. A keeper must lock them.
 pub fn map_bytes_of(pages: &std::ops::Range<u32>) -> std::ops::Range<u64> {
     let (offset, bytes) = map::words(pages);
-    offset as u64..(offset + bytes) as u64
+    let [start, end] = [offset / PAGE_SIZE, (offset + bytes).div_ceil(PAGE_SIZE)];
+    (start * PAGE_SIZE) as u64..(end * PAGE_SIZE) as u64
 }
 
 fn pages_as_size(pages: u32) -> ByteSize {

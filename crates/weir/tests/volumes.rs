@@ -255,7 +255,7 @@ fn volumes_come_and_go_under_load_and_through_kills_and_no_page_shows_in_another
             if let Ok(status) = control::status(&daemon.control()) {
                 most = most.max(status.volumes.len() - 1);
             }
-            if random.below(4) == 0 {
+            if random.below(2) == 0 {
                 grown = grown.max(anonymous_kib(&daemon).saturating_sub(lives));
                 kills += u64::from(daemon.daemon().is_some_and(|it| kill(it, Signal::KILL)));
                 lives = anonymous_kib(&daemon);
@@ -265,7 +265,9 @@ fn volumes_come_and_go_under_load_and_through_kills_and_no_page_shows_in_another
     });
     let after = daemon.status();
     let same = |path: &str| assert_eq!(after.pointer(path), before.pointer(path), "{path}");
-    ["/volumes", "/free_bytes", "/volume/stored", "/volume/map_bytes", "/stores/0/slots_used"].map(same);
+    ["/volumes", "/free_bytes", "/volume/stored", "/volume/map_bytes", "/stores/0/slots_used"]
+        .into_iter()
+        .for_each(same);
     assert_eq!(after["read"]["corrupt"], 0);
     let operations = operations.into_inner();
     println!("{operations} operations on up to {most} volumes, {kills} kills; seed {seed}");

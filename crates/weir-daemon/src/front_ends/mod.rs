@@ -104,12 +104,15 @@ impl Nbd {
             unsafe_no_flusher: options.unsafe_no_flusher,
             ..nbd::Config::default()
         };
-        let server = Server::start_exports(volumes, &config, &listen, log).map_err(|error| match error {
-            ServeError::Listen(ListenError::Exposed { .. }) => {
-                Error::because(ErrorKind::Config, "--insecure", error)
-            }
-            _ => Error::of(ErrorKind::FrontEnd, error),
-        })?;
+        let server =
+            Server::start_exports(Arc::clone(volumes), &config, &listen, log).map_err(
+                |error| match error {
+                    ServeError::Listen(ListenError::Exposed { .. }) => {
+                        Error::because(ErrorKind::Config, "--insecure", error)
+                    }
+                    _ => Error::of(ErrorKind::FrontEnd, error),
+                },
+            )?;
         Ok(Nbd(server))
     }
 }

@@ -202,12 +202,13 @@ pub mod played {
     use super::{HashMap, Held, Kind, Line, Link, receive, send, split};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::os::fd::OwnedFd;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex};
 
-    /// A test's keeper: the descriptors that it holds, by name, and whether it refuses more.
+    /// A test's keeper: the descriptors that it holds, by name; whether it refuses more; and the
+    /// bytes of memory that it was told were taken.
     #[derive(Clone, Default)]
-    pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>, Arc<AtomicBool>);
+    pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>, Arc<AtomicBool>, Arc<AtomicU64>);
 
     /// The two ends of a socket between a daemon and its keeper.
     fn pair() -> (OwnedFd, OwnedFd) {
@@ -224,12 +225,20 @@ pub mod played {
         /// Links a daemon to this test's keeper.
         pub fn link(&self) -> Link {
             let (socket, its) = pair();
-            let Keeper(held, refuses) = self.clone();
+            let Keeper(held, refuses, took) = self.clone();
             std::thread::spawn(move || {
                 while let Ok(Some(Message { text, fd })) = receive(&its) {
                     let (what, rest) = split(&text);
                     let name = rest.split_once(' ').map_or(rest, |(_, name)| name).to_owned();
-                    if what == "hold" && refuses.load(Ordering::SeqCst) {
+                    if what == "took" {
+                        let numbers: Vec<u64> = rest.split(' ').skip(1).flat_map(str::parse).collect();
+                        let is_whole = |number: &u64| number.is_multiple_of(4096);
+                        assert!(
+                            numbers.len() == 2 && numbers.iter().all(is_whole),
+                            "{text}: not whole pages"
+                        );
+                        took.fetch_add(numbers[1], Ordering::SeqCst);
+                    } else if what == "hold" && refuses.load(Ordering::SeqCst) {
                         send(&its, "refused as a test wants it", None).expect("the daemon is there");
                     } else if what == "hold" && Kind::parse(split(rest).0).is_some() {
                         held.lock().expect("no panic").insert(name, fd.expect("a descriptor"));
@@ -243,6 +252,11 @@ pub mod played {
         /// Makes this test's keeper refuse descriptors from now on, or take them again.
         pub fn refuses(&self, refuses: bool) {
             self.1.store(refuses, Ordering::SeqCst);
+        }
+
+        /// Bytes of memory that a daemon has said it took.
+        pub fn took(&self) -> u64 {
+            self.2.load(Ordering::SeqCst)
         }
 
         /// The descriptors that this test's keeper hands to the next daemon.
