@@ -188,7 +188,7 @@ impl Volumes {
         let volume = self.take_out(name, "resized")?;
         if pages >= volume.pages() {
             // Clients may have it meanwhile.
-            self.put_back(name, Some(Arc::clone(&volume)));
+            self.put_back(name, Some(&volume));
             let old_end = volume.range().end;
             let grown = volume.grow(pages, |range| {
                 self.take(&(old_end..range.end))?;
@@ -198,7 +198,7 @@ impl Volumes {
         }
         let shrunk = volume.shrink(pages, |range| self.note_changed(name, Some(&range)));
         let rest = self.shrunk(name, shrunk, worker, tell)?;
-        self.put_back(name, rest);
+        self.put_back(name, rest.as_ref());
         Ok(())
     }
 
@@ -227,7 +227,7 @@ impl Volumes {
             // If the daemon stops meanwhile, its pages end with it, or the next daemon drops them.
             Ok(removal) => worker.discard(removal, tell),
             Err((volume, error)) => {
-                self.put_back(name, Some(volume));
+                self.put_back(name, Some(&volume));
                 Err(match error {
                     CreateError::InUse => refused(format!(
                         "volume {name} is in use; disconnect its clients (weir status counts connections), then try again"
@@ -253,12 +253,12 @@ impl Volumes {
         named[at].volume.take().ok_or_else(stopping)
     }
 
-    fn put_back(&self, name: &str, volume: Option<Arc<Volume>>) {
+    fn put_back(&self, name: &str, volume: Option<&Arc<Volume>>) {
         self.named().iter_mut().filter(|named| named.name == name).for_each(|named| {
-            if let Some(volume) = &volume {
+            if let Some(volume) = volume {
                 named.noted = Some(Noted::of(name, &volume.range()));
             }
-            named.volume.clone_from(&volume);
+            named.volume = volume.map(Arc::clone);
         });
     }
 
