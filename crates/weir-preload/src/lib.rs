@@ -7,8 +7,8 @@
 //! Only these must not be missed: the pager also works without the other calls, and finds new
 //! memory later.
 //!
-//! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager began and
-//! so is never managed.
+//! All memory of the pager is `ALLOCATOR`'s. It was mapped before the pager began, and so is never
+//! managed.
 
 use libc::{c_int, c_void, off_t, size_t, ssize_t};
 use rustix::process::{getpid, getppid};
@@ -23,8 +23,14 @@ use talc::source::Claim;
 use weir_pager::link::{Link, Order, Report};
 use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, directory};
 
-/// Memory of the pager: its tables, 100 bytes for each 2 MiB that it manages, and some buffers.
+/// Memory of the pager for its start, and for some buffers.
 const ARENA: usize = 16 << 20;
+/// Address space for the pager's tables of 1 TiB: 200 bytes for each 2 MiB, and twice as much again
+/// while a table grows.
+const TABLES: usize = 512 << 20;
+/// The pager has a table of the single pages in place, at most one for each page of the limit. It
+/// takes up to 48 bytes for each while it grows.
+const SINGLES_SHARE: usize = 64;
 /// The pager looks for new mappings each time that the program's allocations of 64 KiB and more
 /// have added up to this many bytes.
 const LARGE: usize = 4 << 20;
@@ -50,6 +56,7 @@ extern "C" fn start() {
     let Some(limit) = std::env::var("WEIR_RUN_RESIDENT").ok().and_then(|limit| limit.parse().ok()) else {
         return;
     };
+    extend_arena(TABLES + limit / SINGLES_SHARE);
     match bound(limit, std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into()) {
         Ok(pager) => {
             let _ = PAGER.set(pager);
@@ -70,6 +77,26 @@ extern "C" fn start() {
                 unsafe { libc::_exit(1) };
             }
         }
+    }
+}
+
+/// Gives the allocator up to `bytes` more. They take no memory before they are used. They are
+/// mapped before the pager begins, so it does not manage them.
+fn extend_arena(bytes: usize) {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let mut bytes = bytes;
+    // A limit of the program's address space may leave less.
+    while bytes >= ARENA {
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
+        let at = unsafe { libc::syscall(libc::SYS_mmap, 0, bytes, protection, flags, -1, 0) };
+        if at > 0 {
+            let at = std::ptr::with_exposed_provenance_mut(at as usize);
+            // SAFETY: the memory was just mapped, stays mapped, and only the allocator uses it.
+            let _ = unsafe { ALLOCATOR.lock().claim(at, bytes) };
+            return;
+        }
+        bytes /= 2;
     }
 }
 
@@ -215,6 +242,22 @@ pub unsafe extern "C" fn mmap64(
 ) -> *mut c_void {
     // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { mmap(at, bytes, protection, flags, file, offset) }
+}
+
+/// # Safety
+/// Does the same as madvise(2). The kernel tells the pager that the program gives up the content of
+/// pages, but not where it does so by guard regions (Linux 6.13).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) -> c_int {
+    /// Advice that no available crate defines.
+    const GUARD_INSTALL: c_int = 102;
+    // SAFETY: the caller's arguments are passed on unchanged.
+    let advised = unsafe { libc::syscall(libc::SYS_madvise, at, bytes, advice) as c_int };
+    if advised == 0 && advice == GUARD_INSTALL {
+        // SAFETY: the pages of a guard region have no content, and this call leaves the guards.
+        unsafe { libc::syscall(libc::SYS_madvise, at, bytes, libc::MADV_DONTNEED) };
+    }
+    advised
 }
 
 /// # Safety

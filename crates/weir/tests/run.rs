@@ -388,6 +388,34 @@ print(check(memory, 1), check(more, 2))
 }
 
 #[test]
+fn pages_that_were_behind_a_guard_are_zeros() {
+    let script = "
+size = 128 << 20
+memory = new(size)
+fill(memory, 6)
+at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+old = 0
+for start in range(0, size, 8 << 20):
+    for advice in 102, 103:
+        if libc.madvise(at + start, 16 * 4096, advice) != 0:
+            print('no guards')
+            sys.exit()
+    old += any(memory[start:start + 16 * 4096])
+    behind = start + 16 * 4096
+    old += memory[behind:behind + 8] != (behind ^ 6).to_bytes(8, 'little')
+print(old, 'wrong')
+";
+    let name = "pages_that_were_behind_a_guard";
+    let Some((code, out, said)) = bounded(name, &[], &format!("{PRELUDE}{script}")) else { return };
+    if out == "no guards\n" {
+        println!("skipped: {name}: a kernel without guard regions (before Linux 6.13)");
+        return;
+    }
+    assert_eq!((code, &*out, &*said), (Some(0), "0 wrong\n", ""));
+}
+
+#[test]
 fn what_the_kernel_reads_later_is_what_the_program_had_there() {
     let script = "
 class Part(ctypes.Structure): _fields_ = [('at', ctypes.c_void_p), ('bytes', ctypes.c_size_t)]

@@ -144,6 +144,19 @@ fn a_program_with_as_many_mappings_as_the_kernel_allows_is_bounded_on() {
 }
 
 #[test]
+fn a_page_of_each_block_of_far_more_address_space_than_memory_takes_no_more_than_the_limit() {
+    let name = "a_page_of_each_block";
+    let Some(crowd) = Crowd::start(name, "sparse", 1) else { return };
+    let said = crowd.ends_well();
+    if said.starts_with("skipped") {
+        println!("\nskipped: {name}: {said}");
+        return;
+    }
+    // The tables of the pager count too.
+    assert!(number(&said, " KiB of memory at the end") < 96 << 10, "{said}");
+}
+
+#[test]
 fn sixty_four_threads_that_fault_on_one_block_while_it_is_evicted_all_go_on() {
     let Some(mut crowd) = Crowd::start("sixty_four_threads", "block", 4) else { return };
     drop(crowd.run.stdin.take());

@@ -143,7 +143,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
             Ok(()) if next == BLOCK_PAGES => {
                 count(&self.shared.counters.writes, 1);
                 self.writing = None;
-                self.blocks.get_mut(id).state = State::Stored;
+                let block = self.blocks.get_mut(id);
+                // A block of zeros needs no room in the store. A program may read a page of each
+                // block of far more memory than the store has room for.
+                if block.zeros.iter().all(|pages| *pages == u64::MAX) {
+                    block.state = State::Empty;
+                    self.release_room(id);
+                } else {
+                    block.state = State::Stored;
+                }
                 self.leave(slot);
             }
             Ok(()) => self.writing = Some(Transfer { id, slot, next }),
@@ -229,6 +237,27 @@ impl<K: Kernel, S: Store> Work<K, S> {
 mod tests {
     use super::*;
     use crate::pager::simulator::{address, work_at_rest};
+
+    #[test]
+    fn a_block_of_zeros_takes_no_room_in_the_store() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        let id = work.blocks.add(address(first), State::Resident);
+        for (word, state, rooms) in [(0, State::Empty, 0), (7, State::Stored, 1)] {
+            work.kernel.world.come(first + 5, word);
+            work.policy.came(id);
+            work.begin_write().expect("it can go");
+            while work.writing.is_some() {
+                work.write();
+            }
+            assert_eq!((work.blocks.get(id).state, work.rooms), (state, rooms));
+            assert_eq!(work.store.said.lock().unwrap().rooms, rooms);
+            work.bring(id).unwrap();
+            assert_eq!([5, 6].map(|page| work.kernel.world.word(first + page)), [word, 0]);
+            work.policy.went(id);
+        }
+    }
 
     #[test]
     fn a_block_comes_back_if_the_failure_of_its_write_was_heard_by_another_call() {
