@@ -93,7 +93,7 @@ enum Action {
     /// The child of a fork ends, or a simulated device stops using pages.
     LetGo,
     Adopt(usize),
-    Adopted,
+    Adopted(usize),
     Stop,
     Ended,
 }
@@ -373,7 +373,9 @@ impl Program {
         world.map(at, at + pages);
         let object = self.new_object(at, vec![Must::Be(0); pages]);
         if self.traits.is_adopted {
+            // A program may not move what it has just asked the pager to manage.
             self.is_adopting = true;
+            self.object(object).users += 1;
             self.threads[thread].todo.push(Action::Adopt(object));
         } else if world.random.one_in(2) {
             self.ring(thread);
@@ -691,10 +693,11 @@ impl Program {
                 let (at, pages) = (self.object(object).at, self.object(object).pages.len());
                 self.shared.adopt[0].store(address(at), Ordering::Relaxed);
                 self.shared.adopt[1].store(address(at + pages), Ordering::Relaxed);
-                self.threads[thread].todo.push(Action::Adopted);
+                self.threads[thread].todo.push(Action::Adopted(object));
                 self.ring(thread);
             }
-            Action::Adopted => {
+            Action::Adopted(object) => {
+                self.object(object).users -= 1;
                 self.shared.adopt[1].store(0, Ordering::Relaxed);
                 self.is_adopting = false;
             }
