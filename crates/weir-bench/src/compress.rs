@@ -12,6 +12,7 @@
 //! there is.
 
 use crate::report::{Report, Row, Runs};
+use crate::steps::Steps;
 use rustix::time::{ClockId, clock_gettime};
 use std::sync::Arc;
 use std::time::Instant;
@@ -63,8 +64,10 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
     let kinds = [None, Some(Compression::Lz4), Some(Compression::Zstd)];
     let mut results = kinds.map(|_| (Runs::default(), Runs::default(), 0.0));
     let mut replaced = [Compression::Lz4, Compression::Zstd].map(|with| (with, Replaced::default()));
+    let steps = Steps::new(plan.runs * (kinds.len() + replaced.len()));
     for _ in 0..plan.runs {
         for (kind, (writes, reads, ratio)) in kinds.iter().zip(&mut results) {
+            steps.part(kind.map_or("plain".to_owned(), |with| with.to_string()));
             let config = Config { pages, lanes: 1, depth: BATCH as usize };
             let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots())?)])?;
             kind.iter().for_each(|with| volume.compress(*with));
@@ -76,11 +79,14 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
             reads.push(read_all(&mut lane, &contents, pages)?);
             let status = volume.status();
             *ratio = status.stored as f64 / f64::from(status.stores[0].used);
+            steps.end();
         }
     }
     for _ in 0..plan.runs {
         for (with, result) in &mut replaced {
+            steps.part(format_args!("{with}, replaced"));
             result.measure(*with, &contents, pages)?;
+            steps.end();
         }
     }
     let mut report = Report::new("compress", plan.runs);

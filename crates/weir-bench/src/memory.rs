@@ -6,6 +6,7 @@
 //! own, and the growth of the process as the system reports it.
 
 use crate::report::{Goal, Report, Row};
+use crate::steps::Steps;
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Lane, OpenError, Progress, State, Store, Ticket};
@@ -87,6 +88,11 @@ impl Lane for ForgetfulLane {
 pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
     let pages = u32::try_from(plan.bytes / PAGE_SIZE as u64).unwrap_or(u32::MAX);
     let config = Config { pages, lanes: plan.lanes, depth: plan.depth };
+    // The bar moves so many times. It is made here, because its memory is not the volume's.
+    const MOVES: u32 = 64;
+    let step = pages.div_ceil(MOVES).max(1);
+    let steps = Steps::new(pages.div_ceil(step) as usize);
+    steps.part("writing");
     let before = resident_bytes()?;
     let volume = Volume::create(config, vec![Arc::new(Forgetful(config.slots()))])?;
     let mut lanes = (0..plan.lanes).map(|_| volume.lane()).collect::<Result<Vec<_>, _>>()?;
@@ -100,6 +106,9 @@ pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
             "the store takes everything"
         );
         lane.submit();
+        if (number + 1).is_multiple_of(step) {
+            steps.end();
+        }
     }
     let grown = resident_bytes()?.saturating_sub(before);
     let stated = volume.memory_bytes();

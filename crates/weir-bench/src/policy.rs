@@ -9,6 +9,7 @@
 
 use crate::report::{Report, Row};
 use crate::splitmix;
+use crate::steps::Steps;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use weir_cache::Directory;
@@ -65,7 +66,9 @@ pub fn run(trace: Option<&Path>, shares: &[u8]) -> Result<Report, PolicyError> {
         ],
     };
     let mut report = Report::new("policy", 1);
+    let steps = Steps::new(traces.len() * shares.len());
     for (name, trace) in traces {
+        steps.part(name);
         let pages = trace.iter().collect::<BTreeSet<_>>().len() as u32;
         for share in shares {
             let directory = Directory::new((u64::from(pages) * u64::from(*share) / 100) as u32)?;
@@ -76,6 +79,7 @@ pub fn run(trace: Option<&Path>, shares: &[u8]) -> Result<Report, PolicyError> {
             let row = || Row::higher(id.clone(), "hits_per_cent", per_cent(hits));
             report.rows.push(row().beside("lru", per_cent(lru(&trace, frames))));
             report.rows.push(row().beside("opt", per_cent(opt(&trace, frames))));
+            steps.end();
         }
     }
     Ok(report)

@@ -7,6 +7,7 @@
 //! have the content of its last acknowledged write, or of the write that was under way.
 
 use crate::report::{Goal, Report, Row, Runs};
+use crate::steps::Steps;
 use crate::store::content::{Random, is_stamped, stamp};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -98,14 +99,19 @@ struct Part {
 /// # Errors
 /// Fails when no daemon comes back, or a page is wrong, which must never happen.
 pub fn run(plan: &Plan) -> Result<Report, RestartError> {
-    let scene = Scene::start(plan)?;
+    // The pages are written, and a kill follows the other.
+    let steps = Arc::new(Steps::new(1 + plan.kills as usize));
+    steps.part("writing");
+    let scene = Scene::start(plan, &steps)?;
     let pages = (plan.bytes / PAGE_SIZE as u64) as u32 / (USERS * RUN) * (USERS * RUN);
     let each = pages / USERS;
     let mut parts: Vec<Part> = (0..USERS).map(|user| Part::new(user * each, each)).collect();
     together(&mut parts, |part| part.fill(&scene))?;
+    steps.end();
     let (mut pauses, mut gone) = (Runs::default(), Runs::default());
     let (mut operations, mut compared) = (0, 0u64);
     for _ in 0..plan.kills {
+        steps.part("kills");
         let stop = AtomicBool::new(false);
         let done = AtomicU64::new(0);
         let pause = std::thread::scope(|scope| {
@@ -130,11 +136,12 @@ pub fn run(plan: &Plan) -> Result<Report, RestartError> {
         operations += done.into_inner();
         together(&mut parts, |part| part.compare(&scene))?;
         compared += u64::from(pages) * PAGE_SIZE as u64;
-        eprintln!(
+        steps.say(format_args!(
             "served again after {:.1} ms, {:.1} of them until the daemon was gone; {operations} operations so far, 0 mismatches",
             milliseconds(pause.served),
             milliseconds(pause.gone)
-        );
+        ));
+        steps.end();
     }
     let mut report = Report::new("restart", plan.kills as usize);
     let gib = compared as f64 / f64::from(1 << 30);
@@ -188,7 +195,7 @@ fn together(
 }
 
 impl Scene {
-    fn start(plan: &Plan) -> Result<Self, RestartError> {
+    fn start(plan: &Plan, steps: &Arc<Steps>) -> Result<Self, RestartError> {
         let directory = std::env::temp_dir().join(format!("weir-bench-restart-{}", std::process::id()));
         std::fs::create_dir(&directory)?;
         let connections = (2 * USERS).to_string();
@@ -205,10 +212,11 @@ impl Scene {
         let mut scene = Scene { directory, keeper, stages: Arc::clone(&stages) };
         // The thread below reads the keeper's standard error, and ends when the keeper does.
         let lines = BufReader::new(scene.keeper.stderr.take().expect("it is a pipe")).lines();
+        let steps = Arc::clone(steps);
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok).filter(|line| !line.contains("nbd: connection")) {
                 note_stages(&line, &mut stages.lock().unwrap_or_else(PoisonError::into_inner));
-                eprintln!("{line}");
+                steps.say(line);
             }
         });
         Ok(scene)

@@ -26,6 +26,7 @@ use weir_store::Host;
 use weir_volume::Volume;
 
 use crate::report::{Goal, Report, Row, Runs, percentile};
+use crate::steps::Steps;
 
 /// The plan of the share benchmark.
 #[derive(Clone, Debug)]
@@ -262,12 +263,17 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     }
     drop(lane);
     let mut report = Report::new("share", plan.rounds);
+    // Three ways for the latencies, each depth with two spins, and one CPU with two.
+    let steps = Steps::new((3 + DEPTHS.len() * 2 + 2) * plan.rounds);
+    steps.part("spinning");
     let spinning = Terms { spin: plan.spin, whole: false, one_cpu: false };
-    let figures = measure(&volume, plan, spinning)?;
+    let figures = measure(&volume, plan, spinning, &steps)?;
     rows(&mut report, "", &figures, Some(0.5));
-    let asleep = measure(&volume, plan, Terms { spin: Duration::ZERO, ..spinning })?;
+    steps.part("asleep");
+    let asleep = measure(&volume, plan, Terms { spin: Duration::ZERO, ..spinning }, &steps)?;
     rows(&mut report, "_asleep", &asleep, None);
-    let used = measure(&volume, plan, Terms { whole: true, ..spinning })?;
+    steps.part("used");
+    let used = measure(&volume, plan, Terms { whole: true, ..spinning }, &steps)?;
     rows(&mut report, "_used", &used, None);
     // The measurements below are of rates alone, so one read for the latency will do.
     let rates = Plan { singles: 1, ..plan.clone() };
@@ -275,8 +281,10 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     // counts.
     let mut most = [0.0f64; 3];
     for depth in DEPTHS {
+        steps.part(format_args!("{depth} in flight"));
         for spin in [plan.spin, Duration::ZERO] {
-            let figures = measure(&volume, &Plan { depth, ..rates.clone() }, Terms { spin, ..spinning })?;
+            let terms = Terms { spin, ..spinning };
+            let figures = measure(&volume, &Plan { depth, ..rates.clone() }, terms, &steps)?;
             for (most, figures) in most.iter_mut().zip(&figures) {
                 *most = most.max(figures.kiops_per_cpu.median());
             }
@@ -286,9 +294,10 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
         let row = Row::higher(id, "kiops_per_cpu", most[way]).beside("nbd-unix", most[NBD]);
         report.rows.push(row.goal(Goal::Ratio(3.0)));
     }
+    steps.part("one CPU");
     let one_cpu = Terms { one_cpu: true, ..spinning };
-    let spun = measure(&volume, &rates, one_cpu)?;
-    let slept = measure(&volume, &rates, Terms { spin: Duration::ZERO, ..one_cpu })?;
+    let spun = measure(&volume, &rates, one_cpu, &steps)?;
+    let slept = measure(&volume, &rates, Terms { spin: Duration::ZERO, ..one_cpu }, &steps)?;
     let best = |way: usize| spun[way].kiops.median().max(slept[way].kiops.median());
     for (id, way) in [("deep_read_one_cpu", FRAMES), ("deep_read_in_place_one_cpu", IN_PLACE)] {
         report.rows.push(Row::higher(id, "kiops", best(way)).beside("nbd-unix", best(NBD)));
@@ -320,7 +329,7 @@ fn rows(report: &mut Report, suffix: &str, figures: &[Figures; 3], latency: Opti
 }
 
 /// Measures the transports over one volume, in turns.
-fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms) -> Result<[Figures; 3], RunError> {
+fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms, steps: &Steps) -> Result<[Figures; 3], RunError> {
     // Threads that start while this thread is pinned to one CPU run on that CPU too.
     let _pinned = terms.one_cpu.then(OneCpu::enter);
     let spin = terms.spin;
@@ -346,6 +355,7 @@ fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms) -> Result<[Figures; 
         figures[FRAMES].measure(&mut frames, plan)?;
         figures[IN_PLACE].measure(&mut in_place, plan)?;
         figures[NBD].measure(&mut over_nbd, plan)?;
+        steps.end();
     }
     let lent = share.stats().in_place();
     assert!(lent >= u64::from(plan.reads), "pages were to be lent in place, and only {lent} were");

@@ -1,20 +1,45 @@
 //! The progress of a benchmark: a bar on a terminal, and nothing elsewhere.
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar, ProgressState, ProgressStyle};
+use std::fmt::{Display, Write};
+use std::time::Duration;
+use weir_cli::seconds_left;
 
-/// A bar that counts the runs of a benchmark as they end. Dropping it removes the bar.
+/// A bar on standard error. It has the part of the benchmark that runs, the share of all runs that
+/// have ended, and the time left. It is drawn only when a part begins or a run ends, or by a thread
+/// that waits, so it disturbs no measurement. Dropping it removes the bar.
 pub(crate) struct Steps(ProgressBar);
 
 impl Steps {
     /// Begins a benchmark of `count` runs.
     pub fn new(count: usize) -> Self {
-        let style = ProgressStyle::with_template("{bar:30} {pos} of {len} runs in {elapsed}, {eta} left");
-        Steps(ProgressBar::new(count as u64).with_style(style.expect("a valid template")))
+        let style = ProgressStyle::with_template("{msg} {bar:30} {percent}% in {elapsed}{left}");
+        let style = style.expect("a valid template").with_key("left", write_left);
+        Steps(ProgressBar::new(count as u64).with_style(style))
+    }
+
+    /// Names the part that begins.
+    pub fn part(&self, name: impl Display) {
+        self.0.set_message(name.to_string());
     }
 
     /// Moves the progress bar on by one run, which has ended.
     pub fn end(&self) {
         self.0.inc(1);
+    }
+
+    /// Prints a line on standard error, above the bar.
+    pub fn say(&self, line: impl Display) {
+        self.0.suspend(|| eprintln!("{line}"));
+    }
+}
+
+/// Writes the time left, once a run has ended.
+fn write_left(state: &ProgressState, out: &mut dyn Write) {
+    let left = state.len().unwrap_or(0).saturating_sub(state.pos());
+    if let Some(seconds) = seconds_left(state.elapsed(), state.pos(), left) {
+        // If this cannot be written, a part of the bar is missing, and nothing else.
+        let _ = write!(out, ", {:#} left", HumanDuration(Duration::from_secs(seconds)));
     }
 }
 

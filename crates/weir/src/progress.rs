@@ -2,6 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::time::{Duration, Instant};
+use weir_cli::seconds_left;
 use weir_core::ByteSize;
 use weir_core::log::{Level, Log};
 use weir_daemon::Bar;
@@ -68,7 +69,7 @@ impl Shown {
         if self.bar.is_hidden() {
             if self.said.elapsed() >= LINE_EVERY {
                 self.said = Instant::now();
-                let left = estimate(self.begun.elapsed(), done, all.saturating_sub(done));
+                let left = seconds_left(self.begun.elapsed(), done, all.saturating_sub(done));
                 let left = left.map_or(String::new(), |seconds| format!(", about {seconds} s left"));
                 (self.say)(&format!("{} of {}", ByteSize(done), ByteSize(all)), &left);
             }
@@ -87,11 +88,6 @@ impl Drop for Shown {
             self.bar.finish_and_clear();
         }
     }
-}
-
-/// Seconds that the `left` bytes will take at the speed so far.
-fn estimate(elapsed: Duration, done: u64, left: u64) -> Option<u64> {
-    (done > 0).then(|| (elapsed.as_secs_f64() * left as f64 / done as f64).ceil() as u64)
 }
 
 /// Shows a wait whose end is not known, only its longest time.
@@ -173,12 +169,6 @@ mod tests {
         shown.show(8 << 30, 8 << 30);
         let lines = lines.lock().expect("no panic");
         assert_eq!(*lines, ["0B of 8GiB of it", "8GiB of 8GiB of it, about 0 s left"]);
-    }
-
-    #[test]
-    fn an_estimate_is_the_speed_so_far() {
-        assert_eq!(estimate(Duration::from_secs(10), 100, 50), Some(5));
-        assert_eq!(estimate(Duration::from_secs(10), 0, 50), None);
     }
 
     #[test]

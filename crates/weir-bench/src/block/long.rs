@@ -10,6 +10,7 @@ use super::echo::Echo;
 use super::server::{Directory, Server};
 use super::{BlockError, Case, Plan, Way, fio};
 use crate::report::{Goal, Report, Row};
+use crate::steps::Steps;
 use std::path::PathBuf;
 
 /// The settings of the long benchmark: those of the block benchmark, and one more server.
@@ -46,13 +47,13 @@ struct Asked {
 }
 
 impl Asked {
-    fn weir(prefix: &'static str, server: Result<Server, BlockError>) -> Asked {
-        Asked { prefix: Some(prefix), ..Asked::control("weir", server) }
+    fn weir(prefix: &'static str, server: Result<Server, BlockError>, steps: &Steps) -> Asked {
+        Asked { prefix: Some(prefix), ..Asked::control("weir", server, steps) }
     }
 
-    fn control(name: &'static str, server: Result<Server, BlockError>) -> Asked {
+    fn control(name: &'static str, server: Result<Server, BlockError>, steps: &Steps) -> Asked {
         let mut asked = Asked { name, prefix: None, server: None, fails: false, ways: Default::default() };
-        asked.server = asked.complain("at its start", server);
+        asked.server = asked.complain("at its start", server, steps);
         asked.fails = asked.server.is_none();
         asked
     }
@@ -62,8 +63,10 @@ impl Asked {
     }
 
     /// Returns the figures. If there are none, prints a line with the reason.
-    fn complain<T>(&self, when: &str, result: Result<T, BlockError>) -> Option<T> {
-        result.inspect_err(|error| eprintln!("{} fails {when}: {error}; it is left out", self.called())).ok()
+    fn complain<T>(&self, when: &str, result: Result<T, BlockError>, steps: &Steps) -> Option<T> {
+        let say =
+            |error: &_| steps.say(format_args!("{} fails {when}: {error}; it is left out", self.called()));
+        result.inspect_err(say).ok()
     }
 }
 
@@ -79,17 +82,22 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
         let alone = format!("{store}{}window=off", if store.contains('?') { "&" } else { "?" });
         Plan { store: Some(alone), ..plan.clone() }
     });
-    let mut asked = vec![Asked::weir("", Server::weir(plan, 0, "weir", &sockets))];
-    asked.extend(alone.map(|plan| Asked::weir("cuda_alone_", Server::weir(&plan, 0, "weir-cuda", &sockets))));
+    // Weir, nbdkit and a server of nothing always run.
+    let servers = 3 + usize::from(alone.is_some()) + usize::from(nbd_vram.is_some());
+    let steps = Steps::new(plan.runs * CASES.len() * servers);
+    let mut asked = vec![Asked::weir("", Server::weir(plan, 0, "weir", &sockets), &steps)];
+    asked.extend(
+        alone.map(|plan| Asked::weir("cuda_alone_", Server::weir(&plan, 0, "weir-cuda", &sockets), &steps)),
+    );
     asked.extend(
         nbd_vram
             .as_ref()
-            .map(|program| Asked::control("nbd-vram", Server::nbd_vram(plan, program, &sockets))),
+            .map(|program| Asked::control("nbd-vram", Server::nbd_vram(plan, program, &sockets), &steps)),
     );
-    asked.push(Asked::control("nbdkit-memory", Server::nbdkit(plan, &sockets)));
+    asked.push(Asked::control("nbdkit-memory", Server::nbdkit(plan, &sockets), &steps));
     for asked in &mut asked {
         if let Some(server) = &asked.server {
-            asked.fails |= asked.complain("before", fio::fill(server, plan.size)).is_none();
+            asked.fails |= asked.complain("before", fio::fill(server, plan.size), &steps).is_none();
         }
     }
     asked.push(Asked {
@@ -101,24 +109,27 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     });
     for run in 0..plan.runs {
         for (at, case) in CASES.into_iter().enumerate() {
+            steps.part(case.id);
             for turn in 0..asked.len() {
                 let count = asked.len();
                 let asked = &mut asked[(run + turn) % count];
                 if asked.fails {
+                    steps.end();
                     continue;
                 }
                 let figures = match &asked.server {
                     Some(server) => fio::run(server, case, plan.size, plan.time),
                     None => fio::latencies(&echo.socket, case, plan.size, plan.time).map(|it| it.0),
                 };
-                match asked.complain(case.id, figures) {
+                match asked.complain(case.id, figures, &steps) {
                     Some(figures) => {
                         let rate = figures.per_second * f64::from(case.block) / 1e6;
-                        eprintln!("{} {}: {rate:.0} MB/s", asked.called(), case.id);
+                        steps.say(format_args!("{} {}: {rate:.0} MB/s", asked.called(), case.id));
                         asked.ways[at].push(figures);
                     }
                     None => asked.fails = true,
                 }
+                steps.end();
             }
         }
     }

@@ -247,6 +247,7 @@ fn measure(
     into: &mut Measured,
     steps: &Steps,
 ) -> Result<(), BlockError> {
+    steps.part(case.id);
     if case.id == SCATTERED {
         servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
     }

@@ -10,6 +10,7 @@
 mod disks;
 
 use crate::report::{Goal, Report, Row, Runs, percentile};
+use crate::steps::Steps;
 use disks::{DiskStore, Disks, Limits, Traffic};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -108,11 +109,14 @@ struct Figures {
 /// Fails when memory is missing, or a request fails.
 pub fn run(options: &Options) -> Result<Report, CacheBenchError> {
     let mut report = Report::new("cache", options.runs);
+    let steps = Steps::new(CASES.len() * options.runs * CONTENDERS.len());
     for case in CASES {
+        steps.part(case.name);
         let mut figures: [Vec<Figures>; 3] = Default::default();
         for run in 0..options.runs {
             for (contender, figures) in figures.iter_mut().enumerate() {
                 figures.push(measure(options, case, CONTENDERS[contender], run as u64)?);
+                steps.end();
             }
         }
         report.rows.extend(rows(case, &figures));

@@ -126,6 +126,7 @@ pub fn run(options: &Options) -> Result<Report, DiskError> {
     let mut report = Report::new("disk", options.runs);
     let steps = Steps::new(CASES.len() * options.runs * 3);
     for case in CASES {
+        steps.part(case.name);
         let mut ways: [Way; 3] = Default::default();
         for run in 0..options.runs {
             // Each run begins with another of the three, so that none is always the first.

@@ -92,11 +92,12 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
         for turn in 0..ways.len() {
             // Each round begins with another way, so that none is always the first.
             let (name, way) = &ways[(round + turn) % ways.len()];
+            steps.part(name);
             if lacking.contains(name) {
                 steps.end();
                 continue;
             }
-            match measure(plan, way, &scratch) {
+            match measure(plan, way, &scratch, &steps) {
                 Ok(touched) if touched.mismatches > 0 => {
                     return Err(SwapError::Mismatch {
                         device: (*name).to_owned(),
@@ -106,7 +107,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
                 Ok(touched) => found.entry(name).or_default().push(touched),
                 Err(error) if *name == ALONE || found.contains_key(name) => return Err(error),
                 Err(error) => {
-                    eprintln!("weir: {name} is left out: {}", swap::chain(&error));
+                    steps.say(format_args!("weir: {name} is left out: {}", swap::chain(&error)));
                     lacking.push(name);
                 }
             }
@@ -142,7 +143,7 @@ fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
 }
 
 /// Runs the child process once in the given way, and returns its figures.
-fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError> {
+fn measure(plan: &Plan, way: &Way, scratch: &Scratch, steps: &Steps) -> Result<Touch, SwapError> {
     let mut command = match way {
         Way::Run(store) => {
             let mut command = Command::new(crate::weir());
@@ -184,7 +185,7 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
         return Err(SwapError::failed("the child did not finish")(io::Error::other(what)));
     }
     // `weir run` has printed its problems on standard error.
-    eprint!("{said}");
+    said.lines().for_each(|line| steps.say(line));
     let text = String::from_utf8_lossy(&output.stdout);
     serde_json::from_str(text.trim()).map_err(|error| SwapError::failed("the child")(error.into()))
 }

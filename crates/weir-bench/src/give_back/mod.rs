@@ -9,6 +9,7 @@ mod load;
 pub use card::{Allocated, allocate};
 
 use crate::report::{Goal, Report, Row, Runs};
+use crate::steps::Steps;
 use load::Load;
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -66,20 +67,30 @@ pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
     let mut report = Report::new("give-back", plan.cycles.max(1));
     let daemon = Daemon::start(plan)?;
     let load = Load::start(&daemon.path("nbd"), plan.size, plan.users)?;
+    // The load alone before and after, and a half that goes and comes for each cycle.
+    let bar = Steps::new(2 + 2 * plan.cycles + usize::from(plan.steps.is_some()));
+    bar.part("the load alone");
     load.during(Duration::from_secs(1))?;
     let before = load.during(Duration::from_secs(3))?;
+    bar.end();
     let half = plan.size.0 / 2;
     let (mut gave, mut took) = (Runs::default(), Runs::default());
     let (mut giving, mut taking) = (Runs::default(), Runs::default());
     for _ in 0..plan.cycles {
+        bar.part("give back");
         load.reset();
         gave.push(daemon.ask("give-back", half)?);
         giving.push(load.taken()?.p99_us);
+        bar.end();
+        bar.part("take");
         load.reset();
         took.push(daemon.ask("take", half)?);
         taking.push(load.taken()?.p99_us);
+        bar.end();
     }
+    bar.part("the load alone");
     let after = load.during(Duration::from_secs(3))?;
+    bar.end();
     if plan.cycles > 0 {
         report.rows.extend([
             Row::higher("give_back", "gb_s", gave.median()).goal(Goal::Value(8.0)),
@@ -92,6 +103,7 @@ pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
         ]);
     }
     if let Some(step) = plan.steps {
+        bar.part("another process");
         steps(step, &daemon, &load, &mut report)?;
     }
     let total = load.stop()?;

@@ -29,6 +29,7 @@ use super::kernel::KernelXArrays;
 use super::table::Lease;
 use super::xarray::XArrays;
 use crate::report::{Report, Row, Runs};
+use crate::steps::Steps;
 
 /// Number of frames of a flow, which is the largest number of pages that its connection may hold.
 const FRAMES: u32 = 1024;
@@ -49,21 +50,33 @@ struct Figures {
     rate: Runs,
 }
 
+/// Number of designs.
+const DESIGNS: usize = 6;
+
+/// Number of runs that [`rows`] makes.
+pub fn runs(plan: &Plan) -> usize {
+    if plan.flows > 0 { plan.flow_rounds.max(1) * DESIGNS } else { 0 }
+}
+
 /// Adds the rows of the end-to-end run.
 ///
 /// # Errors
 /// Fails when the system gives no sockets or no memory.
-pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
+/// # Errors
+/// Fails when the system gives no sockets or no memory.
+pub fn rows(report: &mut Report, plan: &Plan, steps: &Steps) -> io::Result<()> {
     let (flows, workers) = (plan.flows, plan.workers.min(plan.flows));
     let mut source = Memory::anonymous(SOURCE_PAGES * PAGE_SIZE)?;
     fill(&mut source);
-    let mut figures: [Figures; 6] = std::array::from_fn(|_| Figures::default());
+    let mut figures: [Figures; DESIGNS] = std::array::from_fn(|_| Figures::default());
     // The designs take turns, so that a slow change of the machine affects all designs.
     for _ in 0..plan.flow_rounds.max(1) {
         let shares = || (0..workers).map(|worker| (flows + workers - 1 - worker) / workers);
         let mut each = figures.iter_mut();
         let mut next = || each.next().expect("a figure for each design");
-        let run = |into: &mut Figures, parts| run(into, plan.flow_time, flows, &source, parts);
+        let run = |into: &mut Figures, parts| {
+            run(into, plan.flow_time, flows, &source, parts).inspect(|()| steps.end())
+        };
         run(next(), boxed(shares().map(|_| Nothing)))?;
         run(next(), boxed(shares().map(|flows| Lease::owned(flows, FRAMES, FRAMES * flows))))?;
         run(next(), boxed(shares().map(XArrays::new)))?;

@@ -14,6 +14,7 @@ use super::table::Lease;
 use super::xarray::XArrays;
 use super::{DESIGN_BYTES_MAX, Plan};
 use crate::report::Runs;
+use crate::steps::Steps;
 
 /// The load of one row.
 #[derive(Clone, Copy, Debug)]
@@ -122,7 +123,7 @@ impl<D: Design> Bench<D> {
 
 /// Measures every design, one after the other in each round, so that a slow change of the machine
 /// affects all.
-pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
+pub fn measure(work: &Workload, rounds: usize, with_arrays: bool, steps: &Steps) -> Figures {
     debug_assert!(!with_arrays || work.connections as u64 * u64::from(work.pages) * 4 <= DESIGN_BYTES_MAX);
     let shares = || (0..work.threads).map(|thread| work.share(thread));
     let counts = SharedCounts::new(&[work.pages]);
@@ -164,6 +165,7 @@ pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
         if let Some(arrays) = &mut arrays {
             arrays.round(work);
         }
+        steps.end();
     }
     let harness = nothing.times.median();
     Figures {

@@ -27,6 +27,7 @@ mod xarray;
 use std::time::Duration;
 
 use crate::report::{Goal, Report, Row};
+use crate::steps::Steps;
 
 use counters::{RegionCounters, SocketArrays};
 use design::Design;
@@ -115,17 +116,28 @@ const DESIGN_BYTES_MAX: u64 = 4 << 30;
 pub fn run(plan: &Plan) -> Result<Report, PlanError> {
     check(plan)?;
     let mut report = Report::new("lease", plan.rounds);
-    for &connections in &plan.connections {
-        for &threads in plan.threads.iter().filter(|&&threads| threads <= connections) {
-            let work = Workload { connections, threads, ..Workload::from(plan) };
-            rows(&mut report, &work, plan.rounds);
-        }
+    let all =
+        plan.connections.iter().flat_map(|connections| plan.threads.iter().map(|it| (*connections, *it)));
+    let works: Vec<Workload> = all
+        .filter(|(connections, threads)| threads <= connections)
+        .map(|(connections, threads)| Workload { connections, threads, ..Workload::from(plan) })
+        .collect();
+    // A workload has one round more, which warms up. The table's rescan and the forged tokens are a
+    // run each.
+    let steps = Steps::new(works.len() * (plan.rounds + 1) + flows::runs(plan) + 2);
+    for work in works {
+        steps.part(format_args!("{} connections, {} threads", work.connections, work.threads));
+        rows(&mut report, &work, plan.rounds, &steps);
     }
     if plan.flows > 0 {
-        flows::rows(&mut report, plan)?;
+        steps.part("flows");
+        flows::rows(&mut report, plan, &steps)?;
     }
+    steps.part("rescan");
     rescan::row(&mut report, plan);
+    steps.end();
     if plan.trials > 0 {
+        steps.part("forged tokens");
         forged::rows(&mut report, plan);
     }
     Ok(report)
@@ -157,10 +169,10 @@ fn check(plan: &Plan) -> Result<(), PlanError> {
 
 /// Adds one row like those in the discussion of the kernel's device memory series: every design at
 /// one number of connections and threads.
-fn rows(report: &mut Report, work: &Workload, rounds: usize) {
+fn rows(report: &mut Report, work: &Workload, rounds: usize, steps: &Steps) {
     let sockets = u64::from(work.pages) * 4 * u64::from(work.connections);
     let with_arrays = sockets <= DESIGN_BYTES_MAX;
-    let figures = measure(work, rounds, with_arrays);
+    let figures = measure(work, rounds, with_arrays, steps);
     let Figures { owned, shared, xarray, kernel, region, arrays, .. } = &figures;
     let id = format!("{}x{}", work.connections, work.outstanding);
     let metric = |name: &str| format!("{name}_{}t", work.threads);

@@ -13,6 +13,7 @@ use super::jobs::{TALLY, nanos};
 use super::semaphore::{self, SemaphoreQueue};
 use super::weir::{self, Embedded, Spinning, Values};
 use crate::report::{Report, Row, percentile};
+use crate::steps::Steps;
 
 /// A rhythm: how many items are scheduled at once, and at which times.
 struct Rhythm {
@@ -46,29 +47,35 @@ impl Latencies {
     }
 }
 
+/// Number of designs.
+const DESIGNS: usize = 9;
+/// Number of runs that [`measure`] makes.
+pub(super) const RUNS: usize = RHYTHMS.len() * DESIGNS;
+
 /// Measures the latencies of every design: with items that come alone, and with bursts of items.
-pub(super) fn measure() -> Result<Vec<Latencies>, QueueError> {
+pub(super) fn measure(bar: &Steps) -> Result<Vec<Latencies>, QueueError> {
     RHYTHMS
         .iter()
         .map(|rhythm| {
-            let designs = vec![
-                (weir::EMBEDDED, latency::<Embedded>(rhythm)?),
-                (weir::SPINNING, latency::<Spinning>(rhythm)?),
-                (weir::VALUES, latency::<Values>(rhythm)?),
-                (semaphore::NAME, latency::<SemaphoreQueue>(rhythm)?),
-                (batch::NAME, latency::<BatchQueue>(rhythm)?),
-                (channels::CROSSBEAM, latency::<ChannelQueue<Crossbeam>>(rhythm)?),
-                (channels::FLUME, latency::<ChannelQueue<Flume>>(rhythm)?),
-                (channels::STD, latency::<ChannelQueue<Std>>(rhythm)?),
-                (channels::KANAL, latency::<ChannelQueue<Kanal>>(rhythm)?),
+            bar.part(rhythm.id);
+            let designs: [_; DESIGNS] = [
+                (weir::EMBEDDED, latency::<Embedded>(rhythm, bar)?),
+                (weir::SPINNING, latency::<Spinning>(rhythm, bar)?),
+                (weir::VALUES, latency::<Values>(rhythm, bar)?),
+                (semaphore::NAME, latency::<SemaphoreQueue>(rhythm, bar)?),
+                (batch::NAME, latency::<BatchQueue>(rhythm, bar)?),
+                (channels::CROSSBEAM, latency::<ChannelQueue<Crossbeam>>(rhythm, bar)?),
+                (channels::FLUME, latency::<ChannelQueue<Flume>>(rhythm, bar)?),
+                (channels::STD, latency::<ChannelQueue<Std>>(rhythm, bar)?),
+                (channels::KANAL, latency::<ChannelQueue<Kanal>>(rhythm, bar)?),
             ];
-            Ok(Latencies { id: rhythm.id, designs })
+            Ok(Latencies { id: rhythm.id, designs: designs.into() })
         })
         .collect()
 }
 
 /// Measures one design; returns its p50 and p99 in microseconds.
-fn latency<D: Design>(rhythm: &Rhythm) -> Result<[f64; 2], QueueError> {
+fn latency<D: Design>(rhythm: &Rhythm, bar: &Steps) -> Result<[f64; 2], QueueError> {
     let jobs: &'static [D::Job] = Box::leak((0..rhythm.items).map(|_| D::job()).collect());
     let queue = D::start()?;
     let mut port = queue.port(jobs);
@@ -82,6 +89,7 @@ fn latency<D: Design>(rhythm: &Rhythm) -> Result<[f64; 2], QueueError> {
     }
     drop(port);
     queue.finish();
+    bar.end();
     let mut latencies = TALLY.latencies();
     Ok([50.0, 99.0].map(|percent| percentile(&mut latencies, percent) as f64 / 1000.0))
 }

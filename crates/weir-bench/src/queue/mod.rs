@@ -23,6 +23,7 @@ mod weir;
 use std::sync::Mutex;
 
 use crate::report::{Goal, Report, Row};
+use crate::steps::Steps;
 use throughput::Figures;
 
 /// The plan of the queue benchmark.
@@ -80,12 +81,13 @@ pub fn run(options: &Options) -> Result<Report, QueueError> {
     let mut report = Report::new("queue", options.rounds);
     let promised = options.single >= SIZE_OF_PROMISES && options.multi >= SIZE_OF_PROMISES;
     let many = format!("{}p", options.producers);
-    let by_size = throughput::measure(options)?;
+    let steps = Steps::new(throughput::runs(options) + latency::RUNS);
+    let by_size = throughput::measure(options, &steps)?;
     for (figures, (id, claimed)) in by_size.iter().zip([("1p", CLAIMED[0]), (many.as_str(), CLAIMED[1])]) {
         let goals = promised.then_some(if id == "1p" { GOALS_SINGLE } else { GOALS_MULTI });
         rows(&mut report, id, figures, goals, claimed);
     }
-    for figures in latency::measure()? {
+    for figures in latency::measure(&steps)? {
         figures.rows(&mut report);
     }
     Ok(report)

@@ -12,6 +12,7 @@ use super::semaphore::{self, SemaphoreQueue};
 use super::weir::{self, Embedded, Values};
 use super::{Options, QueueError};
 use crate::report::Runs;
+use crate::steps::Steps;
 
 /// The figures of one design, with one value of each for every round.
 #[derive(Default)]
@@ -59,8 +60,16 @@ struct Round {
     items_per_batch: Option<f64>,
 }
 
+/// Number of designs.
+const DESIGNS: usize = 8;
+
+/// Number of runs that [`measure`] makes.
+pub(super) fn runs(options: &Options) -> usize {
+    (options.rounds + 1) * 2 * DESIGNS
+}
+
 /// Runs every round of every design: with one producer first, then with several.
-pub(super) fn measure(options: &Options) -> Result<[Figures; 2], QueueError> {
+pub(super) fn measure(options: &Options, bar: &Steps) -> Result<[Figures; 2], QueueError> {
     let most = options.single.max(options.multi);
     let steps = kept::<Embedded>(most);
     let items = kept::<SemaphoreQueue>(most);
@@ -71,15 +80,16 @@ pub(super) fn measure(options: &Options) -> Result<[Figures; 2], QueueError> {
         for (figures, (jobs, producers)) in
             all.iter_mut().zip([(options.single, 1), (options.multi, options.producers)])
         {
-            let rounds = [
-                (weir::EMBEDDED, round::<Embedded>(&steps[..jobs], producers)?),
-                (semaphore::NAME, round::<SemaphoreQueue>(&items[..jobs], producers)?),
-                (batch::NAME, round::<BatchQueue>(&items[..jobs], producers)?),
-                (weir::VALUES, round::<Values>(&none[..jobs], producers)?),
-                (channels::CROSSBEAM, round::<ChannelQueue<Crossbeam>>(&none[..jobs], producers)?),
-                (channels::FLUME, round::<ChannelQueue<Flume>>(&none[..jobs], producers)?),
-                (channels::STD, round::<ChannelQueue<Std>>(&none[..jobs], producers)?),
-                (channels::KANAL, round::<ChannelQueue<Kanal>>(&none[..jobs], producers)?),
+            bar.part(format_args!("{producers} producers"));
+            let rounds: [_; DESIGNS] = [
+                (weir::EMBEDDED, round::<Embedded>(&steps[..jobs], producers, bar)?),
+                (semaphore::NAME, round::<SemaphoreQueue>(&items[..jobs], producers, bar)?),
+                (batch::NAME, round::<BatchQueue>(&items[..jobs], producers, bar)?),
+                (weir::VALUES, round::<Values>(&none[..jobs], producers, bar)?),
+                (channels::CROSSBEAM, round::<ChannelQueue<Crossbeam>>(&none[..jobs], producers, bar)?),
+                (channels::FLUME, round::<ChannelQueue<Flume>>(&none[..jobs], producers, bar)?),
+                (channels::STD, round::<ChannelQueue<Std>>(&none[..jobs], producers, bar)?),
+                (channels::KANAL, round::<ChannelQueue<Kanal>>(&none[..jobs], producers, bar)?),
             ];
             for (name, round) in rounds.iter().filter(|_| number > 0) {
                 figures.add(name, round);
@@ -95,7 +105,7 @@ fn kept<D: Design>(jobs: usize) -> &'static [D::Job] {
 }
 
 /// One round: `producers` threads schedule their shares of `jobs` as fast as they can.
-fn round<D: Design>(jobs: &'static [D::Job], producers: usize) -> Result<Round, QueueError> {
+fn round<D: Design>(jobs: &'static [D::Job], producers: usize, bar: &Steps) -> Result<Round, QueueError> {
     let queue = D::start()?;
     TALLY.expect(jobs.len() as u64);
     let start = Arc::new(Barrier::new(producers));
@@ -120,9 +130,7 @@ fn round<D: Design>(jobs: &'static [D::Job], producers: usize) -> Result<Round, 
     let ns = begun.map_or(0, |begun| TALLY.finished() - begun) as f64;
     let wakes = TALLY.sleeps() as f64;
     let items = jobs.len() as f64;
-    Ok(Round {
-        ns_per_item: ns / items,
-        wakes_per_1000: wakes * 1000.0 / items,
-        items_per_batch: queue.finish(),
-    })
+    let items_per_batch = queue.finish();
+    bar.end();
+    Ok(Round { ns_per_item: ns / items, wakes_per_1000: wakes * 1000.0 / items, items_per_batch })
 }

@@ -9,6 +9,7 @@
 use super::BenchError;
 use super::content::{Random, is_stamped, stamp};
 use crate::report::{Goal, Report, Row};
+use crate::steps::Steps;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -105,8 +106,10 @@ fn shapes(copies: u32) -> [Shape; 5] {
 /// Fails when no process can be started.
 pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
     let mut report = Report::new("store", 1);
+    let steps = Steps::new(plan.copies.iter().map(|&copies| shapes(copies).len()).sum());
     for &copies in &plan.copies {
         for shape in shapes(copies) {
+            steps.part(shape.id());
             let before = kernel_lines().len();
             let outcome = burn_apart(plan, shape)?;
             let said: Vec<String> = kernel_lines().into_iter().skip(before).collect();
@@ -118,9 +121,10 @@ pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
             let id = shape.id();
             let rate = outcome.as_ref().map_or(0.0, |burnt| burnt.pages as f64 / burnt.seconds);
             match &outcome {
-                Ok(_) => eprintln!("{id}: {:.2} M pages/s", rate / 1e6),
-                Err(why) => eprintln!("{id}: DEAD: {why}"),
+                Ok(_) => steps.say(format_args!("{id}: {:.2} M pages/s", rate / 1e6)),
+                Err(why) => steps.say(format_args!("{id}: DEAD: {why}")),
             }
+            steps.end();
             report.rows.push(Row::higher(id.clone(), "pages_per_s", rate));
             let died = Row::lower(id, "died", f64::from(u8::from(outcome.is_err())));
             // Only loads that a store on a card makes by default have a goal. For reads, such a

@@ -18,7 +18,8 @@ pub use give_back::Effort;
 pub use load::Kind;
 
 use crate::report::{Report, Row};
-use std::time::Instant;
+use crate::steps::Steps;
+use std::time::{Duration, Instant};
 use weir_store::vram::VramStore;
 use weir_store::vram::engine::CallError;
 use weir_store::vram::table::{BatchShape, Direction, Path, Table};
@@ -104,15 +105,30 @@ pub fn hold(url: &StoreUrl, rate: f64, seconds: u64) -> Result<f64, BenchError> 
     let mut lane = store.lane(16)?;
     let mut part = load::Part::new(0, store.slots().min(1 << 18), 3);
     part.fill(&mut lane)?;
-    let (since, mut done) = (Instant::now(), 0u64);
-    while since.elapsed().as_secs() < seconds {
-        while (done as f64) < rate * since.elapsed().as_secs_f64() {
-            part.once(&mut lane, if done % 2 == 0 { Kind::Read } else { Kind::Write })?;
-            done += 1;
+    let steps = Steps::new(seconds as usize);
+    steps.part("load");
+    let load = move || {
+        let (since, mut done) = (Instant::now(), 0u64);
+        while since.elapsed().as_secs() < seconds {
+            while (done as f64) < rate * since.elapsed().as_secs_f64() {
+                part.once(&mut lane, if done % 2 == 0 { Kind::Read } else { Kind::Write })?;
+                done += 1;
+            }
+            std::hint::spin_loop();
         }
-        std::hint::spin_loop();
-    }
-    Ok(done as f64 / since.elapsed().as_secs_f64())
+        Ok(done as f64 / since.elapsed().as_secs_f64())
+    };
+    std::thread::scope(|scope| {
+        let load = scope.spawn(load);
+        for _ in 0..seconds {
+            if load.is_finished() {
+                break;
+            }
+            std::thread::sleep(Duration::from_secs(1));
+            steps.end();
+        }
+        load.join().unwrap_or(Err(BenchError::Panic))
+    })
 }
 
 /// The cost of each path of each card, as the store measured it when it was opened.

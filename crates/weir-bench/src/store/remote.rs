@@ -10,6 +10,7 @@ use super::load::{Kind, Pages, Part};
 use super::scenarios::middle_and_tail;
 use super::{BenchError, Plan};
 use crate::report::{Goal, Row, Runs};
+use crate::steps::Steps;
 use redis::{Connection, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _};
 use redis::{RedisConnectionInfo, RedisResult};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -35,10 +36,11 @@ pub fn rows(plan: &Plan) -> Result<Vec<Row>, BenchError> {
     let StoreUrl::Remote(url) = &plan.url else { return Ok(rows) };
     let store = weir_store::open(&plan.url)?;
     let mut client = Client::open(url)?;
-    for (id, asleep) in [("remote_read_asleep", true), ("remote_read_spinning", false)] {
-        if !plan.is_wanted(id) {
-            continue;
-        }
+    let mut ways = vec![("remote_read_asleep", true), ("remote_read_spinning", false)];
+    ways.retain(|(id, _)| plan.is_wanted(id));
+    let steps = Steps::new(ways.len() * plan.runs);
+    for (id, asleep) in ways {
+        steps.part(id);
         let count = if plan.short { READS / 100 } else { READS };
         let [mut middle, mut tail, mut get_middle, mut get_tail, mut over] = [const { Vec::new() }; 5];
         for run in 0..plan.runs {
@@ -63,6 +65,7 @@ pub fn rows(plan: &Plan) -> Result<Vec<Row>, BenchError> {
             get_middle.push(get_p50);
             get_tail.push(get_p99);
             over.push(p50 - get_p50);
+            steps.end();
         }
         let [middle, tail, get_middle, get_tail, over] = [middle, tail, get_middle, get_tail, over]
             .map(|runs| runs.into_iter().collect::<Runs>().median());

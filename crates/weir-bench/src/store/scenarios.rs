@@ -4,6 +4,7 @@ use super::control::{BareCopy, CopyEngine};
 use super::load::{Kind, Pages, Part, together};
 use super::{BenchError, Plan, coherence, give_back};
 use crate::report::{Goal, Report, Row, Runs, percentile};
+use crate::steps::Steps;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_store::vram::table::Path;
@@ -21,6 +22,23 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// The coherence row has a goal only if each pair of paths runs for at least this many seconds.
 const FULL_COHERENCE: u64 = 5;
 
+/// A row of single operations: its id and kind, the pause between two, their number, and its goals
+/// for the median and for the 99th percentile.
+type Single = (&'static str, Kind, Option<Duration>, usize, Option<f64>, Option<f64>);
+
+const SINGLE: [Single; 4] = [
+    ("qd1_write", Kind::Write, None, 50_000, Some(0.5), None),
+    ("qd1_read", Kind::Read, None, 50_000, Some(3.3), None),
+    ("sporadic_write", Kind::Write, Some(PAUSE), 200, Some(0.8), None),
+    ("sporadic_read", Kind::Read, Some(PAUSE), 200, Some(6.1), Some(12.0)),
+];
+/// The rows of all threads: their ids, the reads in a hundred operations, and their goals.
+const DEEP: [(&str, u32, Option<f64>); 3] =
+    [("deep_read", 100, Some(12.0)), ("deep_write", 0, Some(12.0)), ("deep_mixed", 70, Some(10.0))];
+const LARGE_ROWS: [(&str, u32, Kind); 2] = [("large_read", 100, Kind::Read), ("large_write", 0, Kind::Write)];
+/// The rows of the store under a volume.
+const VOLUME: [&str; 4] = ["volume_write", "volume_read", "volume_deep_read", "volume_deep_write"];
+
 /// A thread's lane and its part of the pages.
 type Worker = (Box<dyn weir_store::Lane>, Part);
 
@@ -33,6 +51,7 @@ struct Bench<'a> {
     gpu: Option<Arc<Gpu>>,
     report: Report,
     pages: u32,
+    steps: Steps,
 }
 
 /// The figures of all runs, of the store and of its control.
@@ -57,7 +76,9 @@ pub fn run(plan: &Plan) -> Result<Report, BenchError> {
     let control = vram.as_ref().and_then(|_| CopyEngine::open(1 << 30));
     let pages = PAGES.min(store.slots());
     let gpu = vram.as_ref().map(|vram| Arc::clone(&vram.gpus()[0]));
-    let mut bench = Bench { plan, store, control, gpu, report: Report::new("store", plan.runs), pages };
+    let report = Report::new("store", plan.runs);
+    let mut bench = Bench { plan, store, control, gpu, report, pages, steps: Steps::new(0) };
+    bench.steps = Steps::new(bench.runs(vram.iter().flat_map(|vram| vram.gpus())));
     bench.single()?;
     bench.deep()?;
     bench.scaling()?;
@@ -81,6 +102,18 @@ impl Bench<'_> {
         self.plan.is_wanted(id)
     }
 
+    /// Number of runs of all rows, with these cards.
+    fn runs<'a>(&self, gpus: impl Iterator<Item = &'a Arc<Gpu>>) -> usize {
+        let single = SINGLE.iter().filter(|(id, ..)| self.wanted(id)).count();
+        let deep = DEEP.iter().filter(|(id, ..)| self.wanted(id)).count();
+        let large = LARGE_ROWS.iter().filter(|(id, ..)| self.wanted(id)).count();
+        let volume = if self.wants_volume() { VOLUME.len() } else { 0 };
+        let give_back = self.given_back().map_or(0, |_| self.plan.efforts.len());
+        let each = single + deep + self.scalings().len() + large + volume + give_back;
+        let power = if self.wanted("power") { 2 } else { 0 };
+        each * self.plan.runs + gpus.map(|gpu| self.paths(gpu).len() + power).sum::<usize>()
+    }
+
     fn scaled(&self, full: Duration) -> Duration {
         if self.plan.short { full / 50 } else { full }
     }
@@ -95,7 +128,7 @@ impl Bench<'_> {
             None => row,
         };
         let control = row.control_value.map(|value| format!("  control {value:>10.3}")).unwrap_or_default();
-        eprintln!("{:<22} {:<8} {:>10.3}{control}", row.id, row.metric, row.value);
+        self.steps.say(format_args!("{:<22} {:<8} {:>10.3}{control}", row.id, row.metric, row.value));
         self.report.rows.push(row);
     }
 
@@ -159,16 +192,11 @@ impl Bench<'_> {
 
     /// Measures single operations, without pause and with pauses.
     fn single(&mut self) -> Result<(), BenchError> {
-        let goals = [
-            ("qd1_write", Kind::Write, None, 50_000, Some(0.5), None),
-            ("qd1_read", Kind::Read, None, 50_000, Some(3.3), None),
-            ("sporadic_write", Kind::Write, Some(PAUSE), 200, Some(0.8), None),
-            ("sporadic_read", Kind::Read, Some(PAUSE), 200, Some(6.1), Some(12.0)),
-        ];
-        for (id, kind, pause, count, goal, tail_goal) in goals {
+        for (id, kind, pause, count, goal, tail_goal) in SINGLE {
             if !self.wanted(id) {
                 continue;
             }
+            self.steps.part(id);
             let count = if self.plan.short { count / 100 + 2 } else { count };
             let (mut middle, mut tail) = (Pair::default(), Pair::default());
             let mut bare = Runs::default();
@@ -187,6 +215,7 @@ impl Bench<'_> {
                     tail.control.push(p99);
                 }
                 self.bare_times(kind, count, pause).into_iter().for_each(|p50| bare.push(p50));
+                self.steps.end();
             }
             if !bare.is_empty() {
                 self.push(Row::lower(format!("{id}_bare"), "p50_us", bare.median()), &Pair::default(), None);
@@ -213,7 +242,8 @@ impl Bench<'_> {
         let moved = std::array::from_fn::<_, 3, _>(|way| gpu.counters().pages[way] - before[way]);
         let all = moved.iter().sum::<u64>().max(1);
         let [mapped, engine, ring] = moved.map(|pages| 100.0 * pages as f64 / all as f64);
-        eprintln!("{id:<22} went {mapped:.1}% mapped, {engine:.1}% engine, {ring:.1}% ring");
+        self.steps
+            .say(format_args!("{id:<22} went {mapped:.1}% mapped, {engine:.1}% engine, {ring:.1}% ring"));
     }
 
     fn moved(&self) -> [u64; 3] {
@@ -222,9 +252,7 @@ impl Bench<'_> {
 
     /// Measures all threads, each with as many operations in flight as it has room for.
     fn deep(&mut self) -> Result<(), BenchError> {
-        let rows =
-            [("deep_read", 100, Some(12.0)), ("deep_write", 0, Some(12.0)), ("deep_mixed", 70, Some(10.0))];
-        for (id, reads, goal) in rows {
+        for (id, reads, goal) in DEEP {
             if !self.wanted(id) {
                 continue;
             }
@@ -237,18 +265,23 @@ impl Bench<'_> {
     /// Measures deep reads and writes with 1, 2, 4, ... threads, up to as many as the deep rows
     /// have.
     fn scaling(&mut self) -> Result<(), BenchError> {
-        let most = self.plan.threads;
-        let doubled = std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&it| it < most);
-        for threads in doubled.chain([most]).collect::<Vec<_>>() {
-            for (kind, reads) in [("read", 100), ("write", 0)] {
-                let id = format!("threads_{threads}_{kind}");
-                if self.wanted(&id) {
-                    let pair = self.crowd(&id, reads, threads, Duration::from_millis(400))?;
-                    self.push(Row::higher(&id, "m_pages_s", pair.ours.median()), &pair, None);
-                }
-            }
+        for (id, threads, reads) in self.scalings() {
+            let pair = self.crowd(&id, reads, threads, Duration::from_millis(400))?;
+            self.push(Row::higher(&id, "m_pages_s", pair.ours.median()), &pair, None);
         }
         Ok(())
+    }
+
+    /// The wanted rows with more and more threads: their ids, the threads, and the reads in a
+    /// hundred operations.
+    fn scalings(&self) -> Vec<(String, usize, u32)> {
+        let most = self.plan.threads;
+        let doubled = std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&it| it < most);
+        let rows = doubled.chain([most]).flat_map(|threads| {
+            [("read", 100), ("write", 0)]
+                .map(|(kind, reads)| (format!("threads_{threads}_{kind}"), threads, reads))
+        });
+        rows.filter(|(id, ..)| self.wanted(id)).collect()
     }
 
     /// Millions of pages a second that `threads` threads move, with `reads` in a hundred as reads,
@@ -256,6 +289,7 @@ impl Bench<'_> {
     fn crowd(&self, id: &str, reads: u32, threads: usize, time: Duration) -> Result<Pair, BenchError> {
         let (depth, time) = (self.plan.depth, self.scaled(time));
         let mut pair = Pair::default();
+        self.steps.part(id);
         for _ in 0..self.plan.runs {
             let mut workers = self.workers(threads, depth)?;
             let warm = self.scaled(Duration::from_millis(300));
@@ -269,16 +303,18 @@ impl Bench<'_> {
                 let kind = if reads > 50 { Kind::Read } else { Kind::Write };
                 pair.control.push(control.rate(kind, threads, 4096, time / 2)? / 1e6);
             }
+            self.steps.end();
         }
         Ok(pair)
     }
 
     /// Measures operations on 1 MiB of neighbouring pages.
     fn large(&mut self) -> Result<(), BenchError> {
-        for (id, reads, kind) in [("large_read", 100, Kind::Read), ("large_write", 0, Kind::Write)] {
+        for (id, reads, kind) in LARGE_ROWS {
             if !self.wanted(id) {
                 continue;
             }
+            self.steps.part(id);
             let threads = self.plan.threads;
             let mut pair = Pair::default();
             for _ in 0..self.plan.runs {
@@ -299,18 +335,20 @@ impl Bench<'_> {
                     pair.control
                         .push(control.rate(kind, threads, 1 << 20, time / 2)? * f64::from(1 << 20) / 1e9);
                 }
+                self.steps.end();
             }
             self.push(Row::higher(id, "gb_s", pair.ours.median()), &pair, Some(Goal::Value(50.0)));
         }
         Ok(())
     }
 
+    fn wants_volume(&self) -> bool {
+        VOLUME.iter().any(|id| self.wanted(id))
+    }
+
     /// Measures the same store under a volume, which adds page map, records and checksums.
     fn volume(&mut self) -> Result<(), BenchError> {
-        if !["volume_write", "volume_read", "volume_deep_read", "volume_deep_write"]
-            .iter()
-            .any(|id| self.wanted(id))
-        {
+        if !self.wants_volume() {
             return Ok(());
         }
         let threads = self.plan.threads;
@@ -321,6 +359,7 @@ impl Bench<'_> {
         let count = if self.plan.short { 500 } else { 50_000 };
         for (id, kind, goal) in [("volume_write", Kind::Write, 0.75), ("volume_read", Kind::Read, 3.7)] {
             let (mut middle, mut tail) = (Pair::default(), Pair::default());
+            self.steps.part(id);
             for run in 0..self.plan.runs {
                 let mut lane = volume.lane()?;
                 let mut part = Part::new(0, volume.pages(), run as u64);
@@ -328,6 +367,7 @@ impl Bench<'_> {
                 let (p50, p99) = middle_and_tail(self.times(&mut lane, &mut part, kind, count, None)?);
                 middle.ours.push(p50);
                 tail.ours.push(p99);
+                self.steps.end();
             }
             self.push(Row::lower(id, "p50_us", middle.ours.median()), &middle, Some(Goal::Value(goal)));
             self.push(Row::lower(id, "p99_us", tail.ours.median()), &tail, None);
@@ -336,6 +376,7 @@ impl Bench<'_> {
             [("volume_deep_read", 100, "deep_read"), ("volume_deep_write", 0, "deep_write")]
         {
             let mut ours = Runs::default();
+            self.steps.part(id);
             for _ in 0..self.plan.runs {
                 let each = volume.pages() / threads as u32;
                 let mut workers = (0..threads)
@@ -349,28 +390,37 @@ impl Bench<'_> {
                         ours.push(rate / 1e6);
                     }
                 }
+                self.steps.end();
             }
             let mut row = Row::higher(id, "m_pages_s", ours.median());
             if let Some(store) = self.report.rows.iter().find(|row| row.id == own) {
                 row = row.beside("store", store.value).goal(Goal::Ratio(0.75));
             }
-            eprintln!("{:<22} {:<8} {:>10.3}  ratio {:?}", row.id, row.metric, row.value, row.ratio);
+            self.steps.say(format_args!(
+                "{:<22} {:<8} {:>10.3}  ratio {:?}",
+                row.id, row.metric, row.value, row.ratio
+            ));
             self.report.rows.push(row);
         }
         Ok(())
     }
 
-    /// Measures give-back: 16 GiB of chunks are read and released, while four threads use other
-    /// chunks. If the plan compares several efforts, only 4 GiB are given back with each.
-    fn give_back(&mut self) -> Result<(), BenchError> {
-        let Some(memory) = self.store.reclaim() else { return Ok(()) };
-        let slots = memory.chunk_slots();
+    /// Number of chunks that are given back; `None` if that row is not wanted, or the store has no
+    /// room for it.
+    fn given_back(&self) -> Option<u32> {
+        let slots = self.store.reclaim().filter(|_| self.wanted("give_back"))?.chunk_slots();
         let sweep = self.plan.efforts.len() > 1;
         let chunks = ((if sweep { 4u64 } else { 16 } << 30) / (u64::from(slots) * 4096)) as u32;
         let used = (1u32 << 18).div_ceil(slots);
-        if !self.wanted("give_back") || self.store.slots() / slots < used + chunks {
-            return Ok(());
-        }
+        (self.store.slots() / slots >= used + chunks).then_some(chunks)
+    }
+
+    /// Measures give-back: 16 GiB of chunks are read and released, while four threads use other
+    /// chunks. If the plan compares several efforts, only 4 GiB are given back with each.
+    fn give_back(&mut self) -> Result<(), BenchError> {
+        let Some(chunks) = self.given_back() else { return Ok(()) };
+        let sweep = self.plan.efforts.len() > 1;
+        self.steps.part("give_back");
         for &effort in &self.plan.efforts {
             let (mut rate, mut tail, mut quiet) = (Runs::default(), Runs::default(), Runs::default());
             let mut release = Runs::default();
@@ -380,13 +430,14 @@ impl Bench<'_> {
                 tail.push(outcome.busy_p99);
                 quiet.push(outcome.quiet_p99);
                 release.push(outcome.release_ms);
+                self.steps.end();
             }
             let id = if sweep { format!("give_back_{effort}") } else { "give_back".to_owned() };
             let (p99, before, ms) = (tail.median(), quiet.median(), release.median());
-            eprintln!(
+            self.steps.say(format_args!(
                 "{id:<22} {:.2} GB/s, p99 {p99:.2} us, {before:.2} before, release {ms:.2} ms",
                 rate.median()
-            );
+            ));
             let rows = [
                 Row::higher(&id, "gb_s", rate.median()).goal(Goal::Value(8.0)),
                 Row::lower(&id, "user_p99_us", p99).beside("before", before).goal(Goal::Ratio(4.0)),
@@ -396,23 +447,27 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// The paths of a card between which coherence is checked: the writes' and the reads'.
+    fn paths(&self, gpu: &Gpu) -> Vec<(Path, Path)> {
+        let all = Path::ALL.into_iter().flat_map(|writes| Path::ALL.map(|reads| (writes, reads)));
+        let are_there = |(writes, reads): &(Path, Path)| {
+            self.wanted("coherence") && writes != reads && gpu.has(*writes) && gpu.has(*reads)
+        };
+        all.filter(are_there).collect()
+    }
+
     /// Checks pages that are written by one path and read by another.
     fn coherence(&mut self, gpu: &Arc<Gpu>) -> Result<(), BenchError> {
-        if !self.wanted("coherence") {
-            return Ok(());
-        }
         let time = self.scaled(Duration::from_secs(self.plan.coherence_seconds));
         let pairs = (self.plan.threads / 2).max(1) as u32;
         let mut total = 0;
-        for writes in Path::ALL {
-            for reads in Path::ALL {
-                if writes == reads || !gpu.has(writes) || !gpu.has(reads) {
-                    continue;
-                }
-                let checked = coherence::check(gpu, writes, reads, pairs, time)?;
-                eprintln!("coherence {} to {}: {checked} pages", writes.name(), reads.name());
-                total += checked;
-            }
+        for (writes, reads) in self.paths(gpu) {
+            let what = format!("coherence {} to {}", writes.name(), reads.name());
+            self.steps.part(&what);
+            let checked = coherence::check(gpu, writes, reads, pairs, time)?;
+            self.steps.say(format_args!("{what}: {checked} pages"));
+            self.steps.end();
+            total += checked;
         }
         if total > 0 {
             // Every page was compared; a stale page ends the run with an error instead of a row.
@@ -430,6 +485,7 @@ impl Bench<'_> {
             return Ok(());
         }
         let mut sample = |id: &str, held: bool| {
+            self.steps.part(id);
             let since = Instant::now();
             let mut watts = Runs::default();
             while since.elapsed() < Duration::from_secs(3) {
@@ -443,6 +499,7 @@ impl Bench<'_> {
             if !watts.is_empty() {
                 self.report.rows.push(Row::lower(id, "watts", watts.median()));
             }
+            self.steps.end();
         };
         sample("power_open", false);
         // After some idle milliseconds the kernel of the path `ring` leaves the card. Start it

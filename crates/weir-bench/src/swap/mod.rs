@@ -172,10 +172,11 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
         for turn in 0..ways.len() {
             let at = (run + turn) % ways.len();
             let (kind, ways) = &mut ways[at];
+            steps.part(kind.name());
             for (&cluster, way) in plan.page_clusters.iter().zip(ways) {
                 setting.set(cluster).map_err(denied)?;
                 let device = Device::new(kind, plan, bytes, &scratch)?;
-                let touched = touch::run(plan, &device)?;
+                let touched = touch::run(plan, &device, &steps)?;
                 device.end()?;
                 if touched.mismatches > 0 {
                     let device = kind.name().to_owned();

@@ -5,6 +5,7 @@ use super::devices::Device;
 use super::{Plan, SwapError};
 use crate::report::percentile;
 use crate::splitmix;
+use crate::steps::Steps;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -57,15 +58,15 @@ pub struct Touch {
 }
 
 /// Runs a child with this device as the swap that the kernel fills first.
-pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
+pub(super) fn run(plan: &Plan, device: &Device, steps: &Steps) -> Result<Touch, SwapError> {
     for _ in 1..TRIES {
         if let Some(touched) = attempt(plan, device, false)? {
             return Ok(touched);
         }
         let name = device.name();
-        eprintln!(
+        steps.say(format_args!(
             "weir: {name}: the kernel killed the child at its limit, since its pages left too slowly; again"
-        );
+        ));
     }
     Ok(attempt(plan, device, true)?.expect("the last attempt ends"))
 }
