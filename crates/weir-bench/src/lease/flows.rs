@@ -62,8 +62,6 @@ pub fn runs(plan: &Plan) -> usize {
 ///
 /// # Errors
 /// Fails when the system gives no sockets or no memory.
-/// # Errors
-/// Fails when the system gives no sockets or no memory.
 pub fn rows(report: &mut Report, plan: &Plan, steps: &Steps) -> io::Result<()> {
     let (flows, workers) = (plan.flows, plan.workers.min(plan.flows));
     let mut source = Memory::anonymous(SOURCE_PAGES * PAGE_SIZE)?;
