@@ -445,6 +445,8 @@ struct Writer {
     /// The keys of the records that were appended and are safe.
     records: Vec<u64>,
     safe: u64,
+    /// Number of successful FSYNCs of the directory on a file system that had shut down.
+    untrue: u64,
 }
 
 /// The content of a file that is replaced, or of a record: its length follows from the key too.
@@ -469,6 +471,7 @@ impl Writer {
             blocks: (0..BLOCKS).map(|_| Known::new(0)).collect(),
             records: Vec::new(),
             safe: 0,
+            untrue: 0,
         }
     }
 
@@ -519,7 +522,7 @@ impl Writer {
         file.sync_all()?;
         self.whole[at].later.push(Some(key));
         fs::rename(new, path)?;
-        File::open(directory)?.sync_all()?;
+        self.sync(directory)?;
         self.whole[at].settle();
         Ok(())
     }
@@ -531,9 +534,18 @@ impl Writer {
         }
         self.whole[at].later.push(None);
         fs::remove_file(directory.join(format!("file-{at}")))?;
-        File::open(directory)?.sync_all()?;
+        self.sync(directory)?;
         self.whole[at].settle();
         Ok(())
+    }
+
+    /// Makes the names in the directory safe. Once XFS has shut down, FSYNC of a directory that is
+    /// open succeeds and does nothing. Another open fails then.
+    fn sync(&mut self, directory: &Path) -> io::Result<()> {
+        File::open(directory)?.sync_all()?;
+        let opened = File::open(directory);
+        self.untrue += u64::from(opened.is_err());
+        opened.map(drop)
     }
 
     /// Writes some blocks in place, each once: the kernel may write a block home while it changes.
@@ -634,6 +646,11 @@ impl Program for Files {
 
     fn check(&mut self, root: &Path, turn: u64) {
         self.0.iter_mut().for_each(|writer| writer.check(root, turn));
+    }
+
+    fn end(&mut self) {
+        let untrue: u64 = self.0.iter().map(|writer| writer.untrue).sum();
+        println!("{untrue} FSYNCs of a directory succeeded after the file system had shut down");
     }
 
     fn safe(&self) -> (&'static str, u64) {
