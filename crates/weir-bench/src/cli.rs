@@ -189,7 +189,7 @@ pub enum Bench {
     /// over a log.
     Cache {
         /// Size of all simulated disks together. They take this much memory, and the cache takes a
-        /// quarter of it on top.
+        /// quarter as much in addition.
         #[arg(long, default_value = "8GiB")]
         size: ByteSize,
 

@@ -339,7 +339,8 @@ impl Part {
         Ok(())
     }
 
-    /// Checks a page. From here on the page must keep the version that was found.
+    /// Checks a page. It may have the content of its last acknowledged write, or of the last write
+    /// that was sent. From here on it must keep the content that this check has found.
     fn check(&mut self, index: usize, page: &PageBytes) -> Result<(), RestartError> {
         let number = self.first + index as u32;
         for generation in [self.acknowledged[index], self.sent[index]] {

@@ -1,4 +1,4 @@
-//! The pager keeps this process's anonymous memory in less RAM than it takes.
+//! The pager keeps this process's anonymous memory in less RAM than that memory would fill.
 //!
 //! A [`Pager`] is one thread. It registers memory with userfaultfd, and keeps at most a limit of it
 //! resident. It moves blocks of 2 MiB out and in by reference (`UFFDIO_MOVE`, Linux 6.8), so a

@@ -170,7 +170,7 @@ impl Uffd {
                 0x14 => Event::Remap(word(8), word(16), word(24)),
                 0x15 => Event::Remove(word(8), word(16)),
                 0x16 => Event::Unmap(word(8), word(16)),
-                // Skip the event: the pager asks for no event of another kind.
+                // The pager has asked for no other kind of event. Skip this one.
                 _ => continue,
             }));
         }

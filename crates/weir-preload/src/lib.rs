@@ -144,8 +144,8 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
     })
 }
 
-/// The pager's [`Outside`] in a program under `weir run`: `weir run` prints its lines, and the
-/// daemon sends its orders.
+/// The pager's [`Outside`] in a program under `weir run`, which prints the pager's lines. The
+/// orders to the pager come from the daemon.
 struct Run {
     messages: Arc<UnixDatagram>,
     link: Link,

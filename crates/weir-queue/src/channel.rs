@@ -115,7 +115,7 @@ pub struct Sender<T: Send> {
     fresh: usize,
 }
 
-// SAFETY: only the sender has the chain of free slots, and it moves with the sender.
+// SAFETY: only the sender has the chain of free slots, and the chain moves with the sender.
 unsafe impl<T: Send> Send for Sender<T> {}
 
 /// The receiving end of a channel.
@@ -139,7 +139,7 @@ struct Reader<T> {
     read: Option<(NonNull<Link>, NonNull<Link>, usize)>,
 }
 
-// SAFETY: only the receiver has the chains, and they move with it.
+// SAFETY: only the receiver has the chains, and the chains move with the receiver.
 unsafe impl<T: Send> Send for Receiver<T> {}
 
 /// The reason why a value was not sent. It has the value inside.

@@ -327,8 +327,8 @@ mod models {
     /// Schedules the item as a queue does: false if it is pending.
     fn schedule(shared: &Shared) -> bool {
         let Some(claim) = shared.item.claim(&shared.unplaced) else { return false };
-        // SAFETY: the item is claimed, so it is in no stack. It lives until the model has ended,
-        // after all runs.
+        // SAFETY: this thread has claimed the item and not pushed it yet, so it is in no stack. It
+        // lives until the loom test has ended, and nothing takes links after that.
         assert_eq!(unsafe { shared.stack.push(NonNull::from(&shared.item.link)) }, Pushed::Queued);
         claim.placed(&shared.item, &shared.unplaced);
         true
@@ -389,8 +389,8 @@ mod models {
             while shared.unplaced.load(Acquire) > 0 {
                 loom::thread::yield_now();
             }
-            // SAFETY: the marker is pushed once. It lives until the model has ended, and nothing
-            // takes links after that.
+            // SAFETY: the marker is pushed once. It lives until the loom test has ended, and
+            // nothing takes links after that.
             assert_eq!(unsafe { shared.stack.push(NonNull::from(&shared.marker)) }, Pushed::Queued);
             let first = shared.stack.take().next();
             assert!(!refused || first == Some(NonNull::from(&shared.item.link)));

@@ -130,8 +130,8 @@ impl Builder {
         let work = move || {
             let outcome = place.map_or(Ok(()), |processors| processors.keep());
             let ready = outcome.is_ok();
-            // This fails if the starting thread does not wait for the outcome. It waits only if a
-            // node was asked for; otherwise the outcome is always a success.
+            // The send fails if the starting thread does not wait for the outcome. That thread
+            // waits only if a node was asked for. Without a node the outcome is always a success.
             let _ = placed.send(outcome);
             if ready {
                 shared.work(patience);
@@ -169,8 +169,8 @@ impl Queue {
         let unplaced = &self.core.unplaced.0;
         let Some(claim) = item.claim(unplaced) else { return false };
         let raw = owner.clone().into_raw();
-        // SAFETY: the item is claimed, so it is in no stack; the clone keeps it valid until it has
-        // run.
+        // SAFETY: this thread has claimed the item and not pushed it yet, so the item is in no
+        // stack. The clone keeps the item valid until it has run.
         let accepted = unsafe { self.push(item_of::<P::Target, ID>(raw)) };
         if accepted {
             claim.placed(item, unplaced);

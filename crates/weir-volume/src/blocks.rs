@@ -31,8 +31,8 @@ impl<T: Default> Blocks<T> {
         Blocks { first: Block::new(), asked: AtomicUsize::new(0) }
     }
 
-    /// The item at `index`. Makes the row's blocks up to this item if they are missing. So only a
-    /// thread that may allocate memory is the first to ask for an item.
+    /// The item at `index`. Makes the row's blocks up to this item if they are missing, which takes
+    /// memory. So the first call for an item must come from a thread that may allocate.
     pub fn item(&self, index: usize) -> Item<T> {
         let mut block = &self.first;
         for _ in 0..index / BLOCK {

@@ -127,8 +127,8 @@ impl Tier {
                 }
                 ChunkState::GivenBack => {
                     self.records.close(extents(&slots));
-                    // The next daemon's store may hold memory for this chunk again. If it cannot
-                    // release that memory, the memory stays unused.
+                    // The next daemon's store may hold memory for this chunk again. If the store
+                    // cannot release that memory, the memory stays unused.
                     let _ = self.release(chunk);
                 }
             }

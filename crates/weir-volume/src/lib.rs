@@ -101,7 +101,7 @@ pub struct Config {
     /// Number of pages that all volumes may have together.
     pub pages: u32,
     /// Largest number of lanes that may be open at once. [`slack`](Config::slack) has a part for
-    /// each, which a lane takes when it is opened. A [`Lender`] takes a part of it too.
+    /// each, which a lane takes when it is opened. A [`Lender`] takes a part of the slack too.
     pub lanes: usize,
     /// Number of operations that each lane may have in flight at slow stores.
     pub depth: usize,

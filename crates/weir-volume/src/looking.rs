@@ -17,8 +17,8 @@ pub(crate) struct Looking {
     older: usize,
     /// The epoch in which the lane looks slots up in the map now: the pin's epoch or a later one.
     now: u64,
-    /// Number of reads under way whose slots were looked up in epoch `now`, while `now` is later
-    /// than the pin's epoch.
+    /// Number of reads under way that began after `now` had moved past the pin's epoch. Their slots
+    /// were looked up in epoch `now`.
     newer: usize,
 }
 

@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(map.load(PageNo(511)), stored(511));
         assert!((512..600).all(|page| map.load(PageNo(page)).place() == Place::Empty));
         assert_eq!(map.refused(), PAGE_SIZE as u64);
-        // `take` makes these entries new too, whatever they were.
+        // `take` empties these entries too, whatever they held.
         map.take(300..900).expect("memory");
         assert_eq!(map.load(PageNo(299)), stored(299));
         assert!((300..900).all(|page| map.load(PageNo(page)).place() == Place::Empty));

@@ -664,7 +664,8 @@ impl Job {
             return Ok(Step::More { moved });
         }
         // A lane may have claimed a slot of the chunk before the chunk was closed. It publishes or
-        // frees the slot before its pin ends. So wait for all pins, and pass over the chunk again.
+        // frees the slot before its pin ends. So wait until all present pins have ended, and then
+        // go through the chunk once more.
         self.phase = Phase::Lanes(None);
         if self.passed > 0 {
             return Ok(Step::More { moved });

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Numbers are little-endian. The first page's bytes end where the slot ends. Each other page's
-//! bytes end where the bytes of the page before begin. A page is in a pack at most once. A pack is
+//! bytes end where those of the previous page begin. A page is in a pack at most once. A pack is
 //! written whole and never changed.
 
 use crate::compress::Compression;

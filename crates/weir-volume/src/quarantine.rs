@@ -71,8 +71,8 @@ impl Pool {
 
     /// Number of writes that a lane may have under way at stores with slots in quarantine. If this
     /// daemon dies too, its writes add to the quarantine, so the number falls as the quarantine
-    /// grows. Lanes have [`HINTS`] spare slots each. The number is at least 1 while half of these
-    /// are not in quarantine. So pages can still be written while the disk works.
+    /// grows. Lanes have [`HINTS`] spare slots each. While half of all spare slots are not in
+    /// quarantine, the number is at least 1. So pages can still be written while the disk works.
     #[cold]
     pub(crate) fn share_in_quarantine(&self) -> u32 {
         let held: u32 = self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum();

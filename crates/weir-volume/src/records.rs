@@ -100,7 +100,7 @@ pub(crate) struct Records {
     memory: Memory,
     slots: u32,
     /// The number of free slots of each extent, with [`CLOSED`]. It is never too low: a slot is
-    /// counted before it is freed, and uncounted after it was claimed.
+    /// added to the number before it is freed, and taken off after it was claimed.
     extents: Box<[AtomicU32]>,
     /// For each slot its number of borrowers, once slots can be lent.
     lent: OnceLock<Lent>,
@@ -413,7 +413,7 @@ impl Records {
     }
 
     /// Ends the publication of a pack: from here on its record counts only the pages that the map
-    /// names. Returns whether none was left, so that the slot is free.
+    /// names. Returns whether no page was left, so that the slot is free.
     pub fn published(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> bool {
         let gone = self.leave_pack(slot, UNPUBLISHED) == 0;
         if gone {

@@ -3,9 +3,9 @@
 //! The keeper holds three kinds of memory for a pool: the page map, the slot records of each store,
 //! and (for a host store) the pages. The map decides which slots, and which pages of a pack, are
 //! valid. A record that the map does not name belongs to a write that was never acknowledged, or to
-//! a slot that was just freed. That slot is free at once; or, if the write may still be on its way
-//! to a disk, once that is over. An entry that its record contradicts is damaged. Its page is lost,
-//! and reading it fails.
+//! a slot that was just freed. That slot is free at once. But if the write may still be on its way
+//! to a disk, the slot is free only once that write is over. An entry that its record contradicts
+//! is damaged. Its page is lost, and reading it fails.
 
 use crate::entry::{Entry, Place};
 use crate::map::Map;

@@ -46,8 +46,8 @@ impl Seats {
 
     /// Takes the first free seat, for a lane that has its part of the slack.
     pub fn take(&self) -> usize {
-        // Nothing is written to a seat that is taken: the exchange fails. The lane in the seat uses
-        // the same cache line.
+        // At a seat that is taken the exchange fails, and writes nothing to the cache line, which
+        // the seat's lane uses too.
         let free = |seat: &usize| {
             let taken = &self.seat(*seat).taken;
             taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()

@@ -184,7 +184,8 @@ impl Pool {
     /// Fails as [`Volume::lane`] does.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
         let mut lane = Volume::over(self, 0..0).lane()?;
-        // From here on the lane has a volume that its later turns do not free.
+        // From here on the lane is turned to its own volume without pages, which no later turn
+        // frees.
         lane.turn(None);
         Ok(lane)
     }
@@ -302,8 +303,8 @@ impl Removal {
         self.next += count;
         let Range { start, end } = self.volume.range();
         let has_ended = self.next == end;
-        // If this is called again after the end, it frees nothing: another volume may have the
-        // range by then.
+        // A call after the last page was discarded frees nothing: another volume may have the range
+        // by then.
         if has_ended && end - start > self.rest {
             let pool = &self.volume.pool;
             self.next = start + self.rest;

@@ -179,8 +179,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "PATH")]
     pub backing: Vec<Backing>,
 
-    /// Compress pages that are written together, where several of them then fit into the room of
-    /// one: more pages stay in the first stores, and less moves when memory is given back. The
+    /// Compress pages that are written together, if several of them then fit into the room of one.
+    /// So more pages stay in the first stores, and fewer bytes move when memory is given back. The
     /// device stays as large as it is.
     #[arg(long, value_name = "ALGORITHM", value_enum)]
     pub compress: Option<Algorithm>,

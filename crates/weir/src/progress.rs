@@ -145,7 +145,7 @@ mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};
 
-    /// A time so long ago that work which began then prints its first line now.
+    /// A time in the past: if work began then, its first line is due now.
     fn long_ago() -> Instant {
         Instant::now().checked_sub(LINE_EVERY).expect("a clock that has run for longer")
     }

@@ -2,9 +2,10 @@
 //!
 //! Weir serves a store. If the store is a card, Weir runs a second time without the processor's
 //! window onto the card. Beside Weir run nbdkit's memory plugin and a server that keeps no pages.
-//! If its program is given, nbd-vram runs too, which keeps pages on the same card without a
-//! checksum. The servers take turns, and fio reads and writes each in random order. Every device is
-//! first written in order. The writes between two runs of reads move Weir's pages.
+//! If the path of nbd-vram's program is given, nbd-vram runs too: it keeps pages on the same card
+//! without a checksum. The servers take turns. For each of them fio reads and writes in random
+//! order. Every device is first written in order. The writes between two runs of reads move Weir's
+//! pages.
 
 use super::echo::Echo;
 use super::server::{Directory, Server};

@@ -124,8 +124,8 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
 }
 
 fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
-    // The store has room for the program's memory, and for as many bytes as the limit on top. These
-    // are for new versions of pages whose old version is still stored.
+    // The store has room for the program's memory. In addition it has room for as many bytes as the
+    // limit, for new versions of pages whose old version is still stored.
     let bytes = plan.size.0 + plan.limit.0;
     let mut ways = vec![(ALONE, Way::Alone), ("run", Way::Run(format!("host:{bytes}")))];
     if let Some(url) = &plan.store {

@@ -1,4 +1,4 @@
-//! The two designs of the kernel's device memory series that count references of pages and have no
+//! The two designs of the kernel's device memory patches that count references of pages and have no
 //! tokens.
 
 use std::sync::Arc;
@@ -12,7 +12,7 @@ fn zeroed(pages: u32) -> Box<[AtomicU32]> {
     (0..pages).map(|_| AtomicU32::new(0)).collect()
 }
 
-/// Takes references as the kernel's device memory series does by `atomic_inc_return`. The token is
+/// Takes references as the kernel's device memory patches do by `atomic_inc_return`. The token is
 /// the page's number.
 fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     for (token, place) in tokens.iter_mut().zip(pages) {
@@ -21,7 +21,7 @@ fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     }
 }
 
-/// Returns references as the kernel's device memory series does by `atomic_dec_and_test`. The token
+/// Returns references as the kernel's device memory patches do by `atomic_dec_and_test`. The token
 /// is the page's number.
 fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
     give(counts, tokens);
@@ -31,14 +31,15 @@ fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
 fn give(counts: &[AtomicU32], tokens: &[Token]) -> u32 {
     let mut lasts = 0;
     for &Token(page) in tokens {
-        // The kernel's device memory series refuses the return of a page that no connection holds,
-        // by `atomic_add_unless(uref, -1, 0)` or a check before. This model leaves the check out.
+        // The kernel's device memory patches refuse the return of a page that no connection holds,
+        // by `atomic_add_unless(uref, -1, 0)` or by an earlier check. This model leaves the check
+        // out.
         lasts += u32::from(counts[page as usize].fetch_sub(1, Ordering::Release) == 1);
     }
     lasts
 }
 
-/// The design of versions 1 and 2 of the kernel's device memory series: an atomic counter for each
+/// The design of versions 1 and 2 of the kernel's device memory patches: an atomic counter for each
 /// page and each connection.
 pub struct SocketArrays {
     counts: Vec<Box<[AtomicU32]>>,
@@ -70,7 +71,7 @@ impl Design for SocketArrays {
     }
 }
 
-/// The design of versions 3 to 10 of the kernel's device memory series. Each page of the binding
+/// The design of versions 3 to 10 of the kernel's device memory patches. Each page of the binding
 /// has one atomic counter for all connections together. The counter cannot tell which connection
 /// holds a page. If a connection ends without returning its pages, their references stay until the
 /// binding ends.

@@ -1,6 +1,6 @@
-//! An end-to-end run like kperf's in the kernel's device memory series, with 4 flows and 4 workers.
-//! Pages go to their users over the share transport at a fixed rate. The run measures how busy the
-//! workers are with each design.
+//! An end-to-end run with 4 flows and 4 workers. It is like the runs of kperf (a network benchmark)
+//! that the kernel's device memory patches report. Pages go to their users over the share transport
+//! at a fixed rate. The run measures how busy the workers are with each design.
 //!
 //! A worker is the server's side of one or more connections. For each page asked for it takes a
 //! free frame, copies the payload there, takes a reference, and answers with the token. The

@@ -1,11 +1,11 @@
 //! `weir bench lease`: the cost of handing out a page reference and taking it back.
 //!
-//! The kernel's device memory series (devmem) discusses three ways to record which connection holds
+//! The kernel's device memory patches (devmem) had three ways to record which connection holds
 //! which pages. Each is modelled here after its kernel code, beside [`weir_lease::Table`]:
 //! - an xarray per connection (mainline). The model `xarray` has the least that such a tree must
 //!   do. The model `xarray-kernel` has all that the kernel does for a reference: it maintains the
 //!   tree, and counts the page's references, as the table does too.
-//! - an array of counters per connection (version 1 of the series).
+//! - an array of counters per connection (version 1 of the patches).
 //! - one array of counters for the region (version 10).
 //!
 //! Every connection holds `outstanding` references all the time. The connections take turns. In its
@@ -167,8 +167,8 @@ fn check(plan: &Plan) -> Result<(), PlanError> {
     figure("a number of rounds", plan.rounds as u64, "1 to 1000", 1, 1000)
 }
 
-/// Adds one row like those in the discussion of the kernel's device memory series: every design at
-/// one number of connections and threads.
+/// Adds one row, as in the discussion of the kernel's device memory patches: every design, with one
+/// number of connections and one number of threads.
 fn rows(report: &mut Report, work: &Workload, rounds: usize, steps: &Steps) {
     let sockets = u64::from(work.pages) * 4 * u64::from(work.connections);
     let with_arrays = sockets <= DESIGN_BYTES_MAX;

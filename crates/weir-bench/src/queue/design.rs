@@ -1,4 +1,4 @@
-//! The interface of all designs, for the rounds.
+//! The interface of all designs, by which a round of the benchmark runs its jobs.
 
 use super::QueueError;
 

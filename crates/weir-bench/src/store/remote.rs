@@ -18,8 +18,7 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_store::{Done, Lane, POLL_EVERY, Progress, RemoteUrl, StoreUrl, Ticket};
 
-/// Number of pages that are read in random order, which are 64 MiB. The crate `redis` reads as many
-/// values.
+/// Number of pages that are read in random order: 64 MiB. The crate `redis` reads as many values.
 const PAGES: u32 = 1 << 14;
 /// Number of reads in a run. The run has as many GETs.
 const READS: usize = 20_000;

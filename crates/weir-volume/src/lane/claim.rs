@@ -162,8 +162,9 @@ impl Lane {
         self.under_way + self.finished.len() + self.unsettled
     }
 
-    /// Claims a slot without waiting. Slots of draining members come last: they are part of what
-    /// the volume promised. Members that are lost or unreachable are skipped.
+    /// Claims a slot without waiting. Slots of draining members come last. They are not left out,
+    /// since the volume's promised size includes them. Members that are lost or unreachable are
+    /// skipped.
     pub(super) fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         self.claims_since_safe += 1;
         let mut found = self.claim_in(page, State::Online);
@@ -254,9 +255,9 @@ impl Lane {
         self.long > 0 && is_next && self.claim_in_run(at, page, State::Online).is_some()
     }
 
-    /// The fault of a write that finds no slot. The volume promises a slot for each page. So a
-    /// store is lost, or a disk hangs and keeps slots. A worker that moves pages gets
-    /// [`Fault::Full`] if a disk hangs, because its page can stay in its slot.
+    /// The fault of a write that finds no slot. The volume promises a slot for each page. So the
+    /// reason is a store that is lost, or a disk that hangs and keeps slots. A worker that moves
+    /// pages gets [`Fault::Full`] if a disk hangs, because its page can stay in its slot.
     pub(super) fn no_slot(&self) -> Fault {
         let tiers = &self.pool.tiers;
         let is_worker = self.parts.iter().any(|part| part.patch.is_empty());
@@ -407,8 +408,8 @@ mod tests {
         assert_eq!(lane.claim(PageNo(4)), Some((0, slot)));
     }
 
-    /// Returns a lane that holds back every freed slot, and a lane of the same volume, which has no
-    /// other free slot.
+    /// Returns two lanes of one volume. The first holds back every slot that was freed, and the
+    /// volume has no other free slot.
     fn held_back() -> (crate::Lane, crate::Lane) {
         let config = Config { pages: 64, lanes: 2, depth: 4 };
         let store = Arc::new(Host::new(config.slots()).expect("memory"));

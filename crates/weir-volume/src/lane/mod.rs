@@ -481,8 +481,9 @@ impl Lane {
         self.idle_ops.last().copied().filter(|_| self.under_way < self.ops.len())
     }
 
-    /// Starts the operation whose index [`idle_op`](Lane::idle_op) has returned: a store may
-    /// already use that index as its ticket. `ticket` is the ticket of the lane's caller.
+    /// Starts the operation whose index [`idle_op`](Lane::idle_op) has returned. The caller may
+    /// already have given that index to a store, as the ticket of the store's operation. `ticket`
+    /// is the ticket of the lane's own caller.
     fn start(&mut self, ticket: Ticket, started: Option<Started>, work: Work) {
         let op = self.idle_ops.pop().expect("the caller saw an idle operation");
         let begun = &mut self.ops[op as usize];

@@ -86,8 +86,8 @@ impl Lane {
     /// `false` if nothing was changed.
     ///
     /// Every write of a page increases its generation by one, also when several lanes write it at
-    /// once. A move keeps the generation. So an entry that is read twice names the
-    /// same content, if fewer than 2^26 writes came between.
+    /// once. A move keeps the generation. So if an entry is the same at two reads, it names the
+    /// same content, unless 2^26 writes came between.
     pub(super) fn publish(&mut self, page: PageNo, entry: Entry, condition: Option<Entry>) -> bool {
         let map = &self.pool.map;
         let is_pack = match entry.place() {

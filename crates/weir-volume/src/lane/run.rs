@@ -56,7 +56,7 @@ impl Lane {
         let first = self.run_at(first, pages.len());
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);
-        // A compressed page waits in a pack for other pages, and only `write` does that.
+        // A compressed page must wait in a pack for other pages, and only `write` lets a page wait.
         if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
             return 0;
         }
@@ -83,7 +83,7 @@ impl Lane {
         let mut entries = [Entry::default(); GROUP];
         let mut claimed = 0;
         for (bytes, page) in numbered() {
-            // Never wait for a slot while holding some: other lanes might wait for these.
+            // Never wait for a slot while holding other slots: another lane might wait for those.
             let place = match uniform_value(bytes) {
                 Some(value) => Some(Place::Fill(value)),
                 None => self.claim_now(page).map(|(store, slot)| Place::Stored { store, slot }),

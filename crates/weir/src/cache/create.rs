@@ -287,8 +287,8 @@ impl Service for Daemon {
             }
             Request::Detach => {
                 self.detach(tell)?;
-                // Wake the thread that waits for the cache's end. It does not answer the client:
-                // this thread does, when this function has returned.
+                // Wake the thread that waits for the cache's end. That thread does not answer the
+                // client: the present thread does, when this function has returned.
                 let _ = std::io::Write::write(&mut &self.tell, &[0]);
                 Ok(())
             }

@@ -1,5 +1,5 @@
 //! The marks of file systems, partition tables and the like on a home, as wipefs (util-linux) finds
-//! them; and those of a durable log, which it does not know.
+//! them; and those of a durable log, which wipefs does not know.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};

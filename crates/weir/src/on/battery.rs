@@ -56,8 +56,8 @@ impl Power {
 }
 
 /// Looks at the battery once, and turns Weir off or on if that is due. Turning off takes long. If
-/// the charger is connected meanwhile, systemd starts no second run beside this one. So it looks at
-/// the battery again afterwards.
+/// the charger is connected meanwhile, systemd starts no second run beside this one. So this run
+/// looks at the battery again afterwards.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     while look(options)? == Verdict::Off {}
     Ok(())

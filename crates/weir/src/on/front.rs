@@ -59,8 +59,8 @@ impl Front {
         }
     }
 
-    /// The front end's risk on this kernel release, if there is one: then only an explicit option
-    /// chooses it.
+    /// The front end's risk on this kernel release; `None` if there is none. A front end with a
+    /// risk is chosen only by an explicit option.
     pub fn risk(self, release: &str) -> Option<String> {
         match self {
             Front::Ublk | Front::Nbd => None,

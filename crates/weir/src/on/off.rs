@@ -123,8 +123,9 @@ fn is_on(step: &Step) -> bool {
     matches!(step, Step::Swap { path, .. } if swaps::is_on(path))
 }
 
-/// Undoes the last step and strikes it out. But the step of a ublk device comes after all others.
-/// Such a device disappears when its daemon ends, so that then its end only has to be checked.
+/// Undoes the last step and removes it from the journal. The step of a ublk device is undone after
+/// all others. Such a device disappears when its daemon ends. So undoing its step only checks that
+/// the device is gone.
 pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     let steps = &journal.state().steps;
     let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });

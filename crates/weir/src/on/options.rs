@@ -39,8 +39,8 @@ pub struct OnOptions {
     #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
     pub backing: Vec<BackingChoice>,
 
-    /// Compress pages, as weir serve does: more of them stay in the store, and less moves to the
-    /// backing.
+    /// Compress pages, as weir serve does: more of them stay in the store, and fewer bytes move to
+    /// the backing.
     #[arg(long, value_name = "ALGORITHM", value_enum)]
     pub compress: Option<Algorithm>,
 

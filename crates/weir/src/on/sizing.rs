@@ -64,10 +64,10 @@ pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
     ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
 }
 
-/// Memory that one card can give: all of it, except for what is left to others. If less is free, it
-/// is the free memory, except for the store's floor and for what the daemons take beyond their
-/// size. It is rounded down to a multiple of the store's chunk, or of 128 MiB if that is more.
-/// `None` if it is less than [`LEAST`].
+/// Memory that one card can give: all of its memory, except for what is left to others. If less is
+/// free, the card gives its free memory, except for the store's floor and for what the daemons take
+/// beyond their size. The result is rounded down to a multiple of the store's chunk, or of 128 MiB
+/// if that is more. `None` if it is less than [`LEAST`].
 pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
     let lent = card.total.0.saturating_sub(card.headroom().0).min(spare);

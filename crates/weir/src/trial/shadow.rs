@@ -7,7 +7,7 @@
 use std::fmt;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// A generation of a page that is a multiple of this number consists of one repeated value, which a
+/// A page whose generation is a multiple of this number consists of one repeated value, which a
 /// volume stores without a slot.
 const UNIFORM_EVERY: u32 = 8;
 

@@ -212,8 +212,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Frees the memory of a slot, which is not registered with userfaultfd meanwhile. Otherwise
-    /// the kernel would wait until this thread has read the event of that change, and so for ever.
+    /// Frees the memory of a slot. Meanwhile the slot is not registered with userfaultfd. Otherwise
+    /// the kernel would wait until this thread has read the event of the removal, and so for ever.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
         let scrubbed = self.kernel.unregister(start, end).and_then(|()| {
@@ -348,7 +348,7 @@ mod tests {
         work.blocks.get_mut(id).room = work.store.claim();
         work.blocks.get_mut(id).zeros = [u64::MAX; BLOCK_PAGES / 64];
         work.rooms = 1;
-        // The pager is writing this block, and it moves too.
+        // This block moves too, while the pager is writing it.
         for page in 0..BLOCK_PAGES {
             work.kernel.world.come(first + BLOCK_PAGES + page, page as u64 + 1);
         }

@@ -15,7 +15,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
                 self.owed.push((from, from + bytes));
-                // Blocks that the program cuts are dissolved. One may be whole again by now.
+                // Blocks that the program cuts are dissolved. Such a block may be whole again by
+                // now.
                 self.record(to, to + bytes);
             }
         }
@@ -52,8 +53,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Prepares the tables for memory that the program moves to `start..end`. If the tables still
-    /// have memory there, it was unmapped before, and that event comes later. Forget it now, so
-    /// that the late event does not remove the new memory.
+    /// have memory there, the program unmapped that memory before, and the event of the unmapping
+    /// comes later. This forgets the old memory now, so that the late event does not remove the new
+    /// memory.
     fn overtook(&mut self, start: usize, end: usize) {
         let mut from = start;
         while from < end {
@@ -71,8 +73,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Empties `owed`, the list of expected `munmap` events, once the address space does not change
     /// any more: by then the pager has read every event. An event that never came belongs to an
     /// `mremap` with `MREMAP_DONTUNMAP`. Such a call leaves a mapping at the old place, without
-    /// pages. It still has the registration and the advice of the memory that moved. So a child
-    /// would not inherit it unless the pager manages it too.
+    /// pages. That mapping still has the registration and the advice of the memory that moved, so a
+    /// child would not inherit it. Therefore the pager manages the mapping too, or takes the advice
+    /// back.
     pub(super) fn is_settled(&mut self) {
         if self.owed.is_empty() || !self.events.is_empty() || self.kernel.is_changing() {
             return;
@@ -87,7 +90,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                         self.owed.push((from, last));
                         return;
                     }
-                    // The program has made a part of it read-only.
+                    // The program has made a part of the mapping read-only, so the pager cannot
+                    // manage it.
                     let _ = self.kernel.advise(from, to - from, Advice::LinuxDoFork);
                 }
                 from = known.map_or(last, |(_, end)| end);
@@ -163,8 +167,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.blocks.remove(id);
     }
 
-    /// Handles the event that the program drops the content of `start..end`. It reads as zeros from
-    /// now on.
+    /// Handles the event that the program drops the content of `start..end`. The range reads as
+    /// zeros from now on.
     pub(super) fn removed(&mut self, start: usize, end: usize) {
         let mut from = start;
         while let Some(id) = self.blocks.first_in(from, end) {
@@ -326,8 +330,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Makes a record of each block that has a byte in `start..end`, has none yet, and has pages in
-    /// place. Only a block with a record can be moved out. A block at an end of the range may have
-    /// pages of the span before it, or of the span behind it.
+    /// place. Only a block with a record can be moved out. A block at an end of the range may also
+    /// have pages of its span that lie outside of the range.
     fn record(&mut self, start: usize, end: usize) {
         let Work { kernel, blocks, policy, spans, .. } = self;
         let Some((&first, &last)) = spans.range(..=start).next_back() else { return };
