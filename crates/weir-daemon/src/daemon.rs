@@ -231,8 +231,8 @@ impl Daemon {
     }
 
     /// Names a device that would lose its pages if the daemon stopped now, and the next step; see
-    /// `FrontEnd::in_use`. The check covers the kernel's NBD clients on this machine, and no other
-    /// machine's.
+    /// `FrontEnd::in_use`. The check covers NBD clients of this machine's kernel, but not those of
+    /// other machines.
     pub fn in_use(&self) -> Option<String> {
         let front_end = self.shared.front_ends().iter().find_map(|front_end| front_end.in_use());
         front_end.or_else(|| self.shared.attachments.in_use())

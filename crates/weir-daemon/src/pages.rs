@@ -140,7 +140,7 @@ fn take_over(
 
 /// Finds this daemon's own volume among those of the daemon before: the one of its name, or the
 /// only one. Refuses a volume that this daemon would not serve as it is. Call this before anything
-/// is changed, because taking volumes over as other ones would lose pages.
+/// is changed, because a volume that is taken over as another one would lose its pages.
 fn own(options: &VolumeOptions<'_>, pages: u32, noted: &[Noted]) -> Result<usize, String> {
     let name = options.name;
     let own = match noted {
@@ -362,7 +362,8 @@ mod tests {
         }
     }
 
-    /// The number in each page, if all have the content of one; an empty page has `None`.
+    /// For each page of the volume, the number that [`content`] made its content from; `None` for
+    /// an empty page.
     fn numbers(volume: &Arc<Volume>) -> Vec<Option<u32>> {
         let mut lane = volume.lane().expect("a lane");
         let read = |page| {
@@ -396,7 +397,8 @@ mod tests {
         volumes.resize("small", size(10), &worker, &mut |_| {}).expect("nobody has it");
         volumes.resize("large", size(30), &worker, &mut |_| {}).expect("there is room");
         let free = volumes.free_bytes();
-        // Each of the four lies in a page of the map's memory, and one grew within its page.
+        // The keeper was told of one page of the map for each of the four new volumes. It was told
+        // of one page again when `large` grew within that page.
         assert_eq!(keeper.took(), 5 * PAGE_SIZE as u64);
         drop((worker, volumes));
         let volumes = start(&keeper, &mut keeper.held(), Some(100)).expect("its volumes");
@@ -447,7 +449,7 @@ mod tests {
             assert!(error.contains(said), "{said}: {error}");
             assert_eq!((volumes.list(), volumes.free_bytes()), before, "{said}");
         }
-        // A keeper that takes no list: nothing is as it was noted, so nothing changes.
+        // This keeper takes no list. A change that the keeper has not noted must not happen.
         keeper.refuses(true);
         drop(held);
         let changes: [Change<'_>; 4] = [

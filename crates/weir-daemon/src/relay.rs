@@ -1,10 +1,10 @@
 //! A relay for standard error, so that no thread waits for its reader.
 //!
 //! The reader of the lines, such as a journal, may itself be swapped out to the very device that is
-//! down. It would then stand still. A daemon that waits for it, or a keeper about to start one,
-//! would never bring the device back. So standard error becomes a pipe, which may be full at worst.
-//! One thread, which may wait as long as it must, passes the lines on. A daemon under a keeper
-//! writes into its keeper's pipe.
+//! down. It would then stand still. A daemon that waits for the reader would never bring the device
+//! back. Nor would a keeper that waits for the reader before it starts a daemon. So standard error
+//! becomes a pipe, which may be full at worst. One thread, which may wait as long as it must,
+//! passes the lines on. A daemon under a keeper writes into its keeper's pipe.
 
 use rustix::pipe::PipeFlags;
 use std::fs::File;
@@ -53,8 +53,9 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        // This restores standard error, which closes the pipe's writing end, unless a child still
-        // has it. At the end of the pipe the relay's thread ends.
+        // This restores standard error, and so closes this process's writing end of the pipe. The
+        // relay's thread ends once no process has a writing end any more. A child may still have
+        // one, so do not wait for ever.
         let _ = rustix::stdio::dup2_stderr(&self.original);
         let _ = self.ended.recv_timeout(PATIENCE);
     }

@@ -1,9 +1,9 @@
 //! The daemon's volumes: one of its own, which its options name, and others that are made, resized
 //! and removed while the daemon runs.
 //!
-//! A keeper knows every volume by name before a client can write to it, and knows it no more before
-//! its first page is discarded. So a daemon that dies between two steps leaves pages that no volume
-//! has, and the next daemon drops them.
+//! A keeper has every volume in its list before a client can write to the volume. The keeper takes
+//! a volume off its list before the volume's first page is discarded. So if a daemon dies between
+//! two steps, pages of no volume may be left, and the next daemon drops them.
 
 use crate::control::{NamedVolume, Progress};
 use crate::error::{Error, ErrorKind};
@@ -63,7 +63,8 @@ pub struct Volumes {
     own: Arc<Volume>,
     /// The volumes in the order of their making. The daemon's own comes first.
     named: Mutex<Vec<Named>>,
-    /// Changes come one after another, and so do the keeper's lists.
+    /// Locked during a change. So changes come one after another, and so do the lists that the
+    /// keeper gets.
     changing: Mutex<()>,
     keeper: Option<Link>,
 }
@@ -85,7 +86,7 @@ impl Named {
 }
 
 impl Volumes {
-    /// The volumes of a daemon that has this one of its own, and those `others`.
+    /// The volumes of a daemon: its own one, called `name`, and the `others`.
     pub fn new(
         name: &str,
         own: Arc<Volume>,
@@ -176,7 +177,7 @@ impl Volumes {
         Ok(())
     }
 
-    /// Gives a volume another size. New pages at the end are empty, and pages behind a smaller size
+    /// Gives a volume another size. New pages at the end are empty, and pages beyond a smaller size
     /// are discarded.
     ///
     /// # Errors
@@ -249,7 +250,8 @@ impl Volumes {
                 "{name} is the daemon's own volume, whose size is --size; it cannot be {change} while the daemon runs"
             )));
         }
-        // A change that was begun has not ended: only the daemon's end stops one.
+        // If the volume is not here, an earlier change of it has not ended. Only the end of the
+        // daemon interrupts a change.
         named[at].volume.take().ok_or_else(stopping)
     }
 

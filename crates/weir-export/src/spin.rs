@@ -3,9 +3,10 @@
 //! Waking a sleeping thread takes several microseconds, more than serving a page. A client that
 //! waits for each reply sends its next request sooner than that. A thread that spins until that
 //! request comes answers such a client twice as fast. Three limits bound the cost. Each spin has a
-//! time limit. At most half of the machine's processors spin at once. And each attempt without
-//! success halves the next one, down to none. It grows again when a request comes so soon after the
-//! thread fell asleep that spinning would have caught it. An idle connection costs nothing.
+//! time limit. At most half of the machine's processors spin at once. And each spin without success
+//! halves the time limit of the next one, down to none. The limit becomes full again when a request
+//! comes so soon after the thread fell asleep that a full spin would have caught it. An idle
+//! connection costs nothing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};

@@ -97,8 +97,8 @@ impl From<rustix::io::Errno> for Error {
     }
 }
 
-/// A page that this client holds. Return it with [`Client::give`] or [`Client::give_later`]; a
-/// lease that is only dropped stays out until the connection closes.
+/// A page that this client holds. Return it with [`Client::give`] or [`Client::give_later`]; the
+/// server counts a lease that was only dropped as held until the connection closes.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is dropped stays out"]
 pub struct Lease {

@@ -4,7 +4,8 @@
 //! request: that program waits for a processor and holds the request's lock. The reader then reads
 //! the reply's data from the connection's current socket (drivers/block/nbd.c, nbd_handle_reply).
 //! If the connection was replaced meanwhile, another reply begins there, so the page and every
-//! later reply are damaged. A reader that merely wakes late finds its socket freed (docs/nbd.md).
+//! later reply are damaged. A reader that only wakes too late finds that its socket has been freed
+//! (docs/nbd.md).
 //!
 //! The kernel picks which dead connection it replaces. So Weir offers a new connection only while
 //! the kernel has no more readers than the server has live connections. Then no reader belongs to a
@@ -89,9 +90,9 @@ pub enum Outcome {
     /// Dead connections were replaced.
     Replaced,
     /// Dead connections were replaced, though the kernel still had this many readers of connections
-    /// that the server has lost. Such a reader waits for a request that itself waits for a
-    /// connection, and later drops its reply as an old one. Or the reader got no processor for all
-    /// of [`Pace::patience`].
+    /// that the server has lost. Such a reader has a reply whose request itself waits for a
+    /// connection. It waits for that request, and later drops the reply as an old one. Or the
+    /// reader got no processor for all of [`Pace::patience`].
     Forced(usize),
 }
 

@@ -26,8 +26,8 @@ use weir_system::device_use;
 /// The keeper's name for the list of attached devices.
 pub const NOTE: &str = "attached";
 
-/// Pauses before the further looks at a device, after a start or an event. At an earlier look,
-/// neither end may know yet that a connection is gone, or memory may be short.
+/// Pauses before the further looks at a device, after a start or an event. One look is not enough:
+/// possibly neither end knows yet that a connection is gone, or memory is short.
 const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(3)];
 
 /// The devices that are attached to this daemon.
@@ -43,7 +43,7 @@ pub struct Attachments {
 struct List {
     devices: Vec<Attachment>,
     is_watched: bool,
-    /// Whether the devices come from an earlier daemon, with which their connections died.
+    /// Whether the devices come from an earlier daemon. Their connections died with that daemon.
     is_taken_over: bool,
 }
 
@@ -108,8 +108,8 @@ impl Attachments {
         self.list().devices.iter().map(|device| format!("/dev/nbd{}", device.device)).collect()
     }
 
-    /// Names the first device that a program uses, with the command that ends the use. The device's
-    /// pages would end with the daemon.
+    /// Names the first device that a program uses, with the command that ends the use. If the
+    /// daemon ended now, the device's pages would be lost.
     pub fn in_use(&self) -> Option<String> {
         self.in_use_by(device_use::user)
     }

@@ -233,8 +233,8 @@ pub struct Rates {
 }
 
 /// Counts of bytes at two earlier status requests, from which the next rates are computed. Rates
-/// are computed from the later one only once it is a second old. So two clients that ask in turns
-/// do not shorten each other's time.
+/// are computed from the later one only once it is a second old. So if two clients ask in turns,
+/// neither shortens the time over which the other's rates are computed.
 #[derive(Default, Debug)]
 pub struct Looks(Mutex<Kept>);
 

@@ -64,8 +64,8 @@ pub fn lanes(options: &Config) -> usize {
     nbd + fuse + share
 }
 
-/// Number of lanes whose free slots the pages on loan to clients may take. Those of 8 lanes are 10
-/// MiB of pages.
+/// Number of lanes whose free slots the pages on loan to clients may take. The free slots of 8
+/// lanes hold 10 MiB of pages.
 const IN_PLACE_LANES: usize = 8;
 
 /// The NBD server on all its addresses. It offers every volume by its name.
@@ -168,8 +168,8 @@ impl Fuse {
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
             // The next daemon cannot take over a server that uses io_uring, so a server under a
-            // keeper uses none. If threads are to spin, they spin on `/dev/fuse` and need none
-            // either.
+            // keeper does not use it. Nor does a server whose threads spin: they spin on
+            // `/dev/fuse`.
             ring: keeper.is_none() && !options.swap && options.spin.is_zero(),
             allow_other: false,
         };
@@ -271,8 +271,8 @@ impl FrontEnd for Share {
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
-        // No time is needed to answer requests: they lie in the clients' own memory. So dropping
-        // the server only disconnects the clients.
+        // No grace is needed: requests that have no answer yet still lie in the clients' own
+        // memory. Dropping the server disconnects the clients.
     }
 }
 

@@ -39,8 +39,8 @@ pub fn is_copy() -> bool {
 }
 
 /// The file from which this program was started, and the file's [`Stamp`] at that time. Call this
-/// first of all, before an upgrade can replace the file. In the keeper's copy of the program the
-/// time does not matter: its environment has both.
+/// first of all, before an upgrade can replace the file. In the keeper's copy of the program any
+/// time will do, since the copy's environment has both.
 pub fn original() -> (PathBuf, Option<Stamp>) {
     let own = || PathBuf::from("/proc/self/exe");
     match (std::env::var_os(ENVIRONMENT[0]), std::env::var(ENVIRONMENT[1])) {

@@ -205,8 +205,8 @@ pub mod played {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex};
 
-    /// A test's keeper: the descriptors that it holds, by name; whether it refuses more; and the
-    /// bytes of memory that it was told were taken.
+    /// A test's keeper: the descriptors that it holds, by name; whether it refuses more; and how
+    /// many bytes of memory daemons have told it that they took.
     #[derive(Clone, Default)]
     pub struct Keeper(pub Arc<Mutex<HashMap<String, OwnedFd>>>, Arc<AtomicBool>, Arc<AtomicU64>);
 

@@ -206,15 +206,15 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
 }
 
 /// The pause before the next daemon, after `stillborn` daemons in a row died before they served.
-/// After one such death there is no pause. That daemon may have been killed during its takeover,
-/// and requests wait for the next.
+/// After only one such death there is no pause: that daemon may have been killed during its
+/// takeover, and requests wait for the next daemon.
 fn pause_after(stillborn: u32) -> Option<Duration> {
     (stillborn > 1).then_some(PAUSE)
 }
 
-/// The choice of the next daemon's program. If an upgrade has replaced the installed program, the
-/// choice is the new one, else the keeper's own copy. The copy starts without a disk, and it
-/// remains if the installed program fails.
+/// Chooses the next daemon's program: the installed program if an upgrade has replaced it, else the
+/// keeper's own copy. The copy starts without a disk. If the installed program fails, the keeper
+/// goes back to its copy.
 #[derive(Debug)]
 struct Programs {
     own: PathBuf,
@@ -302,11 +302,12 @@ impl Keeper<'_> {
         }
         let pid = Pid::from_child(&child?);
         drop(theirs);
-        // The keeper's death would lose the pages. So a panic here ends a daemon and nothing more.
+        // If the keeper died, the pages would be lost. So catch a panic here: it ends this daemon,
+        // and the keeper lives on.
         let life = catch_unwind(AssertUnwindSafe(|| self.watch(pid, ours)))
             .unwrap_or_else(|_| Err(io::Error::other("a bug in the keeper, reported above")));
         if life.is_err() {
-            // Kill the daemon first: two daemons would write the same map.
+            // Kill this daemon before the next one starts: both would write the same map.
             let _ = rustix::process::kill_process(pid, Signal::KILL);
             reap(pid)?;
         }
@@ -319,7 +320,8 @@ impl Keeper<'_> {
         let mut life = Life::begun();
         let mut line = Some(line);
         let mut hung_up = None;
-        // The first handoff of a daemon means that a client may use that daemon.
+        // As soon as a daemon has handed something to the keeper, clients may use that daemon. So
+        // if the keeper holds anything, the new daemon takes over.
         let takes_over = !self.kept.is_empty();
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
             // The daemon died before it got everything that the keeper holds. The loop below
@@ -587,7 +589,8 @@ mod tests {
         let log = weir_core::log::to_stderr(Level::Warning);
         let (signals, _tell) = UnixStream::pair().unwrap();
         let mut keeper = keeper(&log, signals);
-        // Only a bug can leave the keeper with memory like this: it has no descriptor to hand over.
+        // Only a bug can leave the keeper with memory like this, which has no descriptor to hand
+        // over.
         let kept = Kept::Memory(Memory::anonymous(4096).unwrap());
         keeper.kept.insert("map".to_owned(), kept);
         let error = keeper.one_life(Path::new("/bin/true"), false).map(|life| life.end).unwrap_err();

@@ -27,8 +27,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// The version of the handoff from one daemon to the next: these datagrams, the names, and the
-/// layout of the memory under them (page map, slot records, the stores' own). A program of another
-/// format takes nothing over. The keeper then goes back to its own program.
+/// layout of the memory under them (page map, slot records, the stores' memory). A program of
+/// another format takes nothing over. The keeper then goes back to its own program.
 pub const FORMAT: u32 = 2;
 
 /// Longest datagram in bytes; names are short.

@@ -26,7 +26,7 @@ struct Progress {
     sweep: Option<Sweep>,
     /// Whether a pass over a store's slots has begun since `looked` was noted.
     swept: bool,
-    /// The number of pages that had left their packs, as the job last read it.
+    /// The number of pages that had left their packs when the job last looked.
     looked: Option<u64>,
     operations: u64,
 }

@@ -15,7 +15,7 @@ const AHEAD: Duration = Duration::from_micros(100);
 
 /// A volume counts as in use if it moves more pages a second than this.
 const IDLE_PAGES_PER_S: f64 = 5000.0;
-/// Pause of work that can wait, while the volume is in use.
+/// While the volume is in use, work that can wait pauses for this long.
 pub const REST: Duration = Duration::from_millis(20);
 
 /// Whether a volume that moved this many pages in this time is in use.

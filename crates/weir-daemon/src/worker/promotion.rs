@@ -48,7 +48,8 @@ impl Promotion {
         Arc::new(Promotion { item: Item::new(), workers, at: Mutex::new(at) })
     }
 
-    /// Begins to promote pages, those of the second store first. The stores above have room again.
+    /// Begins to promote pages, because a faster store may have room again. The pages of the second
+    /// store come first.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         *at = Progress {

@@ -18,7 +18,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The threads that discard pages.
 pub trait Discarders: Send + Sync + fmt::Debug {
-    /// The queue of the thread that does it.
+    /// The queue of the thread that discards.
     fn queue(&self) -> &Queue;
 
     /// Calls `of` with that thread's mover.

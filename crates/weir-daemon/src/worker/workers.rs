@@ -345,8 +345,8 @@ impl Workers {
                 away.retain(|it| it.note.unasked);
                 self.note(&away, |note| Note { asleep: true, ..note });
             } else {
-                // The client asked for all of the memory. So chunks that were given back before now
-                // count as given back by the client.
+                // The client asked for all of the memory. So chunks that had been given back
+                // already also count as given back by the client.
                 self.note(&away, |_| Note::default());
             }
         }

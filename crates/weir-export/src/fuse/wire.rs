@@ -7,8 +7,8 @@
 
 /// The protocol's major version.
 pub const MAJOR: u32 = 7;
-/// The minor version that the server speaks: that of `FUSE_NOTIFY_RESEND` (Linux 6.9). Older
-/// kernels lower it.
+/// The minor version that the server speaks: that of `FUSE_NOTIFY_RESEND` (Linux 6.9). With an
+/// older kernel both sides use that kernel's version.
 pub const MINOR: u32 = 40;
 /// The oldest minor version that the server accepts: that of `max_pages` (Linux 5.4).
 pub const MINOR_LEAST: u32 = 31;
@@ -184,7 +184,7 @@ structure!(
     InHeader, 40 { len: u32, opcode: u32, unique: u64, nodeid: u64, uid: u32, gid: u32, pid: u32, extensions: u16, padding: u16 }
 );
 structure!(
-    /// The head of every reply. `error` is 0 or a negated errno. If `unique` is 0, it is a
+    /// The head of every reply. `error` is 0 or a negated errno. If `unique` is 0, `error` is a
     /// notification's number.
     OutHeader, 16 { len: u32, error: i32, unique: u64 }
 );

@@ -139,8 +139,8 @@ impl<'e, E: Exports> Control<'e, E> {
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
-                    // `epoll_wait` fails only because of a bug. Connections in transmission are
-                    // served on.
+                    // `epoll_wait` fails only because of a bug. Other threads go on serving the
+                    // connections in transmission.
                     self.log.line(Level::Warning, format_args!("no new connections: epoll: {errno}"));
                     return;
                 }

@@ -101,8 +101,9 @@ impl Flight {
         idle
     }
 
-    /// Whether a request with `span` pages can begin. It may be a piece, so a second entry must be
-    /// free for its long read. Borrows buffers while too few pages are free.
+    /// Whether a request with `span` pages can begin. If the request is a piece of a long read, the
+    /// long read needs an entry too. So two entries must be free. Borrows buffers while too few
+    /// pages are free.
     pub fn has_room(&mut self, span: usize) -> bool {
         while self.idle_pages.len() < span {
             let Some(place) = self.loans.iter().position(Option::is_none) else { return false };

@@ -46,7 +46,7 @@ struct Given<D> {
     /// The thread's own descriptor of the connection.
     socket: OwnedFd,
     negotiated: Negotiated,
-    /// The connection's hold on the device that it is for.
+    /// The connection's hold on its device.
     device: D,
 }
 

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Largest number of bytes that a relay holds of each direction.
+/// Largest number of bytes that a relay holds in each direction.
 const BUFFER_BYTES: usize = 64 << 10;
 /// Time limit of a client's TLS handshake, and of its last reads after the server has closed the
 /// connection.

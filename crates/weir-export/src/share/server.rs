@@ -72,8 +72,8 @@ pub struct Config {
     /// Time that the thread spins for the next request before it sleeps.
     pub spin: Duration,
     /// Largest number of pages of all clients that may be lent in place, in the stores' memory, at
-    /// a time; 0: none. A client that asks for it can read all of the stores' memory. Further pages
-    /// are copied into frames. The lender takes this many slots of the volume's
+    /// a time; 0: none. A client that asks for pages in place can read all of the stores' memory.
+    /// Further pages are copied into frames. The lender takes this many slots of the volume's
     /// [slack](weir_volume::Config::slack).
     pub in_place: u32,
     /// Whether clients may only read, as when the pages are a kernel's swap.
@@ -333,7 +333,8 @@ impl Porter {
 
     /// Runs one round over the rings and the stores. Returns whether there was anything to do.
     fn serve(&mut self) -> bool {
-        // A round must not allocate. Accepting and removing clients may, and comes between rounds.
+        // A round must not allocate. Clients are accepted and removed between rounds, since that
+        // may allocate.
         let (worked, cut) = seal::on_io_thread(|| self.round());
         if let Some((seat, Violation(what))) = cut {
             add(&self.desk.stats.violations, 1);
@@ -405,8 +406,9 @@ impl Porter {
             })
         };
         sessions().for_each(|session| session.set_asleep(true));
-        // A client first submits, and then reads the flag that this thread sleeps. So either the
-        // client sees the flag and rings, or this thread sees the submission.
+        // This thread has set the flag which says that it sleeps, and now looks for submissions. A
+        // client first submits, and then reads that flag. So either the client sees the flag and
+        // rings, or this thread sees the submission.
         fence(Ordering::SeqCst);
         if !sessions().any(|session| session.has_work() && !session.is_stalled()) {
             let stalled = sessions().any(|session| session.has_work()).then_some(STALL);
@@ -429,8 +431,8 @@ impl Porter {
             match event.data.u64() {
                 LISTENER => self.admit(),
                 STOP => {}
-                // Each ring of a bell is one event. A read of the bell could block, since the
-                // client can change its flags too.
+                // epoll reports one event each time that a client rings its bell. So do not read
+                // the bell: the read could block, since the client can change the bell's flags too.
                 bell if bell & BELL != 0 => {}
                 seat => self.hear(seat as usize),
             }

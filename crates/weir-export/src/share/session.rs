@@ -18,8 +18,8 @@ use super::stats::{Stats, add};
 
 /// Number of submissions that are taken from one client before the next client has its turn.
 const TURN: u32 = 64;
-/// Number of submissions that the thread looks ahead: first to prefetch a page's entry in the page
-/// map, and later to prefetch the page's record and first bytes.
+/// Numbers of submissions by which the thread looks ahead. At the first distance it prefetches a
+/// page's entry in the page map, and at the second the page's record and first bytes.
 const PLACE_AHEAD: u32 = 6;
 const HEAD_AHEAD: u32 = 2;
 
@@ -135,8 +135,8 @@ pub(super) struct Session {
     /// Number of completions that the server has announced to the client.
     published: u32,
     in_flight: u32,
-    /// Whether the last look at the submissions could serve none of them. The client leaves no room
-    /// for completions then, or the volume has no room.
+    /// Whether the last look at the submissions could serve none of them, because the client left
+    /// no room for completions, or the volume had no room.
     stalled: bool,
 }
 
@@ -289,8 +289,8 @@ impl Session {
         let area = &self.area;
         let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
         requests.begin(id, Request { op, span, fua: false }, &mut frames);
-        // Earlier answers have been taken, each by its own session. So every answer now is for this
-        // session.
+        // Each session has taken the answers to its earlier requests. So every answer that comes
+        // now is for this session.
         while let Some(answer) = requests.finished() {
             self.finish(desk, &answer);
         }

@@ -92,8 +92,8 @@ impl Device {
         format!("/dev/ublkc{}", self.0)
     }
 
-    /// Makes a device that is not started yet. `made` gets its number before anything else can
-    /// fail.
+    /// Makes a device that is not started yet. `made` gets the device as soon as the driver has
+    /// made it, before a later step can fail.
     ///
     /// # Errors
     /// Fails with the driver's refusal. No device is left then.

@@ -138,7 +138,7 @@ impl Engine {
         self.requests.is_busy()
     }
 
-    /// Whether an operation is under way that no descriptor announces.
+    /// Whether an operation is under way whose end no descriptor announces.
     pub fn must_poll(&self) -> bool {
         self.requests.must_poll()
     }

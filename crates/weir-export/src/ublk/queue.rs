@@ -63,7 +63,8 @@ impl Descriptors {
     fn get(&self, tag: u16) -> Descriptor {
         assert!(tag < self.depth, "the driver knows tags below the depth");
         // SAFETY: the address is within the mapping, which holds `depth` descriptors. The driver
-        // writes one only while it owns the tag, and a volatile read allows that.
+        // writes a descriptor only while it owns the descriptor's tag, and a volatile read allows
+        // such a write.
         unsafe { self.start.add(usize::from(tag)).read_volatile() }
     }
 }

@@ -147,8 +147,8 @@ impl Server {
         Ok(info.map(|info| Found { device, control, info }))
     }
 
-    /// Makes a device, starts its threads, and publishes it. `made` gets its number before that.
-    /// The process may be sealed afterwards.
+    /// Makes a device, starts its threads, and publishes it. `made` gets the device's number before
+    /// the device is published. The process may be sealed afterwards.
     ///
     /// # Errors
     /// Fails with a [`UblkError`]; no device is left then.
@@ -408,8 +408,8 @@ impl Thread {
 /// all buffers are offered. Since 7.0 the buffers of one queue are enough.
 fn let_requests_return() {
     // A processor looks for the server and puts its request back within one read-side section of
-    // RCU. This membarrier waits for the end of such sections. It needs several processors, none of
-    // them a nohz_full one.
+    // RCU. This membarrier waits for the end of such sections. The membarrier needs several
+    // processors, none of them a nohz_full one.
     let several = std::thread::available_parallelism().is_ok_and(|processors| processors.get() > 1);
     if !several || rustix::thread::membarrier(MembarrierCommand::Global).is_err() {
         std::thread::sleep(RETURN);

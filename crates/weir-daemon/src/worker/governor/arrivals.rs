@@ -19,7 +19,8 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    /// Watches every card's device files. If the system denies the watch, it reports no arrival.
+    /// Watches every card's device files. If the system denies the watch, no arrival of a program
+    /// will be reported.
     ///
     /// # Errors
     /// Fails when the system has no descriptor left.

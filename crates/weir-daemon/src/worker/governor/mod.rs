@@ -58,7 +58,7 @@ impl Governor {
     /// Ends the governor.
     pub fn stop(self) {
         self.arrivals.end();
-        // A panic of the governor does not change the daemon's end.
+        // Ignore a panic of the governor: the daemon ends all the same.
         let _ = self.thread.join();
     }
 }

@@ -28,8 +28,8 @@ const CLOSE: Duration = Duration::from_millis(10);
 /// and at this interval.
 const NEAR_FOR: Duration = Duration::from_secs(60);
 const NEAR: Duration = Duration::from_millis(100);
-/// Interval of looks at rest. The second one is for a card with a display, and for a card whose
-/// arrivals of programs are not reported.
+/// Intervals of looks at rest. The second is for a card with a display, and for a card at which
+/// nothing reports that a program comes.
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
 
@@ -147,8 +147,8 @@ mod tests {
         refuses: bool,
         policy: Policy,
         look_at: Duration,
-        /// The step under way, and its end time. A chunk takes 5 ms, and its pages move at 8 GB/s,
-        /// as measured.
+        /// The step under way, and its end time. A chunk takes 21 ms: 5 ms, and 16 ms in which its
+        /// pages move at 8 GB/s. Both were measured.
         at_work: Option<(Step, Duration)>,
         newcomer: bool,
         looks: u32,
@@ -291,8 +291,9 @@ mod tests {
             assert_eq!(card.taken, 0, "seed {seed}: what somebody uses is not taken");
             card.others = 0;
             card.rest(Duration::from_secs(6) + 70 * MS * chunks);
-            // The policy leaves `spare` bytes and one chunk more to the card's owner: 1152 MiB.
-            // Besides its chunks the card has only 1100 MiB. So up to two chunks stay away.
+            // The policy leaves 1152 MiB to the card's owner: `spare` bytes, and the size of one
+            // chunk. The card has only 1100 MiB that are in no chunk. So up to two chunks stay
+            // away.
             assert!(card.away <= 2, "seed {seed}: {} chunks have not come back", card.away);
             card.rest(NEAR_FOR);
             let looks = card.looks;

@@ -92,8 +92,8 @@ fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
     match info {
         // A descriptor of `/dev/fuse` without a mount names no connection.
         Ok(info) => connection(&info) == Some(device),
-        // Process 1 serves no disks, so it holds no such descriptor. Some systems hide its
-        // descriptors even from root, since it has more rights.
+        // Process 1 serves no disks, so it holds no such descriptor. Some systems hide the
+        // descriptors of process 1 even from root, since process 1 has more rights.
         Err(error) => !is_gone(&error) && process != Path::new("/proc/1"),
     }
 }

@@ -1,5 +1,5 @@
-//! A RAM disk: a file system for ordinary users whose files' pages lie in a volume. Its content
-//! ends with the server.
+//! A RAM disk: a file system for ordinary users. The pages of its files lie in a volume. Its
+//! content ends with the server.
 //!
 //! Names and attributes are in [`tree`], under one lock. A thread that reads or writes data takes
 //! the lock shared. A thread that changes a name, a size or a page's place takes it exclusively. So

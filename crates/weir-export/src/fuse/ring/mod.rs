@@ -2,11 +2,12 @@
 //! fs/fuse/dev_uring.c).
 //!
 //! The kernel has a queue for every possible processor. It puts a request into the queue of the
-//! processor on which its caller runs. The io_urings work only once *every* queue has an entry. So
-//! each thread serves the queues of some neighbouring processors, and is pinned to these. The
-//! caller and the thread that answers then share a cache, and neither wakes another processor. One
-//! command answers a request and takes the next one. `FORGET` and `INTERRUPT` still come by
-//! `/dev/fuse`. If the kernel refuses an entry, all requests come by `/dev/fuse`.
+//! processor on which its caller runs. The io_urings work only once *every* queue has an entry, and
+//! there may be fewer threads than processors. So each thread serves the queues of some
+//! neighbouring processors, and is pinned to these. The caller and the thread that answers then
+//! share a cache, and neither wakes another processor. One command answers a request and takes the
+//! next one. `FORGET` and `INTERRUPT` still come by `/dev/fuse`. If the kernel refuses an entry,
+//! all requests come by `/dev/fuse`.
 //!
 //! Requests that a dead server had in an io_uring fail, so the next daemon cannot take such a
 //! server over. A server that must be taken over uses `/dev/fuse`.

@@ -161,8 +161,8 @@ impl Server {
             ServeError::Kernel(format!("the keeper does not hold the connection of {}", point.display()))
         })?;
         let connection = Device::adopt(connection).map_err(resources)?;
-        // The dead server may have had more queues than this one has threads. The resend brings the
-        // requests of all the dead server's queues.
+        // Take all queues of the dead server, even if it had more queues than this server has
+        // threads. The resend brings the requests of all these queues.
         let kept: Vec<OwnedFd> = (0..THREADS_MAX).map_while(|number| take(&queue_name(number))).collect();
         let queues: Vec<_> =
             kept.into_iter().map(Device::adopt).collect::<io::Result<_>>().map_err(resources)?;
@@ -405,7 +405,7 @@ impl Server {
     }
 
     /// Abandons the server as the death of its process would: the threads end, and the mount stays.
-    /// It serves tests of taking over.
+    /// Only tests of taking over call this.
     pub fn abandon(mut self) {
         if let Some(mount) = self.mount.take() {
             mount.leave();

@@ -115,8 +115,8 @@ pub(super) struct Worker<L> {
     work: Desk<L>,
 }
 
-/// The state of a connection's thread, apart from its input buffer. That is a value of its own,
-/// because it stays borrowed while the requests in it are done.
+/// The state of a connection's thread, apart from its input buffer. The input buffer is a value of
+/// its own, because it stays borrowed while the requests in it are done.
 struct Desk<L> {
     requests: Requests<L>,
     flight: Flight,
@@ -246,11 +246,11 @@ impl<L: PageLane> Connection<'_, L> {
         }
     }
 
-    /// Announces the received requests, so that the stores know how much comes before the first
-    /// operation.
+    /// Announces the received requests to the stores, before the first of their operations begins.
+    /// So the stores know how much is coming.
     fn plan(&mut self, parser: &Parser, received: &[u8]) {
         let rules = self.rules;
-        // This iterator runs only at a device that uses announcements.
+        // The code in this iterator runs only if the device uses announcements.
         let coming = std::iter::once_with(|| {
             // Do not announce more pages than can be under way at once.
             let (mut reads, mut count, mut room) = ([None; PAGES], 0, PAGES as u32);
@@ -386,9 +386,9 @@ impl<L: PageLane> Connection<'_, L> {
         Ok(())
     }
 
-    /// Handles a client that sends no more bytes. If this server has shut the connection, it
-    /// answers complete requests. A write with a missing part fails, since nothing else would end
-    /// it.
+    /// Ends the requests of a client that sends no more bytes, if this server has shut the
+    /// connection. Complete requests are answered. A write whose payload is incomplete fails, since
+    /// nothing else would end the write.
     fn end_torn(&mut self) -> Result<(), Ending> {
         if !self.presence.is_closing() {
             return Ok(());

@@ -158,7 +158,7 @@ mod tests {
     }
 
     /// Serves a client that sent `bytes` and closed its end before the server looked. Each page
-    /// holds 1 before. Returns how the connection ended, and the pages' content afterwards.
+    /// holds 1 at first. Returns how the connection ended, and the pages' content afterwards.
     fn serve_late(bytes: &[u8], closing: bool) -> (Ending, Vec<u8>) {
         let config = Config { pages: 64, lanes: 2, depth: 16 };
         let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap();
