@@ -6,9 +6,10 @@
 //! Nothing here does I/O or takes a lock: every change is one compare-and-exchange.
 //!
 //! **One frame a page.** A lane that finds no frame of a page claims one, then searches the set
-//! again. Of two claims of a page, the claim in the lower frame ends the other. A claim counts once
-//! no other claim of the page is left. The last step is a compare-and-exchange on the lane's own
-//! claim, so of two claims at least one does not count.
+//! again. Of two claims of a page, the claim in the lower frame ends the other. A claim becomes
+//! valid when no other claim of the page is left. For that the lane changes its claim by a
+//! compare-and-exchange, which fails if another lane has ended the claim. So of two claims at most
+//! one becomes valid.
 //!
 //! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023)
 //! within each set. A new page is *young*. A tenth of a set is for young pages. A young page that

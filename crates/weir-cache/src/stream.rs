@@ -12,8 +12,8 @@ const ROWS: usize = 1024;
 const AREA_BITS: u32 = 8;
 /// Largest number of pages that a run may skip.
 const AHEAD: u32 = 512;
-/// A run expects a certain page next. A page at most this many pages before it does not begin
-/// another run.
+/// A run expects a certain page next. A request for one of this many pages before the expected one
+/// begins no other run.
 const BEHIND: u32 = 64;
 
 /// Finds streams in the requests of all lanes.
@@ -48,7 +48,7 @@ impl Streams {
             (length > 0 && (ahead || behind)).then_some((next, length))
         };
         // The table has a word for each area. A stream that enters an area goes on from the word of
-        // the area before, and clears it.
+        // the area before, and clears that word.
         let enter = || {
             let before = self.row(area.wrapping_sub(1));
             near(before.load(Relaxed)).inspect(|_| before.store(0, Relaxed))

@@ -219,8 +219,8 @@ impl WriteBack {
         }
     }
 
-    /// Whether to search for more pages before the urgent ones are written. That is so if the
-    /// urgent ones alone are fewer than the home writes best in a row, and a search may find
+    /// Whether to search for more pages before the urgent ones are written. That is so if there are
+    /// fewer urgent ones than the number that the home writes best in a row, and a search may find
     /// others.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };

@@ -272,10 +272,11 @@ impl Memory {
     /// A descriptor for [`Memory::shared`] memory that others can map for reading, and not for
     /// writing.
     ///
-    /// From here on only the memory's owner can open it anew, and only for reading: the file mode
-    /// says so. So no other user can write it. (The owner or root could change the mode, but either
-    /// can trace this process anyway. A seal would stop them too. But it would also stop the
-    /// process that is to take the memory over.)
+    /// After this call, only processes of this process's user can open the memory anew, and only
+    /// for reading: the file mode says so. So nobody can get write access with the new descriptor.
+    /// (This user or root could change the mode, but either can trace this process anyway.
+    /// `F_SEAL_WRITE` on the memfd would stop them too. But it would also stop the process that is
+    /// to take the memory over.)
     ///
     /// # Errors
     /// Fails with the error of `fchmod` or `open`; with `EBADF` for memory without a descriptor.

@@ -1,12 +1,12 @@
 //! The interface between page devices and their users.
 //!
 //! A [`PageDevice`] is a row of numbered pages that threads share. Each thread has a [`PageLane`]
-//! of its own. By it the thread reads, writes, discards, zeroes and flushes pages in batches, each
-//! operation under a [`Ticket`]. No operation waits. Its steps are these:
+//! of its own. Through its lane the thread reads, writes, discards, zeroes and flushes pages in
+//! batches, each operation under a [`Ticket`]. No operation waits. Its steps are these:
 //!
 //! 1. An operation returns [`Progress::Done`] if it was done at once, else [`Progress::Queued`].
-//! 2. [`submit`](PageLane::submit) starts the queued operations. If none is in flight, it ends the
-//!    present batch.
+//! 2. [`submit`](PageLane::submit) starts the queued operations. If there are none, and all earlier
+//!    ones were handed over, it ends the present batch.
 //! 3. [`poll`](PageLane::poll) hands over finished operations. Only `poll` is told the time.
 //!
 //! A device may stand on another device. Its lane then has a lane of the other device, and passes
@@ -105,9 +105,9 @@ pub trait PageLane: Send {
     /// grows with `count`.
     fn discard(&mut self, _first: PageNo, _count: u32) {}
 
-    /// Makes pages `first..first + count` zeros that count as written, or with `holes` as
-    /// discarded. Either way the call counts as a write of these pages. Its time grows with
-    /// `count`.
+    /// Makes pages `first..first + count` zeros. With `holes` they then count as discarded,
+    /// otherwise as written. In both cases the call itself counts as a write of these pages. Its
+    /// time grows with `count`.
     fn zero(&mut self, _first: PageNo, _count: u32, _holes: bool) {}
 
     /// Completes once every write is safe that any lane acknowledged before, as far as the device
@@ -131,7 +131,8 @@ pub trait PageLane: Send {
     /// Whether the page is known to read as zeros, without a look into a store.
     fn known_zero(&self, page: PageNo) -> bool;
 
-    /// Starts the queued operations. If no operation is in flight, this ends the present batch.
+    /// Starts the queued operations. If there are none, and all earlier ones were handed over, ends
+    /// the present batch.
     fn submit(&mut self);
 
     /// Hands over every finished operation. Never waits. Takes `now` for the present time, and

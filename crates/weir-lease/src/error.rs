@@ -13,7 +13,7 @@ pub enum OpenError {
         /// The number of connections in the geometry.
         connections: u32,
     },
-    /// The quota is zero or more than the geometry allows.
+    /// The quota is zero, or it is more than the geometry allows.
     Quota {
         /// The quota asked for.
         asked: u32,

@@ -115,9 +115,10 @@ impl Geometry {
     }
 }
 
-/// The words of an image, and the index where each kind of them begins. Stores are releases. So
-/// when the process crashes, every earlier store is in memory, and the compiler may not change
-/// their order. On x86 they take no longer than plain stores.
+/// The words of an image, and the index where each kind of them begins. Each word is written with a
+/// release store, so the compiler may not change the order of stores. If a word has its new value
+/// after a crash, every earlier store has reached the memory too. On x86 a release store takes no
+/// longer than a plain one.
 #[derive(Debug)]
 pub(crate) struct Image<M> {
     words: M,

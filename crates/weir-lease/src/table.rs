@@ -58,7 +58,7 @@ struct Run {
 }
 
 impl Default for Run {
-    /// An empty run, for no chunk: no chunk has this position.
+    /// An empty run, for no chunk: no chunk has the position `u32::MAX`.
     fn default() -> Self {
         Run { position: u32::MAX, chunk: 0, freed: 0, len: 0 }
     }

@@ -9,8 +9,8 @@
 //! 4. The dead segments that the commit names are free: their old pages cannot come back.
 //!
 //! After the four steps, a page beside the first superblock confirms the commit. No flush waits for
-//! that page. By it an opening can tell a commit that was damaged later from one that was under way
-//! at a power cut.
+//! that page. With that page, an opening can tell two cases apart: a commit that was damaged later,
+//! and one that was under way at a power cut.
 //!
 //! The commit takes the dead segments first, and the records after them. A segment dies after the
 //! records that replace its pages were published. So each commit that frees a segment has those

@@ -77,8 +77,8 @@ enum Part {
 impl LogLane {
     pub fn open(log: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
         let depth = depth.clamp(1, SUMMARY as usize - 1);
-        // The lane below has room for a whole number of segments. So it need not split a segment's
-        // pages in its memory.
+        // The lane below has room for a whole number of segments. So that lane need not split a
+        // segment's pages in its memory.
         let room = (depth * 2 + OPEN_MAX).next_multiple_of(log.shape.segment_pages as usize);
         let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, version: 0, state: State::Idle };
         let turn = log.seats.load(Relaxed);
@@ -316,8 +316,8 @@ impl Lane for LogLane {
         let Some(at) = idle.last().copied() else { return Progress::Full };
         let Some(place) = appender.next(log, 0) else {
             if !appender.has_room() && below.in_flight() == 0 {
-                // Each segment that the appender may open has a write that was given up and may
-                // still land: a disk does not answer.
+                // The appender has as many segments open as it may. Each has a write that was given
+                // up and may still land, because a disk does not answer.
                 return Progress::Done(Err(Fault::Io(Errno::TIMEDOUT.raw_os_error())));
             }
             if log.is_full.load(SeqCst) {

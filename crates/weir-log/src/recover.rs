@@ -432,8 +432,8 @@ impl Log {
         journal::seal(&mut page, head);
         io.write([(superblock.journal_slot(0, 0), &*page)].into_iter()).map_err(failed)?;
         io.flush().map_err(failed)?;
-        // Write the first copies of all members before the second ones. They replace the first
-        // copies of an earlier log, and an opening prefers a first copy.
+        // Write the superblock's first copies on all members before the second copies. An opening
+        // prefers a first copy, so those of an earlier log must go first.
         for copy in 0..2 {
             for member in 0..members {
                 Superblock { member, ..superblock }.encode(&mut page);

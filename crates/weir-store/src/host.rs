@@ -174,7 +174,8 @@ impl Reclaim for Host {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(self.fd(), flags, offset, bytes)
             .map_err(|errno| Fault::Io(errno.raw_os_error()))?;
-        // Mark the chunk as released only after a success: else it still takes pages.
+        // Mark the chunk as released only now, after a success. After a failure the chunk still
+        // takes pages.
         self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
         Ok(())
     }

@@ -39,7 +39,8 @@ const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 /// directory in which the child makes files.
 ///
 /// # Errors
-/// Fails with the errors of `work`, and when it was interrupted or something cannot be undone.
+/// Fails with the errors of `work`. Also fails when the child was interrupted, or a change cannot
+/// be undone.
 pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
     let guard = std::env::var(ENVIRONMENT).ok().and_then(|text| text.parse().ok());
     if guard.is_some() && guard == parent() {

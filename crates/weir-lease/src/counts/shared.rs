@@ -86,8 +86,8 @@ impl PageCounts for SharedCounts {
     #[inline]
     fn give(&mut self, place: Place) -> bool {
         let Some(index) = self.regions.index(place) else { return false };
-        // As in Arc's drop: every use of the page through any table happens before its owner's next
-        // use.
+        // As in Arc's drop: every use of the page through any table happens before the next use by
+        // the page's owner.
         if self.counts[index].fetch_sub(1, Ordering::Release) == 1 {
             fence(Ordering::Acquire);
             return true;

@@ -176,8 +176,8 @@ impl Backing {
             }
             Err(errno) => return Err(OpenError::io(name, format!("cannot lock {shown}"), errno)),
         }
-        // The process that held the file before may have removed it. So `path` must still name the
-        // file that was opened.
+        // The process that had the file locked before may have removed it. So check that `path`
+        // still names the file that was opened.
         let identity = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
         let here = rustix::fs::fstat(&self.file).map(identity);
         if rustix::fs::stat(path).map(identity) != here {
@@ -256,8 +256,9 @@ impl Backing {
         if !self.is_device {
             return Ok(Content::Other("data that is not Weir's"));
         }
-        // O_DIRECT needs a read that begins at a multiple of the page size. A mark at the device's
-        // end is found by its distance from the last byte.
+        // O_DIRECT needs a read that begins at a multiple of the page size, so this one may begin
+        // too early. That does no harm: a mark at the device's end is found by its distance from
+        // the last byte.
         let from = (bytes - look) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
         let end = self.read(name, from, (bytes - from) as usize)?;
         Ok(signature::find(&start, &end).map_or(Content::Nothing, Content::Other))
@@ -433,7 +434,8 @@ impl Backing {
                 watch(at - offset, bytes)?;
             }
         }
-        // If the file is not open with O_DIRECT, this writes the blocks from the page cache.
+        // If the file is not open with O_DIRECT, the zeros may still be in the page cache only.
+        // This call writes them to the disk.
         self.file.sync_data()
     }
 

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 
-/// Pages of the longest I/O: 1 MiB, where disks reach their full rate.
+/// Number of pages of the longest I/O. It has 1 MiB, which is enough for the full rate of a disk.
 const RUN_PAGES: usize = 256;
 
 /// Entries of the largest io_uring (IORING_MAX_ENTRIES).
@@ -137,7 +137,7 @@ impl FileLane {
         let is_registered = match registered {
             Ok(()) => true,
             // RLIMIT_MEMLOCK forbids the registration without CAP_IPC_LOCK. The lane works without
-            // it, a little slower.
+            // the registration, a little slower.
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => false,
             Err(error) => {
                 let what = format!("cannot register {} with io_uring", ByteSize(bytes));

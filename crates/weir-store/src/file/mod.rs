@@ -131,7 +131,8 @@ impl FileStore {
     /// Opens the file or device that `url` names, and takes all its room.
     ///
     /// # Errors
-    /// Fails when it cannot be opened or locked, holds foreign content, or has too little room.
+    /// Fails when the file or device cannot be opened or locked, holds foreign content, or has too
+    /// little room.
     pub fn open(url: &FileUrl) -> Result<Self, OpenError> {
         Self::open_watched(url, Room::Reserved, &mut unwatched)
     }

@@ -4,8 +4,8 @@
 //! neither cancels block I/O that is under way nor waits for it when a process ends. It removes the
 //! process's io_urings afterwards, from a work queue (`io_ring_exit_work` in io_uring/io_uring.c).
 //! So every io_uring of a store registers the writing end of one pipe among its files. The kernel
-//! releases these only when each request of the io_uring is complete. The reading end outlives the
-//! daemon in the keeper. It hangs up once no slot can change any more.
+//! releases these files only when each request of the io_uring is complete. The keeper also holds
+//! the reading end, so this end outlives the daemon. It hangs up once no slot can change any more.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::pipe::PipeFlags;

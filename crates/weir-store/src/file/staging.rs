@@ -7,7 +7,7 @@ use weir_core::{Memory, PAGE_SIZE, PageBytes};
 #[derive(Debug)]
 pub(super) struct Staging {
     memory: Memory,
-    /// A bit for each page: set while the page is in use, and for the numbers past the end.
+    /// A bit for each page, set while the page is in use. Bits past the last page are always set.
     used: Box<[u64]>,
     /// The page at which the next search begins: after the last one handed out.
     next: usize,

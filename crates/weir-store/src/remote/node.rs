@@ -33,11 +33,11 @@ use std::time::{Duration, Instant, SystemTime};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_queue::{Closed, Receiver, Sender};
 
-/// Number of commands that a thread sends at once: 256 KiB of pages.
+/// Number of commands that a thread sends at once. Their pages have 256 KiB together.
 const BATCH: usize = 64;
 
 /// Time limit for a node to accept a connection, and for each step of the greeting after that. It
-/// is longer than the second after which TCP sends a lost packet again.
+/// is longer than one second, after which TCP sends a lost packet again.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
 /// Time that a node may be silent while an answer is due. After that its connection counts as
@@ -211,8 +211,8 @@ impl Node {
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
-        // A cluster keeps one copy of each page, number 0. Its slot may have moved to another node
-        // since, together with the page, and the write still counts for that copy.
+        // A cluster has one copy of each page, number 0. The slot and its page may have moved to
+        // another node since. Then the write still counts for copy 0.
         let copy = core.placement.copy_on(slot, self.number).or(core.cluster.is_some().then_some(0));
         if let Some(copy) = copy.filter(|_| is_same) {
             core.ledger.kept(slot, copy, stamp);
@@ -523,8 +523,9 @@ impl Worker {
         outcome
     }
 
-    /// Whether a write is still to be done: no newer write has been kept, and the node lacks the
-    /// copy.
+    /// Whether the job must still be sent. Reads and probes always are. A write is not sent if a
+    /// node has kept a newer one, or if no copy lacks this one. A copied page is sent if no node
+    /// has kept a newer one, and this node lacks it.
     fn is_due(&self, job: &Job) -> bool {
         let entry = self.core.ledger.get(job.slot);
         match job.kind {

@@ -199,9 +199,9 @@ impl Sim {
     }
 
     /// Cuts the power, and tears pages. Each slot written since the last flush then holds one of
-    /// its contents since that flush, or a mixture of them by sectors of 512 bytes. Writes of
-    /// dropped lanes that have not landed may have been done too. `choose` gets a number of
-    /// possibilities, and returns the index of one.
+    /// its contents since that flush, or a mixture of them by sectors of 512 bytes. A slot's
+    /// contents include those of dropped lanes' writes that are still under way. `choose` gets a
+    /// number of possibilities, and returns the index of one.
     pub fn tear_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, page) in std::mem::take(&mut *hold(&self.shared.orphans)) {
@@ -295,7 +295,8 @@ impl Store for Sim {
     }
 }
 
-/// A simulated store survives a simulated daemon that dies within its process.
+/// A simulated daemon ends while its process lives on. So a simulated store survives it without a
+/// keeper.
 impl Survive for Sim {
     /// Does nothing, since a keeper cannot hold a simulated store.
     fn keep_with(&self, _keep: Arc<dyn Keep>, _held: bool) -> std::io::Result<()> {

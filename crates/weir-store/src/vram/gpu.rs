@@ -44,8 +44,8 @@ pub struct Gpu {
     pub(super) chunks: Chunks,
     pub(super) ring: OnceLock<Arc<Ring>>,
     pub(super) source: Source,
-    /// The lock that a thread holds while it takes memory for a chunk. The opening of late parts
-    /// holds it when it announces that CUDA is open.
+    /// The lock that a thread holds while it takes memory for a chunk. The thread that opens the
+    /// late parts holds it too, while it announces that CUDA is open.
     pub(super) taking: Mutex<()>,
     /// The parts of the card that open after the first operations, if there are any.
     pub(super) late: Option<Arc<Late>>,
@@ -396,9 +396,8 @@ impl Gpu {
             return Ok(GpuLane::new(self, pin, None, None, Some(cell)));
         }
         let opened = (|| {
-            // The lane gets a ring of its own if one is free. [`Ring::lane`] pauses the ring by
-            // itself, until it returns. So the pause in which the engine's lane is opened begins
-            // only after that.
+            // The lane gets a ring of its own if one is free. [`Ring::lane`] pauses all rings
+            // itself while it runs. So pause them for the engine's lane only after that call.
             let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
                 Some(ring) => {
                     ring.lane(depth).map_err(|fault| fail(OpenErrorKind::Io, format!("no ring: {fault}")))?

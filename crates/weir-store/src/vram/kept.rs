@@ -157,7 +157,7 @@ const WAYS: [(Path, Direction); 6] = [
 
 /// Checks whether the driver's libraries and the loaded module have the same version, as far as
 /// both are known. They differ after an upgrade without a reboot, and then nothing guarantees that
-/// they import the older module's memory correctly.
+/// the libraries import the older module's memory correctly.
 ///
 /// `loaded` is the content of `/proc/driver/nvidia/version`.
 pub fn agree(libraries: Option<&str>, loaded: Option<&str>) -> Result<(), String> {

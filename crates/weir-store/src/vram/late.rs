@@ -7,7 +7,8 @@
 //! takes them between two operations, without allocating.
 //!
 //! The opening of these parts begins once all chunks are mapped. To begin earlier would gain
-//! nothing: for most of both, the driver serves one thread at a time.
+//! nothing: in most of the calls that map chunks or open these parts, the driver serves one thread
+//! at a time.
 
 use super::Drivers;
 use super::engine::{BatchLane, Context, Which};
@@ -43,7 +44,7 @@ pub struct Late {
 struct Progress {
     /// Whether the opening has asked NVML about the card's other users.
     has_owner: bool,
-    /// Whether no lane waits any more, because each has its parts or there are none.
+    /// Whether no lane waits any more: each lane has its parts, or no parts will come.
     settled: bool,
     over: Option<Joined>,
     /// Lanes that wait for their parts, with the depth of each.
@@ -63,7 +64,7 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// Whether to open CUDA, because the earlier daemon had it.
+    /// Whether to open CUDA: the costs show whether the earlier daemon had it.
     pub fn wants_cuda(&self) -> bool {
         self.costs.get(Path::Engine, Direction::Read).is_some()
     }
@@ -205,7 +206,8 @@ impl Late {
     ) -> Result<(), String> {
         let import = || {
             (0..gpu.chunks().count()).try_for_each(|chunk| match gpu.is_stopping() {
-                // The card is closing. Nobody sees this error, since nobody is told then.
+                // The card is closing, so end the import. The caller ignores an error then, so this
+                // one needs no text.
                 true => Err(String::new()),
                 false => gpu.chunks().import(chunk, cuda).map_err(|why| format!("chunk {chunk}: {why}")),
             })

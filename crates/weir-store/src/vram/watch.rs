@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Time between two looks of the watching thread. The first is for times when many pages move, or
-/// the resident kernel is on the card. The second is for times when few pages move. The third
+/// Time between two looks of the watching thread. `TICK_BUSY` is for times when many pages move, or
+/// the resident kernel is on the card. `TICK_IDLE` is for times when few pages move. `TICK_ASLEEP`
 /// begins after a second without a page, and the next page then wakes the thread.
 const TICK_BUSY: Duration = Duration::from_millis(1);
 const TICK_IDLE: Duration = Duration::from_millis(20);
@@ -25,8 +25,9 @@ const QUIET: Duration = Duration::from_secs(1);
 /// thread.
 const MANY: u64 = 32;
 /// Time between two questions to the driver: how much memory is free, and, while the resident
-/// kernel is on the card, who else uses it. The first is for times when many pages move, since an
-/// answer takes as long as a hundred pages. The second is for all others.
+/// kernel is on the card, who else uses it. `ASK_BUSY` is for times when many pages move or the
+/// kernel is on the card, and `ASK_IDLE` for all others. An answer takes as long as a hundred
+/// pages.
 const ASK_BUSY: Duration = Duration::from_millis(250);
 const ASK_IDLE: Duration = Duration::from_secs(1);
 

@@ -28,8 +28,8 @@ pub struct Hot {
 pub struct Gate {
     /// Whether the card is lost.
     pub lost: AtomicBool,
-    /// Whether the resident kernel is on the card. It only helps to choose a path: the ring has its
-    /// own protocol.
+    /// Whether the resident kernel is on the card. Lanes read this only to choose a path: the ring
+    /// has its own protocol.
     pub resident: AtomicBool,
     /// Whether the watching thread sleeps for long: then a lane that moves a page wakes it.
     pub asleep: AtomicBool,

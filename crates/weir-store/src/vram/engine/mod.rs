@@ -68,8 +68,8 @@ pub struct Context {
     lost: AtomicBool,
     death: OnceLock<Death>,
     died: OnceLock<Instant>,
-    /// Whether the driver has destroyed the context: then its handles must not be used any more.
-    /// Dropping a handle reads this, and holds the lock meanwhile.
+    /// Whether the driver has destroyed the context. Then its handles must not be used any more. A
+    /// thread that drops a handle reads this first, and holds this lock until the handle is gone.
     retired: RwLock<bool>,
     batch_copies: BatchCopies,
     /// The card's name from the driver.

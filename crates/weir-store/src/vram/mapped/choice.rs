@@ -12,7 +12,7 @@ use std::ffi::CStr;
 use std::fmt;
 use weir_core::ByteSize;
 
-/// Most bytes of a processor's window onto a card with PCI resizable BAR turned off.
+/// Largest number of bytes of the window onto a card, if PCI resizable BAR is turned off.
 const SMALL_BAR: u64 = 512 << 20;
 
 /// A card whose memory the processor can reach.
@@ -274,8 +274,8 @@ fn not_a_card(kind: vk::PhysicalDeviceType) -> &'static str {
 }
 
 /// Chooses a memory type that is on the device, visible to the host and coherent, in the largest
-/// heap that has one. Prefers an uncached type: what a discrete card's driver maps cached lies in
-/// RAM.
+/// heap that has one. Prefers an uncached type: memory that a discrete card's driver maps as cached
+/// lies in RAM.
 fn visible_memory(memory: &vk::PhysicalDeviceMemoryProperties, software: bool) -> Option<(u32, usize, u64)> {
     use vk::MemoryPropertyFlags as Flags;
     let wanted = Flags::DEVICE_LOCAL | Flags::HOST_VISIBLE | Flags::HOST_COHERENT;

@@ -2,7 +2,7 @@
 //! without Resizable BAR and without CUDA. It is slower than a window, and the only path there.
 //!
 //! As in CUDA's batches ([`crate::vram::engine`]), operations take staging pages in turn,
-//! neighbours become one copy, and a batch is done when its fence is.
+//! neighbours become one copy, and a batch is done when its fence is signalled.
 
 use super::{Allocation, Device, Named, VulkanError};
 use crate::vram::answer_limit;

@@ -7,8 +7,8 @@
 //! it. Each lane has its own ring, and shares nothing.
 //!
 //! While the kernel stays, it occupies a time slice of the card, and the card draws more power. So
-//! it enters only when there is enough to do ([`Policy`]), and leaves when there is not. Without
-//! it, every operation has another path.
+//! the kernel enters only when there is enough to do ([`Policy`]), and leaves when there is not.
+//! While it is away, every operation has another path.
 //!
 //! # Entering and leaving
 //!
@@ -49,8 +49,8 @@ use weir_core::{PAGE_SIZE, PageBytes, Slot};
 pub const DEPTH_MAX: usize = 256;
 /// Bytes of device memory for all rings and the control block.
 pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
-/// Longest time for which the thread that takes the kernel off the card waits for lanes and kernel,
-/// before it gives up.
+/// Time limit to take the kernel off the card. If lanes still use the ring then, or the kernel has
+/// not served their operations, the attempt ends.
 const LEAVE_LIMIT: Duration = Duration::from_millis(100);
 /// If a lane is not served for this long, another context must have had the card's time slice. The
 /// lane's own queue takes 1 ms at most.
@@ -96,7 +96,7 @@ pub struct Ring {
     hot: Arc<Hot>,
 }
 
-/// The state of one lane that the controller reads.
+/// The part of a lane's state that the controller reads.
 #[repr(align(128))]
 #[derive(Default)]
 struct Cell {
@@ -329,7 +329,7 @@ impl Ring {
         let ring = unsafe { paused._controller.host.as_ptr().add(ring_offset(index)) };
         let cell = &self.cells[index];
         // The new lane continues the numbers of the lane that had this ring before. So the kernel
-        // never takes a descriptor that the earlier lane left there for a new one.
+        // never mistakes the earlier lane's descriptors for new ones.
         let first = match cell.depth.load(Ordering::Relaxed) {
             0 => FIRST,
             _ => cell.added.load(Ordering::Relaxed),

@@ -35,11 +35,11 @@ pub enum Step {
     Leave,
 }
 
-/// The thresholds for the load, how long the kernel has been idle, and how long it must still stay
-/// away.
+/// The conditions under which the kernel enters and leaves. Also the time for which the kernel has
+/// been idle, and the time for which it must still stay away.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    /// Pages a second from which on the gain of the kernel is worth its time slice and power.
+    /// Pages a second from which on the kernel is worth the time slice and the power that it takes.
     pub enter_at: u64,
     /// Pages a second below which the kernel counts as idle.
     pub leave_at: u64,
