@@ -856,10 +856,10 @@ impl CacheLane {
 }
 
 impl Drop for CacheLane {
-    /// An operation whose completion was not handed over takes no effect, unless its write has gone
-    /// to the home. Nobody learns when such a write ends. So its page never goes home again, and
-    /// flushes fail. A frame that has the page's content continues to serve reads. Any other frame
-    /// stays taken, since a read of the home might find half of the write.
+    /// An operation that is still under way takes no effect, unless its write has gone to the home.
+    /// Nobody learns when such a write ends. So its page never goes home again, and flushes fail. A
+    /// frame that has the page's content continues to serve reads. Any other frame stays taken,
+    /// since a read of the home might find half of the write.
     fn drop(&mut self) {
         let parts = &self.parts;
         for operation in &parts.operations {

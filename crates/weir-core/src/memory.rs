@@ -412,7 +412,7 @@ fn allow_size(bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether this process replaces a daemon that had as much memory.
+/// Whether this process replaces a daemon that had as much memory as this process takes.
 static TAKES_OVER: AtomicBool = AtomicBool::new(false);
 
 /// Rounds `bytes` up to whole pages. Fails with `ENOMEM` if the machine has less memory available.

@@ -144,7 +144,7 @@ fn schedule(policy: libc::c_int, sched_priority: libc::c_int) -> io::Result<()> 
 }
 
 /// Sets all three protections. Returns those that hold, and those that the system denied. Call it
-/// before the first thread.
+/// before the first thread is started.
 pub fn protect() -> (Protections, Vec<Unprotected>) {
     let mut missing = Vec::new();
     let mut holds = |result: Result<(), Unprotected>| match result {

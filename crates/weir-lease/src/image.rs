@@ -22,8 +22,8 @@ pub struct Geometry {
     /// Largest number of connections that can be open at a time, up to 2^24.
     pub connections: u32,
     /// Largest number of references that can be out at a time over all connections. Connections get
-    /// slots 64 at a time, so leave room for a partly used chunk in each. The number is rounded up
-    /// to 64, and is at most 2^30.
+    /// slots 64 at a time, so leave room for one partly used chunk of each connection. The number
+    /// is rounded up to 64, and is at most 2^30.
     pub references: u32,
     /// The largest quota of a connection, at most [`QUOTA_MAX`].
     pub quota: u32,

@@ -256,7 +256,7 @@ impl Committer {
     }
 
     /// Adds a segment's records to the commit. If the segment's summary is on the disk, adds only
-    /// the segment's name and life.
+    /// the segment's number and life.
     fn add(&mut self, log: &Shared, segment: u32, room: u32) -> Result<(), Unfit> {
         for _ in 0..3 {
             let word = log.segments.word(segment);

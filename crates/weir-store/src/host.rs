@@ -147,7 +147,7 @@ impl Survive for Host {
         Ok(())
     }
 
-    /// Always quiet: only this process's own threads write its memory, and they end before the
+    /// Always true: only threads of the store's process write the memory, and they end before their
     /// process does.
     fn is_quiet(&self) -> bool {
         true

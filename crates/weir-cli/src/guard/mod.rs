@@ -1,6 +1,6 @@
-//! Runs work that changes the machine for a while in a child of this process. This process undoes
-//! the changes, whatever ends the child: its own end, a signal, a crash. If both are killed, the
-//! next command with a guard undoes them, and so does `weir off`.
+//! Work that changes the machine for a while runs in a child of this process. This process undoes
+//! the changes, whatever ends the child: the end of its work, a signal, a crash. If both are
+//! killed, the next command with a guard undoes them, and so does `weir off`.
 //!
 //! The child's process number is part of the name of everything that it makes. So all that the
 //! child leaves behind can be found.
@@ -243,9 +243,9 @@ fn names(process: Pid, paths: &[PathBuf]) -> bool {
     paths.iter().any(is_named)
 }
 
-/// Ends processes, and waits for them. Uses SIGKILL if they take too long. A server goes on while
-/// its device is in use, and the kernel releases the device a moment later. So the signal is
-/// repeated.
+/// Ends processes, and waits for them. Uses SIGKILL if they take too long. A server ignores the
+/// signal while its device is in use, and the kernel may release the device only after the signal.
+/// So the signal is repeated.
 fn end(processes: &[Pid], signal: Signal) {
     let mut left = processes.to_vec();
     let (begun, mut told) = (Instant::now(), None::<Instant>);

@@ -56,7 +56,7 @@ const MARKS: &[Mark] = &[
 pub(super) const LOOK: usize = 192 << 10;
 
 /// Finds a mark in the first or last [`LOOK`] bytes, and returns the name of the system that writes
-/// it. Of a device that is smaller, all bytes are searched.
+/// it. If the device is smaller, searches all of it.
 pub(super) fn find(start: &[u8], end: &[u8]) -> Option<&'static str> {
     let found = |mark: &Mark| {
         let (place, at) = match usize::try_from(mark.at) {

@@ -424,7 +424,8 @@ impl Worker {
     /// Notes that the node does not answer. Wakes the thread that asks a cluster for its map:
     /// another node may serve the same pages now.
     fn goes_away(&self, error: &RedisError) {
-        // The system's text for a read that took too long is "temporarily unavailable".
+        // The system's text for a read that took too long is "temporarily unavailable". Say what
+        // happened instead.
         let why =
             if error.is_timeout() { "it does not answer in time".to_owned() } else { error.to_string() };
         if self.node.is_away(why) {

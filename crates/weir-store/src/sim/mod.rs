@@ -1,5 +1,5 @@
-//! `sim:`: a simulated store. Its URL says which faults it has, and a seed decides when. It shows
-//! that the rest of Weir survives a bad store.
+//! `sim:`: a simulated store. Its URL says which faults it has, and a seed decides when they come.
+//! Such a store shows that the rest of Weir survives a bad store.
 //!
 //! The store fails as hardware does. Operations report an error. Writes are acknowledged and not
 //! done, or done wrong. Operations overtake one another. The whole store is suddenly lost. It

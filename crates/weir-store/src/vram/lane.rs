@@ -203,7 +203,7 @@ impl GpuLane {
         self.decide(reads, writes);
     }
 
-    /// Whether the lane waits for its late parts, and they are ready to [take](Self::join).
+    /// Whether the lane waits for its late parts, and can [take](Self::join) them now.
     #[inline]
     fn is_joined(&self) -> bool {
         self.near.waits && self.near.site.gate().joined.load(std::sync::atomic::Ordering::Acquire)

@@ -50,8 +50,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Milliseconds that a card may take to answer before it counts as gone: a client that waits for a
-/// page must hear in time.
+/// Milliseconds that a card may take to answer before it counts as gone. A client that waits for a
+/// page must get an answer before its own time limit.
 static ANSWER_MS: AtomicU64 = AtomicU64::new(2000);
 
 pub(crate) fn answer_limit() -> Duration {

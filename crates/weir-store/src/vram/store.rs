@@ -157,7 +157,7 @@ impl Survive for VramStore {
         self.gpus().iter().enumerate().try_for_each(|(index, gpu)| gpu.keep_with(&keep, index, held))
     }
 
-    /// Always quiet: the driver ends a process's operations on a card before the process is gone.
+    /// Always true: the driver ends a process's operations on a card before the process is gone.
     fn is_quiet(&self) -> bool {
         true
     }

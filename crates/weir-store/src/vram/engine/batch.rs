@@ -2,7 +2,8 @@
 //!
 //! Operations take staging pages in turn. So a run of neighbouring slots lies in neighbouring
 //! staging pages, and becomes one copy. A stream finishes its copies in order, so a batch is done
-//! when the event after it is. The event's result is the result of that batch alone.
+//! when the event that was recorded after it has occurred. The event's result is the result of that
+//! batch alone.
 
 use super::driver::{Event, MemLocation, MemcpyAttributes, check};
 use super::{CallError, Context, CudaError, DevicePtr, OwnStream, Pinned};

@@ -185,8 +185,8 @@ impl Context {
         }
     }
 
-    /// Largest number of copies to the card (`write`) or from it that one call names; 1: each copy
-    /// is a call.
+    /// Largest number of copies that one call names: copies to the card if `write` is true, else
+    /// from it. 1: each copy is a call.
     pub fn batch_copies(&self, write: bool) -> usize {
         (if write { self.batch_copies.writes } else { self.batch_copies.reads }) as usize
     }

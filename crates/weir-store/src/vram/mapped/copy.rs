@@ -64,7 +64,7 @@ impl Copies {
     }
 
     /// Stores a page into device memory and makes it globally visible: the device sees this
-    /// thread's later stores, such as a doorbell, after it.
+    /// thread's later stores, such as a doorbell, after the page.
     ///
     /// # Safety
     /// `src` and `dst` must be valid for a page and not overlap, and `dst` must be aligned to 64

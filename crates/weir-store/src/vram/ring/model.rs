@@ -10,7 +10,7 @@
 //! The search through all states checks two claims. First, when the kernel is absent, it has served
 //! every added operation, so no wake-up is lost. Second, the kernel serves every operation once and
 //! in order, so the wrap of numbers does no harm. Two control tests each leave out a rule on which
-//! a claim rests. There the search must find a failure.
+//! a claim rests. In these tests the search must find a failure.
 
 use std::collections::{HashSet, VecDeque};
 
