@@ -391,8 +391,8 @@ impl Segments {
                     }
                 }
             }
-            // `push` puts a segment into its stack before it counts it. So each segment that was
-            // counted is in a stack, and the loop ends.
+            // `push` puts a segment into its stack before it counts the segment. So each segment
+            // that was counted is in a stack, and the loop ends.
             std::hint::spin_loop();
         }
     }

@@ -11,8 +11,8 @@ const MORE: u8 = 1 << 7;
 /// The highest count that a page's byte holds by itself.
 const FULL: u8 = MORE - 1;
 /// The part of a page's count that moves to `rest` when the page's byte is full, and back when the
-/// byte is empty. It is half of the byte's range, so that a count that goes up and down by one does
-/// not move each time.
+/// byte is empty. It is half of the byte's range, so that a count which goes up and down by one
+/// need not be moved each time.
 const MOVED: u8 = 64;
 
 /// Counts of the pages that one table lends. Each page has a byte, so that the counts stay in the

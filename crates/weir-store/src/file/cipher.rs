@@ -3,9 +3,9 @@
 //! can pass from one daemon to the next. The key is gone when the last process closes the memfd.
 //!
 //! The mode is XTS because a slot is written again and again under one number, with no room beside
-//! it for a nonce. A stream cipher would reuse its key stream, and an SSD still holds old blocks
-//! for a while. The tweak is the slot's number. XTS hides content, but does not protect against
-//! changes; Weir's checksums notice those.
+//! it for a nonce. A stream cipher would encrypt the old and the new content with one key stream,
+//! which reveals both: an SSD still holds old blocks for a while. The tweak is the slot's number.
+//! XTS hides content, but does not protect against changes; Weir's checksums notice those.
 //!
 //! Weir implements the mode itself, because a page is 256 independent blocks. It computes all
 //! tweaks first, and then one call fills the processor's AES pipeline with eight blocks at a time.

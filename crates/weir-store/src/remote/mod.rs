@@ -1,7 +1,7 @@
 //! `redis://`: a store of pages on a fleet of nodes that speak the Redis protocol.
 //!
 //! Each page is a value of its own. Its name has the store's random number and the slot. The store
-//! seals each value by a key that is never written down, and ends with the store. Rendezvous
+//! seals each value by a key, which is never written down and ends with the store. Rendezvous
 //! hashing chooses the nodes of a slot. While a node is away, its pages are read from their second
 //! copy. Without a second copy, reads wait. The store deletes its values when it closes.
 //!

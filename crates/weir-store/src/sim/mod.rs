@@ -2,8 +2,8 @@
 //! Such a store shows that the rest of Weir survives a bad store.
 //!
 //! The store fails as hardware does. Operations report an error. Writes are acknowledged and not
-//! done, or done wrong. Operations overtake one another. The whole store is suddenly lost. It
-//! counts its faults, so that a test can compare them with the counters of the store's user.
+//! done, or done wrong. Operations overtake one another. The whole store is suddenly lost. The
+//! store counts its faults, so that a test can compare them with the counters of the store's user.
 
 mod chance;
 mod lane;

@@ -26,8 +26,8 @@ pub struct GpuMemory {
     pub is_usable: bool,
 }
 
-/// All cards that the store would open, in its order. If there are none, it lists AMD's cards that
-/// Vulkan does not reach.
+/// All cards that the store would open, in its order. If there are none, the list has AMD's cards
+/// that Vulkan does not reach.
 pub fn inventory(machine: &Machine, drivers: &Drivers) -> Vec<GpuMemory> {
     let known = |it: nvml::Told| GpuMemory {
         address: it.address,

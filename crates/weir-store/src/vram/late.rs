@@ -1,4 +1,4 @@
-//! The late parts of a card: its first page does not need them, so they are opened after it.
+//! The late parts of a card. Its first operations do not need them, so they are opened later.
 //!
 //! When a daemon takes over, programs that sleep in page faults wait for it. A page only needs its
 //! chunk's mapping. Other parts take longer to open than all the rest: CUDA's context, its import

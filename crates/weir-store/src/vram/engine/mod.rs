@@ -2,8 +2,8 @@
 //!
 //! A copy takes about 6 us to start (18 us if the card was idle), whatever its size. So the engine
 //! is for large and for many copies: one call hands over a whole batch, and neighbours in a batch
-//! become one copy. The engine does not use the compute units, so it also fits while the card's
-//! owner computes.
+//! become one copy. The engine does not use the compute units, so it works beside the programs of
+//! the card's owner.
 
 mod batch;
 mod driver;

@@ -4,8 +4,8 @@
 //! it caches nothing. This has two consequences for the copies.
 //!
 //! *Writes* are posted. A non-temporal 64-byte store leaves as one full-line packet, and the
-//! processor does not wait for it. So a page takes 64 stores and one `sfence`. After that it is on
-//! its way, before any later store.
+//! processor does not wait for it. So a page takes 64 stores and one `sfence`. After the fence the
+//! page is on its way, before any later store.
 //!
 //! *Reads* are a round trip each (1.5 us on the H200). A plain load asks for 8 to 32 bytes and
 //! waits: 74 us a page. `movntdqa` fetches a whole line into a fill buffer, and one line for each
