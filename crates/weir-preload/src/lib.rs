@@ -4,7 +4,7 @@
 //! are replaced here do what they always did, and also call the pager. After a large allocation the
 //! pager looks for new memory at once. So a program does not fill memory that the pager has not
 //! seen. The pager also learns of calls after which the kernel still reads pages of the program.
-//! Only these must not be missed: the pager also works without the other calls, and finds new
+//! Only those calls must not be missed. If it misses the others, the pager works too, and finds new
 //! memory later.
 //!
 //! All memory of the pager is `ALLOCATOR`'s. It was mapped before the pager began, and so is never

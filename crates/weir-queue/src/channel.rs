@@ -229,8 +229,8 @@ impl<T: Send> Sender<T> {
     #[inline]
     pub fn try_send(&mut self, value: T) -> Result<(), SendError<T>> {
         let Some(slot) = self.slot() else {
-            // Ask the stack `empty` whether the receiver is gone. A closed `full` would look open
-            // for an instant while the receiver takes its links.
+            // Ask the stack `empty` whether the receiver is gone. The stack `full` would not do:
+            // when it is closed, it looks open for an instant while the receiver takes its links.
             let closed = self.lane.empty.0.is_closed();
             return Err(if closed { SendError::Closed(value) } else { SendError::Full(value) });
         };

@@ -61,8 +61,8 @@ fn fill(occupant: Option<Occupant>) -> Option<u32> {
 }
 
 impl Pool {
-    /// Sets a callback for lanes. They call it whenever many more pages have left packs. Only the
-    /// first call sets one.
+    /// Sets the callback that lanes call whenever many more pages have left packs. Only the first
+    /// call of this function sets one.
     pub fn when_packs_are_left(&self, told: Box<dyn Fn() + Send + Sync>) {
         let _ = self.when_left.set(told);
     }

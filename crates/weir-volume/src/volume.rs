@@ -103,7 +103,7 @@ impl Volume {
     /// Adds empty pages at the end, up to a size of `pages`. Open lanes know the new size when this
     /// returns. Before that, `note` is called with the volume's new range, and records it for the
     /// next daemon: what is written to the new pages must outlive this daemon. If `note` fails, it
-    /// must have recorded nothing. It can take long, and must not change a volume itself.
+    /// must have recorded nothing. `note` can take long, and must not change a volume itself.
     ///
     /// # Errors
     /// Fails as [`Pool::volume`] does, when another volume has the page numbers behind this one, or

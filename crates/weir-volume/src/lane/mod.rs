@@ -238,8 +238,8 @@ impl Lane {
     }
 
     /// Turns this lane to another volume of its pool. With `None` the lane has no pages, and holds
-    /// no volume. This takes no memory. It frees none either, if somebody else holds the lane's
-    /// former volume.
+    /// no volume. The call takes no memory. If somebody else holds the lane's former volume, it
+    /// frees none either.
     ///
     /// Nothing of the former volume is left behind: only operations name its pages, and none is in
     /// flight. The lane keeps slots of writes that have timed out until they have settled, but no

@@ -333,7 +333,8 @@ impl Lane {
                 continue;
             }
             // If another lane has written a page meanwhile, this lane's write of that whole page is
-            // not published yet. It keeps its place in the pack, and the next poll tries again.
+            // not published yet. The write keeps its place in the pack, and the next poll tries
+            // again.
             let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
             self.ops[op as usize].work.goes_to(entry);
             self.go_on(op, Ok(()), done);

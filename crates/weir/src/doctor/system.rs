@@ -55,8 +55,8 @@ fn driver_saves(machine: &Machine) -> Option<bool> {
     Some(kept == "1")
 }
 
-/// Whether systemd runs weir-sleep.service before the machine sleeps. It does not run a unit that
-/// is only installed, and not enabled.
+/// Whether systemd runs weir-sleep.service before the machine sleeps. systemd does not run a unit
+/// that is installed but not enabled.
 fn has_sleep_unit(machine: &Machine) -> bool {
     let hooked = |kind| has_unit(machine, &format!("sleep.target.{kind}/weir-sleep.service"));
     machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)

@@ -91,7 +91,7 @@ fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) ->
 }
 
 /// The control socket that commands use if the user names none. While all parts of the system's
-/// device are away no daemon answers: then it is the socket where one has answered before.
+/// device are away, no daemon answers. Then it is the socket at which a daemon has answered before.
 pub fn find() -> PathBuf {
     let found = control::find();
     let system = service::control_socket(Path::new(DIRECTORY));

@@ -20,8 +20,8 @@ pub const HEADROOM_DISPLAY: ByteSize = ByteSize(3 << 30);
 pub const STEP: ByteSize = ByteSize(512 * MIB);
 /// Least size that is worth a device.
 pub const LEAST: ByteSize = ByteSize(256 * MIB);
-/// Memory that a daemon without a backing takes beyond its size, for writes under way. It is 1.25
-/// MiB for each connection and thread, of which `weir on` makes at most 14.
+/// Memory that a daemon without a backing takes beyond its device's size, for writes under way. It
+/// is 1.25 MiB for each connection and thread, of which `weir on` makes at most 14.
 const UNDER_WAY: ByteSize = ByteSize(32 * MIB);
 
 /// A card's memory.

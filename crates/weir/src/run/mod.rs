@@ -70,8 +70,8 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
 }
 
 /// Waits for the program, then for the processes that it left in the background, whose pages the
-/// daemon has too. Passes a signal to end on to them. They get a terminal's signals from the
-/// terminal itself.
+/// daemon has too. Passes a signal to end on to all of these. A terminal sends its own signals to
+/// them by itself.
 fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
     let keeper = daemon.pid();
     let handle = signals.handle();

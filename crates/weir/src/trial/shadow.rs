@@ -2,7 +2,7 @@
 //!
 //! A written page names its number and its generation in its first 16 bytes. The rest follows from
 //! both and the run's seed. So the shadow needs four bytes a page, and can tell which page and
-//! version a wrong answer is.
+//! which version of it a wrong answer contains.
 
 use std::fmt;
 use weir_core::{PAGE_SIZE, PageBytes};
