@@ -97,8 +97,8 @@ impl Programs {
     /// Fails when no pager of the process is connected, or the pager has not read earlier orders.
     pub fn order(&self, pid: u32, order: Order) -> Result<(), Error> {
         let mut all = lock(&self.all);
-        // A process may have a new connection after an exec, while the end of the old one is
-        // unnoticed. So search from the newest.
+        // A process may have a new connection after an exec, before the end of the old one is
+        // noticed. So search from the newest.
         let Some(bound) = all.iter_mut().rev().find(|bound| bound.pid == pid) else {
             return Err(unbound(pid));
         };
@@ -139,8 +139,8 @@ fn run(listener: &OwnedFd, all: &Mutex<Vec<Bound>>, environment: &Environment) {
             match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => {
                     let mut all = lock(all);
-                    // If the list is full, the pager is disconnected, and its process stays
-                    // bounded.
+                    // If the list is full, disconnect the pager. Its process stays bounded all the
+                    // same.
                     let has_room = all.len() < PROGRAMS_MOST;
                     all.extend(Bound::new(socket, now).filter(|_| has_room));
                 }

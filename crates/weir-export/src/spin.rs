@@ -17,8 +17,8 @@ const LEAST: Duration = Duration::from_micros(2);
 /// Number of pause instructions between two looks; half a microsecond or so.
 const PAUSES: u32 = 16;
 
-/// A thread that spins for longer than this yields its processor to any other thread. By then a
-/// sleep would have cost no more.
+/// A thread that spins for longer than this yields its processor to any other thread. By then the
+/// spin has cost as much as a sleep.
 const POLITE: Duration = Duration::from_micros(200);
 
 /// Limits how many threads spin at once.

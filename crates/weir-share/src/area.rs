@@ -83,9 +83,9 @@ pub struct Window {
     bytes: usize,
 }
 
-// SAFETY: an address range of the process, which belongs to no thread; it is only read.
+// SAFETY: the value is an address range that belongs to no thread; the memory is only read.
 unsafe impl Send for Window {}
-// SAFETY: an address range of the process, which belongs to no thread; it is only read.
+// SAFETY: the value is an address range that belongs to no thread; the memory is only read.
 unsafe impl Sync for Window {}
 
 impl Window {

@@ -187,8 +187,8 @@ pub struct Completed {
     /// The tag of the submission.
     pub tag: u32,
     /// 0, or a negative errno. -EIO: the page cannot be read. -ENOBUFS: the client holds every
-    /// frame. -EINVAL: there is no such page. -EBADF: the client does not hold the token, or it
-    /// stands for a page of a window. -EROFS: only reading is allowed.
+    /// frame. -EINVAL: there is no such page. -EBADF: the client does not hold the token, or the
+    /// token stands for a page of a window. -EROFS: only reading is allowed.
     pub status: i32,
     /// The token of the page or frame that the completion hands out, if any.
     pub token: u32,

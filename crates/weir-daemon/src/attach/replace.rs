@@ -214,7 +214,7 @@ mod tests {
             };
             let served = count(|connection| connection.is_served);
             let read = if self.are_seen { count(|connection| connection.reader.is_some()) } else { served };
-            // The connections of another device are there all the time.
+            // The connections of other devices never change.
             Look { served: served + self.others, read: read + self.others, own: Some(read) }
         }
 

@@ -387,9 +387,9 @@ impl Volume {
             pages,
             stored: status.stored,
             filled: status.filled,
-            // Lanes change the counts while this thread reads one after another. So stored and
-            // filled pages together may exceed the device, and the difference must not fall below
-            // zero.
+            // Lanes change the counts while this thread reads one count after another. So the
+            // stored and the filled pages may seem to be more than the device has. Then the
+            // difference is zero.
             free: pages.saturating_sub(status.stored + status.filled),
             map_bytes,
             compress: Compress::of(status),
@@ -403,8 +403,8 @@ impl Compress {
         if compression.is_none() && packed == 0 {
             return None;
         }
-        // Lanes change these counts while this thread reads one after another. So the difference
-        // must not fall below zero.
+        // Lanes change these counts while this thread reads one count after another. Where the
+        // difference would fall below zero, it is zero.
         let slots = (stored + packs).saturating_sub(packed);
         Some(Compress {
             algorithm: compression.map_or_else(|| "none".to_owned(), |algorithm| algorithm.to_string()),

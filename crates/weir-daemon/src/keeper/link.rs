@@ -181,8 +181,8 @@ impl Link {
         send(&self.0.socket, "ending", None)
     }
 
-    /// Tells the keeper that the daemon was told to end and stays, because it is in use. If it
-    /// dies, the keeper must start another.
+    /// Tells the keeper that the daemon was told to end but stays, because its device is in use. If
+    /// the daemon dies later, the keeper must start another.
     pub fn staying(&self) -> io::Result<()> {
         send(&self.0.socket, "staying", None)
     }

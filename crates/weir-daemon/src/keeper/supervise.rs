@@ -141,8 +141,8 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         (keeper.set_aside, keeper.lacks) = (Vec::new(), false);
         let born = Instant::now();
         let life = match keeper.one_life(programs.next(), programs.failed()) {
-            // The new program does not start: perhaps the upgrade has written only a part of its
-            // file so far. So start the keeper's own program.
+            // The new program does not start: perhaps the upgrade has not written all of its file
+            // yet. So start the keeper's own program.
             Err(_) if programs.is_new() => {
                 programs.give_up();
                 continue;
@@ -525,8 +525,8 @@ fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> 
 }
 
 /// Raises the limit of open files. Each chunk of a GPU's memory takes a descriptor in the keeper,
-/// and two or more in the daemon, which inherits the limit. If the system denies it, the daemon
-/// fails later, at the descriptor that is one too many.
+/// and two or more in the daemon, which inherits the limit. If the system denies the higher limit,
+/// the daemon fails later, when it needs more descriptors than the old limit allows.
 fn open_many_files() {
     let limit = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });

@@ -195,7 +195,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                         Ok(ending) => return Some(ending),
                         Err(errno) => Err(errno),
                     },
-                    // Nothing to do yet: the loop looks at the bell once it has answered the other
+                    // Do nothing here: the loop looks at the bell once it has answered the other
                     // requests.
                     ring::Event::Bell => Ok(()),
                     ring::Event::Gone(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED) => {

@@ -20,7 +20,7 @@ pub(super) const CHUNK_MAX: u32 = 256 << 10;
 /// page.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
 /// Number of pages that reads under way may fill. They are enough for a request of 1 MiB at any
-/// offset, and for one more piece, which is read while an earlier one is sent. The connection
+/// offset, and for one more piece: while a piece is sent, the next one is read. The connection
 /// itself has [`SPAN_MAX`] of these pages, and it borrows the others.
 pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
 const LOANS: usize = 4;
@@ -276,7 +276,8 @@ impl Flight {
     }
 }
 
-/// A read's memory is its pages. Writes have none here: their bytes come in pieces.
+/// The memory of a read is its pages in this table. A write has no memory here, since its bytes
+/// come in pieces.
 impl RequestMemory for Flight {
     fn data(&self, _id: Id) -> &[u8] {
         &[]

@@ -416,7 +416,7 @@ impl Porter {
             let pause = self.paused.map(|until| until.saturating_duration_since(Instant::now()));
             add(&self.desk.stats.sleeps, 1);
             let wait = [stalled, greeting, pause].into_iter().flatten().min();
-            // An error needs no answer: the thread looks at the rings and sockets next in any case.
+            // Ignore an error: the thread looks at the rings and sockets next in any case.
             let _ = self.requests.sleep(Some(self.epoll.as_fd()), wait);
         }
         sessions().for_each(|session| session.set_asleep(false));

@@ -50,9 +50,10 @@ impl RequestMemory for Frames<'_> {
     fn fetch(&mut self, id: Id) {
         let asked = &self.asked[usize::from(id)];
         if let Some(area) = (self.area)(asked) {
-            // SAFETY: the frame lies in this area, as its place came from the table, and frames are
-            // page-aligned. The client may write it meanwhile: then the copy is a mixture of its
-            // bytes, which harms only the client. The copy is what is stored.
+            // SAFETY: the frame lies in this area, since its number came from the token table, and
+            // frames are page-aligned. The client may write the frame meanwhile: then the copy is a
+            // mixture of old and new bytes, which harms only the client. The copy is what is
+            // stored.
             unsafe { copy::page_from_shared(self.scratch, area.frame(asked.frame).cast()) };
         }
     }

@@ -125,8 +125,8 @@ impl Mount {
         &self.point
     }
 
-    /// Unmounts the file system. A program that has a file open there keeps it until the connection
-    /// ends.
+    /// Unmounts the file system. A program that has a file open there keeps the file until the
+    /// connection ends.
     ///
     /// # Errors
     /// Fails with the system's error.
@@ -266,8 +266,7 @@ fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
 struct Mounted {
     /// The type of the file system.
     kind: String,
-    /// The minor number of the file system's device, which is the kernel's number of a FUSE
-    /// connection.
+    /// The minor number of the file system's device. The kernel numbers FUSE connections by it.
     device: u32,
 }
 

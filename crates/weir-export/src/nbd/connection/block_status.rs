@@ -36,8 +36,8 @@ impl<L: PageLane> Connection<'_, L> {
 }
 
 /// The extent that begins at `start`: the offset of its end, and the flags of all its pages. A
-/// page's flags may change between two looks. So the first page is looked at only once, and the
-/// extent is never empty.
+/// page's flags may change between two looks. A second look at the first page could find other
+/// flags, and make the extent empty. So that page is looked at only once.
 fn next_extent(start: u64, end: u64, flags: impl Fn(u64) -> u32) -> (u64, u32) {
     let (mut page, kind) = (start / PAGE_SIZE as u64, flags(start / PAGE_SIZE as u64));
     loop {

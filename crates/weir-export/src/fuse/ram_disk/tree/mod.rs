@@ -84,8 +84,8 @@ struct File {
 struct Directory {
     parent: u64,
     names: BTreeMap<Box<[u8]>, Entry>,
-    /// The names in the order of their age. So a listing can go on at the same point after names
-    /// have been added or removed.
+    /// The names in the order in which they were added. So a listing can go on at the same point
+    /// after names have been added or removed.
     order: BTreeMap<u64, Box<[u8]>>,
     /// The next name's number; 1 and 2 are `.` and `..`.
     next: u64,
