@@ -242,8 +242,9 @@ fn last_of(text: &str) -> Option<String> {
 
 /// Ends a daemon, and removes its files. Nothing may use its device any more.
 ///
-/// # Errors Fails when the daemon does not end in time. The daemon is not killed then: a person
-/// should look first.
+/// # Errors
+/// Fails when the daemon does not end in time. The daemon is not killed then: a person should look
+/// first.
 pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
     // End the unit by its process, because it refuses `systemctl stop`.
     if let Some(process) = process.or_else(|| unit.and_then(main_process)) {
