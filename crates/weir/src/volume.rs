@@ -30,7 +30,12 @@ pub fn run(command: VolumeCommand) -> Result<(), Failure> {
 
 fn change(control: &Control, request: Request, did: &str) -> Result<(), Failure> {
     let mut shown = Shown::new("discarding", |far, left| eprintln!("discarding: {far}{left}"));
-    let outcome = control::ask_for(&control.socket(), request, |far| shown.show(far.bytes, far.total_bytes));
+    let outcome = control::ask_for(&control.socket(), request, |far| {
+        // Until pages are discarded, the daemon only says that it goes on.
+        if far.total_bytes > 0 {
+            shown.show(far.bytes, far.total_bytes);
+        }
+    });
     drop(shown);
     outcome.map_err(failure::of)?;
     println!("{did}");

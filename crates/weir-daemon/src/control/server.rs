@@ -11,13 +11,19 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
+use std::time::Duration;
 use weir_core::chain;
 use weir_pager::link::Order;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// Largest number of long requests at a time. Each has a thread that waits for the worker.
 const LONG_MOST: usize = 16;
+
+/// Longest silence towards the client of a long request. The client would give up after
+/// [`PATIENCE`], though the request goes on.
+const SAY_EVERY: Duration = Duration::from_secs(1);
 
 /// A listening control socket. Dropping it removes the socket from the file system.
 #[derive(Debug)]
@@ -119,7 +125,9 @@ fn acknowledge(client: &UnixStream, done: Result<(), String>) -> io::Result<()> 
     }
 }
 
-/// Runs `work` on a thread of its own, which sends the client its progress and its outcome.
+/// Runs `work` on a thread of its own. Another thread sends the client the progress and the
+/// outcome. While there is no news, it says the last progress again: the work may wait for other
+/// work, or for a slow keeper.
 fn at_length(
     client: UnixStream,
     long: &Arc<AtomicUsize>,
@@ -136,12 +144,29 @@ fn at_length(
         let error = format!("{LONG_MOST} such requests are under way; wait for one of them");
         return write_line(&client, &Refusal { schema: SCHEMA, error });
     }
+    let (tell, news) = channel();
+    // The work goes on even if the client has gone, and nobody hears of it.
+    let say = move || {
+        let mut last = Progress { bytes: 0, total_bytes: 0, pages: 0 };
+        loop {
+            let line = match news.recv_timeout(SAY_EVERY) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Timeout) => Line::Progress(last),
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
+            if let Line::Progress(progress) = &line {
+                last = *progress;
+            }
+            if write_line(&client, &Reply { schema: SCHEMA, line }).is_err() {
+                return;
+            }
+        }
+    };
+    thread::Builder::new().name("weir-control-say".into()).spawn(say)?;
     thread::Builder::new().name("weir-control-job".into()).spawn(move || {
         let _ended = ended;
-        let say = |line| write_line(&client, &Reply { schema: SCHEMA, line });
-        // The work goes on even if the client has gone.
-        let outcome = work(&mut |progress| drop(say(Line::Progress(progress))));
-        let _ = say(outcome.map_or_else(|error| Line::Error(chain(&error)), Line::Result));
+        let outcome = work(&mut |progress| drop(tell.send(Line::Progress(progress))));
+        let _ = tell.send(outcome.map_or_else(|error| Line::Error(chain(&error)), Line::Result));
     })?;
     Ok(())
 }
@@ -161,5 +186,30 @@ fn parse(line: &str) -> Result<Request, String> {
         }
         Some(schema) => Err(format!("schema {schema} is not spoken here; use {SCHEMA}")),
         None => Err(format!("the request names no schema; use {SCHEMA}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_hears_of_work_that_says_nothing_before_its_patience_ends() {
+        let (server, client) = UnixStream::pair().expect("sockets");
+        client.set_read_timeout(Some(PATIENCE)).expect("a time");
+        let (go_on, wait) = channel();
+        let moved = Moved { bytes: 7, left_bytes: 0, pages: 0, seconds: 0.0 };
+        let work = move |_: &mut dyn FnMut(Progress)| {
+            wait.recv().expect("the test lets it go on");
+            Ok(moved)
+        };
+        at_length(server, &Arc::default(), work).expect("threads");
+        let mut lines = BufReader::new(&client).lines().map(|line| {
+            let reply: Reply = serde_json::from_str(&line.expect("a line in time")).expect("a reply");
+            reply.line
+        });
+        assert_eq!(lines.next(), Some(Line::Progress(Progress { bytes: 0, total_bytes: 0, pages: 0 })));
+        go_on.send(()).expect("the work waits");
+        assert_eq!(lines.find(|line| !matches!(line, Line::Progress(_))), Some(Line::Result(moved)));
     }
 }
