@@ -6,13 +6,15 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_volume::{Mover, Removal, Volume};
 
 /// Number of pages that are discarded in a row. The slots of these pages become free afterwards.
 const PAGES_AT_ONCE: u32 = 4096;
+/// Time for which one run discards pages. Then other jobs run: a card's owner may wait for memory.
+const TURN: Duration = Duration::from_millis(5);
 /// Time between two looks at whether the daemon stops.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -44,16 +46,26 @@ impl Work for Discard {
     type Pointer = Arc<Discard>;
 
     fn run(this: Arc<Discard>) {
-        let work = this.work.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some((mut removal, ended)) = work else { return };
+        let begun = Instant::now();
+        let mut work = this.work.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((removal, _)) = &mut *work else { return };
         let mut has_ended = false;
         this.by.with_mover(&mut |mover| {
             while !has_ended && !this.by.is_stopping() {
-                has_ended = mover.remove(&mut removal, PAGES_AT_ONCE);
+                has_ended = mover.remove(removal, PAGES_AT_ONCE);
                 this.left.store(removal.pages_left(), Ordering::Relaxed);
+                if begun.elapsed() >= TURN {
+                    break;
+                }
             }
         });
-        if has_ended {
+        let goes_on = !has_ended && !this.by.is_stopping();
+        if goes_on && this.by.queue().schedule(&this) {
+            return;
+        }
+        if let Some((removal, ended)) = work.take()
+            && has_ended
+        {
             // The caller of `discard` may have left because the daemon stops.
             let _ = ended.send(removal);
         }
@@ -89,4 +101,70 @@ pub fn discard(
 /// The error of a change that the daemon's end has interrupted.
 pub fn stopping() -> Error {
     Error::new(ErrorKind::Refused, "the daemon is stopping, so the volume does not change now")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::OnceLock;
+    use weir_store::Host;
+    use weir_volume::{Config, Pool};
+
+    /// A thread that takes longer than a turn for each run, and gets another job in its first run.
+    #[derive(Debug)]
+    struct Slow {
+        queue: Queue,
+        pool: Arc<Pool>,
+        job: Arc<Job>,
+    }
+
+    /// A job that notes how much room the pool has when it runs.
+    #[derive(Debug)]
+    struct Job {
+        item: Item<Job>,
+        pool: Arc<Pool>,
+        room: OnceLock<u32>,
+    }
+
+    has_item!(Job, item);
+
+    impl Work for Job {
+        type Pointer = Arc<Job>;
+
+        fn run(this: Arc<Job>) {
+            let _ = this.room.set(this.pool.free_pages());
+        }
+    }
+
+    impl Discarders for Slow {
+        fn queue(&self) -> &Queue {
+            &self.queue
+        }
+
+        fn with_mover(&self, of: &mut dyn FnMut(&mut Mover)) {
+            if self.job.room.get().is_none() {
+                self.queue.schedule(&self.job);
+            }
+            std::thread::sleep(TURN);
+            of(&mut self.pool.mover().expect("a lane"));
+        }
+
+        fn is_stopping(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn another_job_runs_before_a_long_removal_ends() {
+        let config = Config { pages: 3 * PAGES_AT_ONCE, lanes: 1, depth: 4 };
+        let host = Host::new(config.slots()).expect("memory");
+        let pool = Pool::create(config, vec![Arc::new(host)]).expect("a pool");
+        let volume = pool.volume(config.pages).expect("room");
+        let removal = volume.shrink(0, |_| Ok(())).expect("nobody has it");
+        let queue = Queue::builder().name("weir-worker").shards(1).start().expect("a thread");
+        let job = Arc::new(Job { item: Item::new(), pool: Arc::clone(&pool), room: OnceLock::new() });
+        let slow = Arc::new(Slow { queue, pool: Arc::clone(&pool), job: Arc::clone(&job) });
+        assert!(discard(slow, removal, &mut |_| {}).expect("it ends").is_none());
+        assert_eq!((job.room.get(), pool.free_pages()), (Some(&0), 3 * PAGES_AT_ONCE));
+    }
 }
