@@ -309,7 +309,7 @@ impl Workers {
         let held = self.chunks(ChunkState::Held, job.only);
         let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
         let spare = bytes(self.volume.spare_slots());
-        let device = ByteSize(self.volume.bytes());
+        let device = ByteSize(bytes(self.volume.pool().pages()));
         let wanted = match job.bytes {
             Some(wanted) if job.only.is_some() => {
                 upto(&held, |sum, next| sum < wanted && sum + next.bytes() <= spare)
@@ -546,7 +546,7 @@ mod tests {
     use crate::environment::tests::{Quick, quiet};
     use std::time::{Duration, Instant};
     use weir_store::{Host, OpenError, Reclaim, Sim, SimUrl, State};
-    use weir_volume::Config;
+    use weir_volume::{Config, Pool};
 
     const MIB: u64 = 1 << 20;
     const CHUNK: u64 = 4 * MIB;
@@ -764,6 +764,21 @@ mod tests {
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
         refused(&workers, JobKind::Sleep);
         assert_eq!(workers.chunk_counts(CARD), (3, 1));
+        workers.stop();
+    }
+
+    #[test]
+    fn a_refused_give_back_names_what_all_volumes_need() {
+        let mut config = Config { pages: 1, lanes: super::super::lanes(quiet().processors), depth: 4 };
+        let url = SimUrl { size: ByteSize(4 * CHUNK), chunk: Some(ByteSize(CHUNK)), ..SimUrl::default() };
+        config.pages = (4 * CHUNK / PAGE_SIZE as u64) as u32 - config.slack();
+        let store = Sim::open(url).expect("memory");
+        let pool = Pool::create(config, vec![Arc::new(store)]).expect("a pool");
+        let [own, _other] = [1, config.pages - 1].map(|pages| pool.volume(pages).expect("room"));
+        let workers = Workers::start(&own, &[true], &quiet()).expect("threads");
+        let needs = format!("the device of {} needs all", ByteSize(bytes(config.pages)));
+        let why = refused(&workers, JobKind::GiveBack);
+        assert!(why.contains(&needs), "{why}");
         workers.stop();
     }
 
