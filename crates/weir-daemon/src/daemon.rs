@@ -113,6 +113,7 @@ impl Daemon {
         let mut stages = keeper.as_ref().map_or_else(Stages::default, |(_, held)| held.stages());
         let volumes = pages::open(&volume_options, reborrow(&mut keeper), &mut stages, start, log)?;
         let volumes = Arc::new(volumes);
+        volumes.mind(&attachments);
         let volume = Arc::clone(volumes.own());
         if options.swap {
             fit_for_swap(&volume)?;

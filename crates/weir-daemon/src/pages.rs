@@ -318,12 +318,14 @@ fn pages(size: ByteSize) -> Result<u32, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attach::{Attachment, Attachments};
     use crate::environment::tests::quiet;
     use crate::keeper::played::Keeper;
     use crate::keeper::write_note;
     use crate::volumes::VOLUMES_MOST;
     use crate::worker::{self, Worker};
     use std::ops::Range;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use weir_core::{PageBytes, PageNo, chain};
     use weir_store::Progress;
 
@@ -479,6 +481,70 @@ mod tests {
         worker.stop();
         let stopping = volumes.remove("v1", &worker, &mut |_| {}).expect_err("nobody discards its pages");
         assert!(stopping.to_string().starts_with("the daemon is stopping, so the volume"), "{stopping}");
+    }
+
+    #[test]
+    fn clients_find_a_volume_while_its_removal_is_refused_and_while_it_grows() {
+        let keeper = Keeper::default();
+        let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
+        let worker = worker(&volumes);
+        volumes.create("a", size(1), &worker).expect("there is room");
+        let _held = volumes.find(b"a").expect("it is there");
+        let stop = AtomicBool::new(false);
+        let missed = std::thread::scope(|scope| {
+            let look = || {
+                let mut missed = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    missed += u32::from(volumes.find(b"a").is_none());
+                }
+                missed
+            };
+            let looks = scope.spawn(look);
+            for pages in 2..500 {
+                for _ in 0..100 {
+                    volumes.remove("a", &worker, &mut |_| {}).expect_err("it is in use");
+                }
+                volumes.resize("a", size(pages), &worker, &mut |_| {}).expect("there is room");
+            }
+            stop.store(true, Ordering::Relaxed);
+            looks.join().expect("no panic")
+        });
+        assert_eq!(missed, 0);
+    }
+
+    #[test]
+    fn a_volume_with_an_attached_device_keeps_its_pages_though_the_device_has_no_connection() {
+        let keeper = Keeper::default();
+        let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
+        let worker = worker(&volumes);
+        for name in ["a", "b"] {
+            volumes.create(name, size(50), &worker).expect("there is room");
+        }
+        let device = Attachment {
+            device: 3,
+            address: "unix:/run/weir/nbd.sock".into(),
+            name: "a".into(),
+            connections: 1,
+            request_timeout: 5,
+            reconnect_timeout: 600,
+        };
+        let log: Log = Arc::new(|_, _| {});
+        let note = write_note(&[device]).expect("memory");
+        let attachments = Attachments::new(None, Some(note), &log);
+        volumes.mind(&attachments);
+        type Change<'a> = &'a dyn Fn(&str) -> Result<(), Error>;
+        let changes: [Change<'_>; 2] =
+            [&|name| volumes.resize(name, size(40), &worker, &mut |_| {}), &|name| {
+                volumes.remove(name, &worker, &mut |_| {})
+            }];
+        for change in changes {
+            let said = change("a").expect_err("it has a device").to_string();
+            assert_eq!(said, "volume a is attached as /dev/nbd3; run weir detach /dev/nbd3, then try again");
+            change("b").expect("it has none");
+        }
+        volumes.resize("a", size(60), &worker, &mut |_| {}).expect("it grows");
+        attachments.detached(3).expect("it is on the list");
+        volumes.remove("a", &worker, &mut |_| {}).expect("it has none any more");
     }
 
     #[test]

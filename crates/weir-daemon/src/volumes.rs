@@ -5,6 +5,7 @@
 //! a volume off its list before the volume's first page is discarded. So if a daemon dies between
 //! two steps, pages of no volume may be left, and the next daemon drops them.
 
+use crate::attach::Attachments;
 use crate::control::{NamedVolume, Progress};
 use crate::error::{Error, ErrorKind};
 use crate::keeper::{Link, write_note};
@@ -13,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_export::nbd::{Export, Exports};
 use weir_store::OpenError;
@@ -67,6 +68,7 @@ pub struct Volumes {
     /// keeper gets.
     changing: Mutex<()>,
     keeper: Option<Link>,
+    attachments: OnceLock<Arc<Attachments>>,
 }
 
 #[derive(Debug)]
@@ -96,7 +98,14 @@ impl Volumes {
         let mut named = vec![Named::new(name, Arc::clone(&own))];
         named.extend(others.into_iter().map(|(name, volume)| Named::new(&name, volume)));
         let pool = Arc::clone(own.pool());
-        Volumes { pool, own, named: Mutex::new(named), changing: Mutex::new(()), keeper }
+        let (named, changing, attachments) = (Mutex::new(named), Mutex::new(()), OnceLock::new());
+        Volumes { pool, own, named, changing, keeper, attachments }
+    }
+
+    /// From now on, a volume with a device in this list neither shrinks nor goes. Such a device has
+    /// no connection between a daemon's death and the next daemon's work on it.
+    pub fn mind(&self, attachments: &Arc<Attachments>) {
+        let _ = self.attachments.set(Arc::clone(attachments));
     }
 
     /// The daemon's own volume, which lives as long as the daemon.
@@ -186,10 +195,8 @@ impl Volumes {
     pub fn resize(&self, name: &str, size: ByteSize, worker: &Worker, tell: Tell<'_>) -> Result<(), Error> {
         let pages = pages(size)?;
         let _alone = self.alone();
-        let volume = self.take_out(name, "resized")?;
+        let volume = self.changeable(name, "resized")?;
         if pages >= volume.pages() {
-            // Clients may have it meanwhile.
-            self.put_back(name, Some(&volume));
             let old_end = volume.range().end;
             let grown = volume.grow(pages, |range| {
                 self.take(&(old_end..range.end))?;
@@ -197,6 +204,8 @@ impl Volumes {
             });
             return grown.map_err(unmade);
         }
+        drop(volume);
+        let volume = self.take_out(name, "resized")?;
         let shrunk = volume.shrink(pages, |range| self.note_changed(name, Some(&range)));
         let rest = self.shrunk(name, shrunk, worker, tell)?;
         self.put_back(name, rest.as_ref());
@@ -229,19 +238,14 @@ impl Volumes {
             Ok(removal) => worker.discard(removal, tell),
             Err((volume, error)) => {
                 self.put_back(name, Some(&volume));
-                Err(match error {
-                    CreateError::InUse => refused(format!(
-                        "volume {name} is in use; disconnect its clients (weir status counts connections), then try again"
-                    )),
-                    error => unmade(error),
-                })
+                Err(unmade(error))
             }
         }
     }
 
-    /// Takes a volume out of clients' reach, so that it can change.
-    fn take_out(&self, name: &str, change: &str) -> Result<Arc<Volume>, Error> {
-        let mut named = self.named();
+    /// The volume of this name, if it can change.
+    fn changeable(&self, name: &str, change: &str) -> Result<Arc<Volume>, Error> {
+        let named = self.named();
         let Some(at) = named.iter().position(|named| named.name == name) else {
             return Err(refused(format!("there is no volume {name}; weir volume list shows all")));
         };
@@ -252,7 +256,28 @@ impl Volumes {
         }
         // If the volume is not here, an earlier change of it has not ended. Only the end of the
         // daemon interrupts a change.
-        named[at].volume.take().ok_or_else(stopping)
+        named[at].volume.clone().ok_or_else(stopping)
+    }
+
+    /// Takes a volume out of clients' reach, so that it can lose pages. A volume that a client has
+    /// stays in reach of other clients.
+    fn take_out(&self, name: &str, change: &str) -> Result<Arc<Volume>, Error> {
+        let volume = self.changeable(name, change)?;
+        if let Some(device) = self.attachments.get().and_then(|it| it.device_of(name)) {
+            return Err(refused(format!(
+                "volume {name} is attached as {device}; run weir detach {device}, then try again"
+            )));
+        }
+        // Clients get the volume from this list. So while the list is locked, the count is that of
+        // the clients that have the volume, and two: the list and this function.
+        let mut named = self.named();
+        if Arc::strong_count(&volume) > 2 {
+            return Err(refused(format!(
+                "volume {name} is in use; disconnect its clients (weir status counts connections), then try again"
+            )));
+        }
+        named.iter_mut().filter(|named| named.name == name).for_each(|named| named.volume = None);
+        Ok(volume)
     }
 
     fn put_back(&self, name: &str, volume: Option<&Arc<Volume>>) {

@@ -108,6 +108,14 @@ impl Attachments {
         self.list().devices.iter().map(|device| format!("/dev/nbd{}", device.device)).collect()
     }
 
+    /// The first device that is attached by this export name. It may lack its connections for a
+    /// moment: after a crash, or when the kernel has given them up.
+    pub fn device_of(&self, name: &str) -> Option<String> {
+        let list = self.list();
+        let found = list.devices.iter().find(|device| device.name == name);
+        found.map(|found| format!("/dev/nbd{}", found.device))
+    }
+
     /// Names the first device that a program uses, with the command that ends the use. If the
     /// daemon ended now, the device's pages would be lost.
     pub fn in_use(&self) -> Option<String> {
