@@ -169,16 +169,11 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             life => life?,
         };
         tries = 1;
-        programs.short_lives = if born.elapsed() < SHORT_LIFE { programs.short_lives + 1 } else { 0 };
-        let serves = life.was_ready && programs.short_lives < SHORT_LIVES_MOST;
-        if programs.is_new() && !life.is_done && !life.makes_way && !serves {
+        if programs.look_after(&life, born.elapsed()) {
             (log)(
                 Level::Warning,
                 format_args!("the program that is installed now does not serve; starting the one before it"),
             );
-            programs.give_up();
-        } else {
-            programs.look(life.makes_way);
         }
         match life.end {
             End::Exit(0) if life.makes_way => {
@@ -250,6 +245,24 @@ impl Programs {
         }
         let now = Stamp::of(&self.installed);
         self.new = now.filter(|now| self.stamp.as_ref() != Some(now) && self.given_up.as_ref() != Some(now));
+    }
+
+    /// Chooses the program of the daemon after this one, which lived for `lived`. Returns true if
+    /// that gives the new program up.
+    ///
+    /// If the keeper's own program ends before it serves, the new one is tried again. It may have
+    /// been killed by chance, and only it may understand what the keeper holds.
+    fn look_after(&mut self, life: &Life, lived: Duration) -> bool {
+        self.short_lives = if lived < SHORT_LIFE { self.short_lives + 1 } else { 0 };
+        let serves = life.was_ready && self.short_lives < SHORT_LIVES_MOST;
+        let gives_up = self.is_new() && !life.is_done && !life.makes_way && !serves;
+        if gives_up {
+            self.give_up();
+        } else {
+            let refuses = !life.was_ready && matches!(life.end, End::Exit(_));
+            self.look(life.makes_way || refuses);
+        }
+        gives_up
     }
 
     fn is_new(&self) -> bool {
@@ -597,6 +610,33 @@ mod tests {
         assert_eq!(error.to_string(), "a bug in the keeper, reported above");
         keeper.kept.clear();
         assert_eq!(keeper.one_life(Path::new("/bin/true"), false).unwrap().end, End::Exit(0));
+    }
+
+    #[test]
+    fn a_new_program_that_was_given_up_is_tried_again_if_the_one_before_it_does_not_serve() {
+        let installed = std::env::temp_dir().join(format!("weir-installed-{}", std::process::id()));
+        std::fs::write(&installed, "a program").unwrap();
+        let mut programs = Programs {
+            own: PathBuf::from("/proc/self/exe"),
+            installed: installed.clone(),
+            stamp: None,
+            new: None,
+            given_up: None,
+            short_lives: 0,
+        };
+        programs.look(false);
+        let mut after = |was_ready, end| {
+            let gives_up = programs.look_after(&Life { was_ready, end, ..Life::begun() }, SHORT_LIFE);
+            (gives_up, programs.next() == installed)
+        };
+        // The new program is killed early. The one before it serves, and dies.
+        assert_eq!(after(false, End::Signal(9)), (true, false));
+        assert_eq!(after(true, End::Signal(9)), (false, false));
+        // That one is killed early too, which says nothing about it. Then it refuses what it gets.
+        assert_eq!(after(false, End::Signal(9)), (false, false));
+        assert_eq!(after(false, End::Exit(1)), (false, true), "the new one is tried again");
+        assert_eq!(after(false, End::Exit(1)), (true, false));
+        std::fs::remove_file(&installed).unwrap();
     }
 
     #[test]
