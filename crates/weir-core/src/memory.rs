@@ -223,11 +223,21 @@ impl Memory {
     /// Locks a part of the mapping: its pages stay in RAM once they are populated. If that is not
     /// allowed, counts the part as unlocked. Callers lock only parts that have pages, since the
     /// whole part counts against `RLIMIT_MEMLOCK`.
+    ///
+    /// The kernel splits a mapping at each end of a locked part, and a process may have 65,530
+    /// mappings. So whole units are locked, as long as the limit allows that, and stay locked.
     fn lock(&self, offset: usize, bytes: usize) {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
-        // SAFETY: the range is inside the mapping, and locking changes no content.
-        let locked =
-            unsafe { rustix::mm::mlock_with(self.as_ptr().add(offset).cast(), bytes, MlockFlags::ONFAULT) };
+        let lock = |start: usize, end: usize| {
+            // SAFETY: the range is inside the mapping, and locking changes no content.
+            unsafe {
+                rustix::mm::mlock_with(self.as_ptr().add(start).cast(), end - start, MlockFlags::ONFAULT)
+            }
+        };
+        let end = offset + bytes;
+        let unit = (self.bytes / 1000).next_multiple_of(LOCK_UNIT_LEAST).max(LOCK_UNIT_LEAST);
+        let units = (offset / unit * unit, end.next_multiple_of(unit).min(self.bytes));
+        let locked = lock(units.0, units.1).or_else(|_| lock(offset, end));
         if locked.is_err() && !locks_all_memory() {
             self.unlocked.fetch_add(bytes as u64, Ordering::Relaxed);
             UNLOCKED.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -320,6 +330,10 @@ pub fn unlocked() -> u64 {
 }
 
 static UNLOCKED: AtomicU64 = AtomicU64::new(0);
+
+/// Parts of a memory are locked in units of a thousandth of it, and of this many bytes at least. So
+/// a page map of 16 GiB becomes about a thousand mappings at most, whichever parts are taken.
+const LOCK_UNIT_LEAST: usize = 1 << 20;
 
 /// A function that long work calls with its progress: bytes done, and bytes in total. If the
 /// function returns an error, the work stops.
@@ -440,6 +454,31 @@ fn whole_pages(bytes: usize) -> io::Result<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Number of mappings of this process that begin within a memory.
+    fn mappings(memory: &Memory) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let within = memory.as_ptr() as usize..memory.as_ptr() as usize + memory.len();
+        let starts =
+            maps.lines().map(|line| usize::from_str_radix(line.split('-').next().unwrap(), 16).unwrap());
+        starts.filter(|start| within.contains(start)).count()
+    }
+
+    #[test]
+    fn parts_that_come_and_go_all_over_a_memory_do_not_use_up_the_mappings_of_the_process() {
+        let memory = Memory::sparse("weir-test", 256 << 20).unwrap();
+        let next = Memory::adopt(memory.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        for part in 0..2048 {
+            let offset = part * 631 % 2048 * (128 << 10);
+            memory.take_more(offset, 4096).unwrap();
+            next.populate_again(offset, 4096).unwrap();
+            memory.punch(offset, 4096).unwrap();
+        }
+        assert!(memory.is_locked() || unlocked() > 0);
+        for memory in [&memory, &next] {
+            assert!(mappings(memory) <= 512, "{} mappings", mappings(memory));
+        }
+    }
 
     #[test]
     fn shared_memory_is_seen_by_a_second_mapping_and_outlives_the_first() {

@@ -269,12 +269,16 @@ fn volumes_come_and_go_under_load_and_through_kills_and_no_page_shows_in_another
         .into_iter()
         .for_each(same);
     assert_eq!(after["read"]["corrupt"], 0);
+    let keeper = std::fs::read_to_string(format!("/proc/{}/maps", daemon.process.id())).unwrap();
+    let mappings = keeper.lines().count();
+    assert!(mappings < 2000, "the keeper has {mappings} mappings");
     let operations = operations.into_inner();
     println!("{operations} operations on up to {most} volumes, {kills} kills; seed {seed}");
     println!("figure: volumes mismatches 0 lower 0");
     println!("figure: volumes operations {operations} higher");
     println!("figure: volumes at_once {most} higher");
     println!("figure: volumes kills {kills} higher");
+    println!("figure: volumes keeper_mappings {mappings} lower");
     println!("figure: volumes grown_kib {grown} lower");
     assert!(grown < 4 << 10, "a daemon's memory grew by {grown} KiB");
     assert_eq!(daemon.terminate(), Some(0));
