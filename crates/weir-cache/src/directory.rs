@@ -359,8 +359,9 @@ impl Directory {
         queues.into_iter().find_map(|young| self.sweep(first, young))
     }
 
-    /// Moves the clock hand of a set's young or old pages on, until it finds a frame whose page may
-    /// leave.
+    /// Finds a frame of a set whose page may leave. Each set has two clock hands: one for pages
+    /// that came lately (young), one for pages that were used again (old). This advances one of
+    /// them.
     fn sweep(&self, first: Frame, young: bool) -> Option<(Frame, Entry)> {
         let shift = if young { 0 } else { 8 };
         let hand = u32::from(self.load(first).ghost() >> shift) % WAYS;

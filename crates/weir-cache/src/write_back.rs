@@ -114,7 +114,7 @@ enum MemberState {
     Ready,
     /// The page's write to the home is under way.
     Writes,
-    /// The page was written, or could not be read or written.
+    /// The write-back has ended for this page, with success or with an error.
     Done,
 }
 

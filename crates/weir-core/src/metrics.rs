@@ -103,8 +103,8 @@ impl Distribution {
     }
 }
 
-/// The value that `share` (0 to 1) of all values did not exceed. `buckets` has the values with
-/// their counts, in rising order. `None` if there are no values.
+/// The quantile `share` (0 to 1): the value that this share of all values did not exceed. `buckets`
+/// has the values with their counts, in rising order. `None` if there are no values.
 pub fn quantile(buckets: impl Iterator<Item = (u64, u64)> + Clone, share: f64) -> Option<u64> {
     let all: u64 = buckets.clone().map(|(_, count)| count).sum();
     let rank = (all as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;

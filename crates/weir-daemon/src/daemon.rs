@@ -30,8 +30,8 @@ use weir_volume::Volume;
 /// Time that requests under way may take when the daemon stops.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Longest wait for a program that has the device open. udev looks at a written device for about a
-/// second.
+/// Longest wait for a program that has the device open. Such a program may be udev, which opens a
+/// device for about a second after somebody has written to it.
 const LET_GO: Duration = Duration::from_secs(10);
 /// Pause between two tries to remove the device.
 const TRY: Duration = Duration::from_millis(250);

@@ -85,7 +85,7 @@ pub mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// The surroundings on this machine, without a log.
+    /// The environment of this machine, whose log lines go nowhere.
     pub fn quiet() -> Environment {
         let log: Log = Arc::new(|_, _| {});
         Environment::of_machine(&log)

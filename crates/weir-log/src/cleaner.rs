@@ -581,7 +581,7 @@ impl Drop for Cleaner {
         if let Some(durable) = &self.log.durable
             && let Some(number) = durable.asked()
         {
-            // Only the cleaner commits, so a flush that waits gets its error here.
+            // Only the cleaner commits, and it ends here. So a flush that waits for a commit fails.
             durable.answer(number, Err(Fault::Io(EIO)));
         }
     }

@@ -1,4 +1,5 @@
-//! The record of each segment, in one word and two numbers; the stacks of free segments.
+//! The state of each segment, in one 64-bit word and two more numbers, and the stacks of free
+//! segments.
 //!
 //! ```text
 //!  63              32 31    24 23        8 7 6     5     4        3 2     0

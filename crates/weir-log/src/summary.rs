@@ -126,7 +126,8 @@ impl Rows {
         (self.records.at(at), self.records.at(at + 1))
     }
 
-    /// The two words in a row that hold a place's version; `None`: the log is scratch.
+    /// The two words of a summary's row that hold the version of a place. `None`: the log is
+    /// scratch, and has no versions.
     fn version_words(&self, row: u32, place: u32) -> Option<(&AtomicU32, &AtomicU32)> {
         let at = (row as usize * self.places + place as usize) * self.stride;
         (self.stride == 4).then(|| (self.records.at(at + 2), self.records.at(at + 3)))

@@ -183,10 +183,10 @@ impl Stack {
         let _ = self.head.compare_exchange(asleep(), ptr::null_mut(), Relaxed, Relaxed);
     }
 
-    /// Closes the stack to further pushes. Returns true if the consumer sleeps and the caller must
-    /// wake it. Links in the stack can still be taken. While the consumer takes them, another push
-    /// may yet succeed; its link is taken too. No push succeeds once [`Stack::is_finished`] has
-    /// returned true.
+    /// Marks the stack as closed. Returns true if the consumer sleeps and the caller must wake it.
+    /// Links in the stack can still be taken. To take them, the consumer empties the stack, and the
+    /// mark goes for that moment. A push in that moment succeeds, and its link is taken too. No
+    /// push succeeds once [`Stack::is_finished`] has returned true.
     pub fn close(&self) -> bool {
         let mut head = self.head.load(Relaxed);
         loop {

@@ -11,8 +11,9 @@
 //! +---+--------------------------------------------- +
 //! ```
 //!
-//! A record whose page number is one of the last [`PACKS`] stands for a [pack](crate::pack). The
-//! number tells how many pages the pack has room for, and how many of its pages the map names. The
+//! No volume has the last [`PACKS`] page numbers. A record with one of them stands for a
+//! [pack](crate::pack). The number encodes two counts: the pages that the pack has room for, and
+//! those of its pages that the map names. The
 //! last page that leaves a pack frees its slot.
 //!
 //! The records are the free list as well. A slot is claimed by a compare-and-exchange on its

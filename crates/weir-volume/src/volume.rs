@@ -1,4 +1,5 @@
-//! Volumes: each has a range of its pool's page numbers for itself.
+//! Volumes: each has a range of its pool's page numbers for itself. A [pool](Pool) is the stores
+//! and the page map that several volumes share.
 //!
 //! If a volume's range begins at page `first` of the pool, page `n` of the volume is page `first +
 //! n` of the pool. So a lane translates by one addition, and pages that follow one another in a
@@ -184,8 +185,8 @@ impl Pool {
     /// Fails as [`Volume::lane`] does.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
         let mut lane = Volume::over(self, 0..0).lane()?;
-        // From here on the lane is turned to its own volume without pages, which no later turn
-        // frees.
+        // The volume above has no other owner, so the lane's first turn frees it. That happens
+        // here, and not later on an I/O thread, which must not free memory.
         lane.turn(None);
         Ok(lane)
     }

@@ -157,7 +157,7 @@ struct Way {
 }
 
 impl Way {
-    /// Whether there is no figure of the server.
+    /// Whether the server was not measured this way.
     fn is_empty(&self) -> bool {
         self.per_second.is_empty()
     }

@@ -102,7 +102,7 @@ impl Disks {
     }
 }
 
-/// The disks as a store that others share.
+/// The disks as a store, of which there may be several over the same disks.
 #[derive(Clone, Debug)]
 pub struct DiskStore(pub Arc<Disks>);
 

@@ -14,7 +14,8 @@ pub struct Lease<C> {
     shared_bytes: usize,
 }
 
-/// Bytes that a connection without references takes: those in the table, and its owner's handle.
+/// Bytes that a connection without references takes: its bytes in the table, and the handle by
+/// which its owner knows it.
 pub fn idle_connection_bytes() -> usize {
     Table::<NoCounts>::bytes_per_idle_connection() + size_of::<Connection>()
 }

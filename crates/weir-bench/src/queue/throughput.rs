@@ -14,7 +14,7 @@ use super::{Options, QueueError};
 use crate::report::Runs;
 use crate::steps::Steps;
 
-/// The figures of one design, with one value of each for every round.
+/// The figures of one design. Each figure has one value a round.
 #[derive(Default)]
 pub(super) struct Rounds {
     pub(super) ns: Runs,

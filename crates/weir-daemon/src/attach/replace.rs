@@ -1,11 +1,11 @@
 //! Replaces a device's dead connections, but only once the kernel no longer reads from them.
 //!
-//! A reader that has read the header of a reply may have to wait for the program that sent the
-//! request: that program waits for a processor and holds the request's lock. The reader then reads
-//! the reply's data from the connection's current socket (drivers/block/nbd.c, nbd_handle_reply).
-//! If the connection was replaced meanwhile, another reply begins there, so the page and every
-//! later reply are damaged. A reader that only wakes too late finds that its socket has been freed
-//! (docs/nbd.md).
+//! The kernel has a reader thread for each connection. When it has read the header of a reply, it
+//! takes the lock of the request. The program that sent the request may hold this lock while it
+//! waits for a processor. Then the reader reads the reply's data, from the socket that the
+//! connection has by then (drivers/block/nbd.c, nbd_handle_reply). If the connection was replaced
+//! meanwhile, that socket brings another reply. So the page is wrong, and so is every later reply.
+//! A reader that wakes even later uses a socket that has been freed (docs/nbd.md).
 //!
 //! The kernel picks which dead connection it replaces. So Weir offers a new connection only while
 //! the kernel has no more readers than the server has live connections. Then no reader belongs to a

@@ -240,9 +240,9 @@ pub struct Looks(Mutex<Kept>);
 
 #[derive(Default, Debug)]
 struct Kept {
-    /// The counts from which rates are computed now.
+    /// The counts of an earlier look, from which the present rates are computed.
     then: Look,
-    /// The counts from which rates will be computed, once they are a second old.
+    /// The counts that take their place once these are a second old.
     next: Look,
 }
 

@@ -1,5 +1,5 @@
-//! The loans of the share server, in one token table: loans of frames are counted here, loans of
-//! stores' slots by the volume's lender.
+//! The loans of the share server, in one token table. Loans of frames are counted here. Loans of
+//! stores' slots are counted by the volume's [`Lender`].
 
 use weir_core::Slot;
 use weir_lease::{OwnedCounts, PageCounts, Place};

@@ -429,7 +429,8 @@ impl Backing {
             if at < end {
                 let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(at))?.min(end);
                 let written = hole / PAGE_SIZE as u64 * PAGE_SIZE as u64;
-                // If less than a page is missing, write the whole page, as O_DIRECT requires.
+                // If the hole begins within a page, write that page as a whole: O_DIRECT requires
+                // it.
                 at = if written > at { written } else { at + self.write_zeros(&zeros[..1], at, end)? };
                 watch(at - offset, bytes)?;
             }

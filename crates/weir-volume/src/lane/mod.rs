@@ -475,8 +475,8 @@ impl Lane {
         &self.metrics
     }
 
-    /// Finds the next idle operation. There is none if the pages under way are as many as the
-    /// lane's operations: each page of a run counts, though the run is one operation.
+    /// Finds the next idle operation. There is none if as many pages are under way as the lane can
+    /// have operations. A run is one operation, but each of its pages counts here.
     fn idle_op(&self) -> Option<u32> {
         self.idle_ops.last().copied().filter(|_| self.under_way < self.ops.len())
     }

@@ -101,7 +101,8 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
     }
     let status = loop {
         match child.try_wait().map_err(failed)? {
-            // When the other swapoff ends, the device is off, or this process can try again.
+            // Another swapoff works on the device. Once that has ended, the device is off, or this
+            // process can try again.
             Some(status) if status.code() == Some(ELSEWHERE) && !interrupt::came() => {
                 thread::sleep(LOOK);
                 child = start()?;

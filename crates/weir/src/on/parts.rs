@@ -236,7 +236,7 @@ fn listed(devices: &[PathBuf], many: &str, one: &str) -> String {
     }
 }
 
-/// Opens the journal, if Weir is on and every part is either on or away.
+/// Opens the journal of `weir on`, if Weir is on and every part is either on or away.
 fn open(directory: &Path) -> Result<Journal, Failure> {
     let mut journal = Journal::open(directory)?;
     if journal.state().phase != Phase::On {

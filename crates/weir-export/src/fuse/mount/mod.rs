@@ -17,7 +17,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The programs that mount for users without mount(2).
+/// The programs that mount on behalf of users who may not call mount(2).
 const FUSERMOUNT: [&str; 2] = ["fusermount3", "fusermount"];
 
 /// The second half of the file system's type: `fuse.` comes before it.

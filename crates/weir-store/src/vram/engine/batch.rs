@@ -309,8 +309,8 @@ impl BatchLane {
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
-                // SAFETY: the staging pages lie side by side. The copies into them have ended, and
-                // no new one starts before they are handed over.
+                // SAFETY: the staging pages lie side by side. The copies into these pages have
+                // ended. No new copy into them starts before their operations are handed over.
                 let pages = unsafe {
                     slice::from_raw_parts(
                         self.staging_page(self.finished).cast::<PageBytes>(),
