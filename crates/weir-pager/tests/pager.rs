@@ -563,7 +563,9 @@ fn pages_of_zeros_take_no_room_in_the_store() {
         assert_eq!(memory.read(page), if page % 8 == 0 { content(page) } else { 0 });
     }
     let stats = memory.pager.stats();
-    assert_eq!(stats.zero_pages, stats.writes * (BLOCK_PAGES as u64) * 7 / 8, "{stats:?}");
+    // A block that goes out while the program still fills it has more pages of zeros.
+    assert!(stats.zero_pages >= stats.writes * (BLOCK_PAGES as u64) * 7 / 8, "{stats:?}");
+    assert!(stats.writes > 0, "{stats:?}");
 }
 
 impl Drop for Memory {
