@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind};
 use crate::keeper::{Held, Link, read_note};
 use crate::stages::Stages;
 use crate::start::Start;
-use crate::volumes::{MAP, Noted, VOLUMES, Volumes};
+use crate::volumes::{MAP, Noted, VOLUMES, Volumes, whole_pages};
 use std::fmt::Display;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -306,9 +306,7 @@ fn too_small(slots: u32, config: &Config) -> Error {
 }
 
 fn pages(size: ByteSize) -> Result<u32, Error> {
-    let whole = size.0.is_multiple_of(PAGE_SIZE as u64).then_some(size.0 / PAGE_SIZE as u64);
-    let pages = whole.and_then(|pages| u32::try_from(pages).ok());
-    pages.filter(|pages| (1..=PAGES_MAX).contains(pages)).ok_or_else(|| {
+    whole_pages(size).ok_or_else(|| {
         let what =
             format!("--size cannot be {size}: accepted: a multiple of 4KiB above 0, at most 8TiB less 32MiB");
         Error::new(ErrorKind::Config, what)

@@ -208,7 +208,7 @@ impl Volumes {
         let volume = self.take_out(name, "resized")?;
         let shrunk = volume.shrink(pages, |range| self.note_changed(name, Some(&range)));
         let rest = self.shrunk(name, shrunk, worker, tell)?;
-        self.put_back(name, rest.as_ref());
+        self.put_back(name, rest);
         Ok(())
     }
 
@@ -237,7 +237,7 @@ impl Volumes {
             // If the daemon stops meanwhile, its pages end with it, or the next daemon drops them.
             Ok(removal) => worker.discard(removal, tell),
             Err((volume, error)) => {
-                self.put_back(name, Some(&volume));
+                self.put_back(name, Some(volume));
                 Err(unmade(error))
             }
         }
@@ -280,13 +280,11 @@ impl Volumes {
         Ok(volume)
     }
 
-    fn put_back(&self, name: &str, volume: Option<&Arc<Volume>>) {
-        self.named().iter_mut().filter(|named| named.name == name).for_each(|named| {
-            if let Some(volume) = volume {
-                named.noted = Some(Noted::of(name, &volume.range()));
-            }
-            named.volume = volume.map(Arc::clone);
-        });
+    /// Brings a volume that was taken out back into clients' reach.
+    fn put_back(&self, name: &str, volume: Option<Arc<Volume>>) {
+        if let Some(named) = self.named().iter_mut().find(|named| named.name == name) {
+            named.volume = volume;
+        }
     }
 
     /// Replaces the keeper's list by one in which this volume has another range, or is missing.
@@ -363,10 +361,15 @@ fn check_name(name: &str) -> Result<(), Error> {
     )))
 }
 
-fn pages(size: ByteSize) -> Result<u32, Error> {
+/// The number of pages of a volume of this size, if a volume can have it.
+pub fn whole_pages(size: ByteSize) -> Option<u32> {
     let whole = size.0.is_multiple_of(PAGE_SIZE as u64).then_some(size.0 / PAGE_SIZE as u64);
     let pages = whole.and_then(|pages| u32::try_from(pages).ok());
-    pages.filter(|pages| (1..=PAGES_MAX).contains(pages)).ok_or_else(|| {
+    pages.filter(|pages| (1..=PAGES_MAX).contains(pages))
+}
+
+fn pages(size: ByteSize) -> Result<u32, Error> {
+    whole_pages(size).ok_or_else(|| {
         refused(format!(
             "a volume cannot have {size}: accepted: a multiple of 4KiB above 0, at most 8TiB less 32MiB"
         ))

@@ -97,7 +97,6 @@ impl Nbd {
         let listen: Vec<Listen> =
             nbd.addresses.iter().map(|address| listen(address, identity.as_ref())).collect();
         let config = nbd::Config {
-            name: options.name.clone(),
             connections: usize::from(nbd.connections),
             spin: options.spin,
             swap: options.swap,

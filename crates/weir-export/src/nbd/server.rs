@@ -142,7 +142,6 @@ impl Server {
         D: PageDevice<Error = OpenError> + 'static,
         D::Lane: 'static,
     {
-        check_export(config)?;
         let single = Single::new(device, &config.name, &config.description, config.read_only);
         Server::start_exports(Arc::new(single), config, listen, log)
     }
@@ -158,7 +157,7 @@ impl Server {
         listen: &[Listen],
         log: &Log,
     ) -> Result<Server, ServeError> {
-        check(config, listen)?;
+        check(&*exports, config, listen)?;
         let resources = |source| ServeError::Resources { connections: config.connections, source };
         let listeners = listen.iter().map(Listener::bind).collect::<Result<Vec<_>, _>>()?;
         let addresses = listeners.iter().map(|listener| listener.bound.clone()).collect();
@@ -304,18 +303,19 @@ fn thread(name: &str) -> std::thread::Builder {
     std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES)
 }
 
-fn check_export(config: &Config) -> Result<(), ServeError> {
-    for (what, text) in [("name", &config.name), ("description", &config.description)] {
-        if text.len() > NAME_MAX {
-            let length = text.len();
-            let error = format!("the export's {what} has {length} bytes; at most {NAME_MAX} are accepted");
-            return Err(ServeError::Config(error));
-        }
+fn check(exports: &impl Exports, config: &Config, listen: &[Listen]) -> Result<(), ServeError> {
+    let mut too_long = None;
+    exports.list(&mut |name, description| {
+        let texts = [("name", name), ("description", description)];
+        too_long = too_long.or(texts
+            .into_iter()
+            .map(|(what, text)| (what, text.len()))
+            .find(|(_, length)| *length > NAME_MAX));
+    });
+    if let Some((what, length)) = too_long {
+        let error = format!("the export's {what} has {length} bytes; at most {NAME_MAX} are accepted");
+        return Err(ServeError::Config(error));
     }
-    Ok(())
-}
-
-fn check(config: &Config, listen: &[Listen]) -> Result<(), ServeError> {
     if config.connections == 0 {
         return Err(ServeError::Config("0 connections: a server needs at least 1".to_owned()));
     }
