@@ -6,10 +6,10 @@
 //! one by one in random order. Times are the thread's processor time, because compression costs
 //! only that.
 //!
-//! Then pages are replaced at random, each four times on average, in two volumes in turns. One
-//! volume is left alone: the control. The other compacts its sparse packs whenever a daemon's
-//! worker would. Both are compared with the same pages freshly written, which is the best packing
-//! there is.
+//! After that, pages are replaced at random in two more volumes in turns, each page four times on
+//! average. One volume, the control, never compacts. The other compacts its sparse packs whenever a
+//! daemon's worker would. Both are compared with the packing before the replacements, since no
+//! packing is better.
 
 use crate::report::{Report, Row, Runs};
 use crate::steps::Steps;

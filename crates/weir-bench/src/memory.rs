@@ -88,7 +88,8 @@ impl Lane for ForgetfulLane {
 pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
     let pages = u32::try_from(plan.bytes / PAGE_SIZE as u64).unwrap_or(u32::MAX);
     let config = Config { pages, lanes: plan.lanes, depth: plan.depth };
-    // The bar moves so many times. It is made here, because its memory is not the volume's.
+    // The progress bar moves this many times. Make it before the first count of memory, so that its
+    // own memory does not count as the volume's.
     const MOVES: u32 = 64;
     let step = pages.div_ceil(MOVES).max(1);
     let steps = Steps::new(pages.div_ceil(step) as usize);

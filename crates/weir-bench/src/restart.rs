@@ -99,7 +99,7 @@ struct Part {
 /// # Errors
 /// Fails when no daemon comes back, or a page is wrong, which must never happen.
 pub fn run(plan: &Plan) -> Result<Report, RestartError> {
-    // The pages are written, and a kill follows the other.
+    // The bar has one step for the first writing of all pages, and one for each kill.
     let steps = Arc::new(Steps::new(1 + plan.kills as usize));
     steps.part("writing");
     let scene = Scene::start(plan, &steps)?;

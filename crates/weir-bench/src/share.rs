@@ -4,8 +4,8 @@
 //! Both servers run in this process and spin equally long after a request. The figures count the
 //! CPU time of servers and client together. In the rows `asleep`, no thread spins: they show the
 //! cost of a request that comes unexpectedly. In the rows on one CPU, servers and client share that
-//! CPU, so both transports have the same CPU time. Each of them spins or sleeps there as suits it
-//! best.
+//! CPU, so both transports have the same CPU time. Each transport is measured there with spinning
+//! and with sleeping servers, and its better rate counts.
 //!
 //! The rate per CPU is measured with several numbers of requests in flight, each with spinning and
 //! with sleeping servers. Each transport's best rate counts.
@@ -197,7 +197,7 @@ fn cpu() -> Duration {
     Duration::new(usage.tv_sec as u64, usage.tv_nsec as u32)
 }
 
-/// The figures of one transport: of each, one value for every run.
+/// The figures of one transport. Each figure has one value for every run.
 #[derive(Default)]
 struct Figures {
     p50: Runs,
@@ -263,7 +263,8 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     }
     drop(lane);
     let mut report = Report::new("share", plan.rounds);
-    // Three ways for the latencies, each depth with two spins, and one CPU with two.
+    // Number of measurements: three of latencies, two for each depth (spinning and sleeping
+    // servers), and two on one CPU.
     let steps = Steps::new((3 + DEPTHS.len() * 2 + 2) * plan.rounds);
     steps.part("spinning");
     let spinning = Terms { spin: plan.spin, whole: false, one_cpu: false };

@@ -28,8 +28,8 @@ pub struct CacheLane {
     home: Box<dyn HomeLane>,
 }
 
-/// The lane without its accesses to the volume and the home. Their completions change this part
-/// while they are polled.
+/// The lane without its accesses to the volume and to the home. While these are polled, their
+/// completions change this part, so it is a value of its own.
 struct Parts {
     cache: Arc<Cache>,
     seat: usize,
@@ -153,8 +153,8 @@ impl CacheLane {
     ) -> Progress {
         match self.home.read(at.into(), Slot(page.0), out) {
             Progress::Done(Ok(())) => {
-                // If the frame's volume has no room now, the page stays uncached, since waiting
-                // would cost more.
+                // If the volume with the frames cannot take the page at once, the page is not
+                // cached. To wait would cost more than to read the page from the home again.
                 let fill = if stays {
                     self.frames.write(at.into(), PageNo(held.frame), out)
                 } else {
@@ -321,8 +321,8 @@ impl Parts {
     fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
-        // If `busy_since` is not set, the next poll sets it: `now` is the time of the last poll,
-        // which may be long ago.
+        // If `busy_since` is not set, leave it to the next poll. Do not set it to `now` here: that
+        // is the time of the last poll, which may be long ago.
         let (Some(since), Some(now)) = (self.busy_since, self.now) else { return false };
         let is_too_long = now >= since + BUSY_WITHIN;
         if is_too_long {
@@ -856,10 +856,11 @@ impl CacheLane {
 }
 
 impl Drop for CacheLane {
-    /// An operation that is still under way takes no effect, unless its write has gone to the home.
-    /// Nobody learns when such a write ends. So its page never goes home again, and flushes fail. A
-    /// frame that has the page's content continues to serve reads. Any other frame stays taken,
-    /// since a read of the home might find half of the write.
+    /// Operations that are still under way take no effect, except for writes that have gone to the
+    /// home. Once the lane is gone, nobody learns when such a write ends. So that page is never
+    /// written home again, and flushes fail. If the page's frame has its content, reads go on
+    /// there. Otherwise the frame stays taken for ever: a read of the home might find half of the
+    /// write.
     fn drop(&mut self) {
         let parts = &self.parts;
         for operation in &parts.operations {

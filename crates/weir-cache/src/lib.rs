@@ -140,7 +140,7 @@ pub enum CacheError {
     /// The store cannot hold the cached pages.
     #[error(transparent)]
     Frames(#[from] CreateError),
-    /// The store or the home gives no lane.
+    /// A lane of the store or of the home could not be opened.
     #[error(transparent)]
     Lane(#[from] OpenError),
     /// There is not enough memory for the index.

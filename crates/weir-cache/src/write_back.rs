@@ -48,7 +48,7 @@ const FLUSH: Ticket = Ticket::MAX;
 pub enum Next {
     /// The next step can follow at once.
     Step,
-    /// The home or the cache's store must answer first.
+    /// Before the next step, the home or the cache's store must answer an operation.
     Answers,
     /// The write-back waits for work, or for this time.
     Work(Option<Instant>),
@@ -88,8 +88,8 @@ pub struct WriteBack {
 struct Group {
     pages: Box<[Page]>,
     members: Vec<Member>,
-    /// For the pages in order: the number whose reads have begun, and the number whose writes have
-    /// begun or are skipped.
+    /// The pages are read and written in order. `read` is the number of pages whose read has begun;
+    /// `written` counts those whose write has begun or is skipped.
     read: usize,
     written: usize,
     /// Number of operations on these pages that have no answer yet.
@@ -203,8 +203,9 @@ impl WriteBack {
         }
         let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
         if is_watermark && is_sorted && begins.is_none() && !self.more && !self.urgent.is_empty() {
-            // End this sweep. The next one may find neighbours of the urgent pages, and the
-            // write-back then writes them together.
+            // This sweep has looked at every frame, and its pages are written. End it, so that the
+            // next sweep can look for neighbours of the urgent pages. They are then written
+            // together.
             self.end_watermark(None);
             self.sweep = None;
         }
@@ -355,7 +356,8 @@ impl WriteBack {
         match self.home.flush(FLUSH) {
             Progress::Done(result) => self.end_flush(wanted, result),
             Progress::Queued => self.home.submit(),
-            // Only one sweep runs, so no other flush is under way.
+            // No other flush of the home is under way whose end could be waited for, since only one
+            // sweep runs. So the flush has failed.
             Progress::Full => self.end_flush(wanted, Err(Fault::Full)),
         }
         Next::Step

@@ -419,8 +419,8 @@ mod tests {
     use super::*;
     use crate::control::Export;
 
-    /// A front end with a device that a program keeps open. The number says for how many attempts
-    /// to remove it.
+    /// A front end with a device that a program keeps open. The first attempts to remove the device
+    /// fail; the number says how many.
     #[derive(Debug)]
     struct Open(u32);
 

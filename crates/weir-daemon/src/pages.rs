@@ -48,8 +48,8 @@ pub fn create_volume(
     open(options, None, &mut Stages::default(), start, log).map(|volumes| Arc::clone(volumes.own()))
 }
 
-/// Makes the daemon's own volume. With a keeper, the volume outlives this process, or it and others
-/// are the volumes of an earlier process.
+/// Makes the daemon's own volume. With a keeper, the volume outlives this process. If the keeper
+/// holds the volumes of an earlier process, takes all of these over instead.
 ///
 /// # Errors
 /// Fails when a store cannot be opened, the requested size is invalid, or the keeper's pages do not

@@ -211,8 +211,8 @@ fn needs_keeper(options: &Config, log: &Log) -> bool {
         }
         match cards::look(url) {
             Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
-            // Assume that a keeper is needed. If the drivers still do not answer, the opening of
-            // the store reports it.
+            // The card is not known, so assume that it needs a keeper. If the drivers do not answer
+            // later either, the opening of the store fails and says so.
             Looked::NoAnswer(_) | Looked::Died(_) => true,
         }
     };

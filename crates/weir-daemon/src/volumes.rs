@@ -102,8 +102,9 @@ impl Volumes {
         Volumes { pool, own, named, changing, keeper, attachments }
     }
 
-    /// From now on, a volume with a device in this list neither shrinks nor goes. Such a device has
-    /// no connection between a daemon's death and the next daemon's work on it.
+    /// From now on, a volume with a device in this list neither shrinks nor is removed. A count of
+    /// connections would not do: after a daemon's death the device has none, until the next daemon
+    /// connects it again.
     pub fn mind(&self, attachments: &Arc<Attachments>) {
         let _ = self.attachments.set(Arc::clone(attachments));
     }
@@ -158,8 +159,8 @@ impl Volumes {
     /// Makes an empty volume.
     ///
     /// # Errors
-    /// Fails when the name is taken or no name for a volume, or the pool has too little room. Then
-    /// everything is as before.
+    /// Fails when a volume has the name already, the name is not allowed, or the pool has too
+    /// little room. Then nothing has changed.
     pub fn create(&self, name: &str, size: ByteSize, worker: &Worker) -> Result<(), Error> {
         check_name(name)?;
         let pages = pages(size)?;
@@ -190,8 +191,8 @@ impl Volumes {
     /// are discarded.
     ///
     /// # Errors
-    /// Fails when there is no such volume, when it cannot grow so far, or when a client has it and
-    /// it should shrink. Its size is what it was.
+    /// Fails when there is no such volume, when it cannot grow so far, or when it should shrink and
+    /// a client has it. Then the volume keeps its size.
     pub fn resize(&self, name: &str, size: ByteSize, worker: &Worker, tell: Tell<'_>) -> Result<(), Error> {
         let pages = pages(size)?;
         let _alone = self.alone();
@@ -215,7 +216,7 @@ impl Volumes {
     /// Removes a volume with all that it holds.
     ///
     /// # Errors
-    /// Fails when there is no such volume, or a client has it. Then it is as it was.
+    /// Fails when there is no such volume, or a client has it. Then nothing has changed.
     pub fn remove(&self, name: &str, worker: &Worker, tell: Tell<'_>) -> Result<(), Error> {
         let _alone = self.alone();
         let volume = self.take_out(name, "removed")?;
@@ -234,7 +235,8 @@ impl Volumes {
         tell: Tell<'_>,
     ) -> Result<Option<Arc<Volume>>, Error> {
         match begun {
-            // If the daemon stops meanwhile, its pages end with it, or the next daemon drops them.
+            // If the daemon stops meanwhile, the remaining pages end with it. If a keeper holds
+            // them, the next daemon drops them.
             Ok(removal) => worker.discard(removal, tell),
             Err((volume, error)) => {
                 self.put_back(name, Some(volume));
@@ -259,8 +261,8 @@ impl Volumes {
         named[at].volume.clone().ok_or_else(stopping)
     }
 
-    /// Takes a volume out of clients' reach, so that it can lose pages. A volume that a client has
-    /// stays in reach of other clients.
+    /// Makes a volume unavailable to clients, so that it can lose pages. Fails if a client has the
+    /// volume; then other clients can still get it.
     fn take_out(&self, name: &str, change: &str) -> Result<Arc<Volume>, Error> {
         let volume = self.changeable(name, change)?;
         if let Some(device) = self.attachments.get().and_then(|it| it.device_of(name)) {
@@ -268,8 +270,8 @@ impl Volumes {
                 "volume {name} is attached as {device}; run weir detach {device}, then try again"
             )));
         }
-        // Clients get the volume from this list. So while the list is locked, the count is that of
-        // the clients that have the volume, and two: the list and this function.
+        // Clients get the volume from this list, which stays locked here. So no client can get the
+        // volume now. Each client that has it counts once, and so do the list and this function.
         let mut named = self.named();
         if Arc::strong_count(&volume) > 2 {
             return Err(refused(format!(

@@ -172,7 +172,8 @@ impl Kernel for System {
     }
 
     fn advise(&mut self, at: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
-        // SAFETY: callers give advice that frees memory only for this thread's own memory.
+        // SAFETY: advice may free memory. Callers give such advice for this thread's own memory
+        // alone.
         unsafe { rustix::mm::madvise(page_at(at).cast(), bytes, advice) }
     }
 

@@ -269,9 +269,10 @@ impl Pager {
         self.look();
     }
 
-    /// From here on the kernel may read pages later than the program's call, without pinning them,
-    /// as for `vmsplice` and `MSG_ZEROCOPY`. The pager may move such pages out meanwhile. So it
-    /// does not use a page's memory for another page while the kernel may read it.
+    /// From here on the kernel may still read pages of the program after the program's call has
+    /// returned, as for `vmsplice` and `MSG_ZEROCOPY`. The kernel does not pin such pages, so the
+    /// pager may move them out meanwhile. Therefore the pager no longer uses their memory for other
+    /// pages, but frees it.
     pub fn lend(&self) {
         self.0.lends.store(true, Ordering::SeqCst);
     }

@@ -61,8 +61,9 @@ impl Policy {
     }
 
     /// Notes a page fault on a block. A block's number is its address, counted in blocks. `skips`
-    /// says of a block whether an access to it would have caused no page fault. Returns the
-    /// distance to the stream's next page fault, if this one is in a stream.
+    /// is true for a block whose pages are in place: an access to it causes no page fault, so a
+    /// stream passes over it unseen. Returns the distance to the stream's next page fault, if this
+    /// one is in a stream.
     pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
         self.faults += 1;
         let follows = |stream: &Stream| {

@@ -42,8 +42,8 @@ pub struct Shown {
     is_drawn: bool,
     begun: Instant,
     said: Instant,
-    /// Prints a line. Its arguments are how far the work is ("1GiB of 8GiB"), and a comma with the
-    /// time left, or an empty text.
+    /// Prints a line. It gets two texts: how far the work is ("1GiB of 8GiB"), and then a comma and
+    /// the time left. If that time is not known, the second text is empty.
     say: Box<Say>,
 }
 

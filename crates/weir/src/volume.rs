@@ -31,7 +31,8 @@ pub fn run(command: VolumeCommand) -> Result<(), Failure> {
 fn change(control: &Control, request: Request, did: &str) -> Result<(), Failure> {
     let mut shown = Shown::new("discarding", |far, left| eprintln!("discarding: {far}{left}"));
     let outcome = control::ask_for(&control.socket(), request, |far| {
-        // Until pages are discarded, the daemon only says that it goes on.
+        // Before the daemon begins to discard pages, its lines of progress only show that it is
+        // alive. They have a total of 0.
         if far.total_bytes > 0 {
             shown.show(far.bytes, far.total_bytes);
         }

@@ -83,7 +83,7 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
         let alone = format!("{store}{}window=off", if store.contains('?') { "&" } else { "?" });
         Plan { store: Some(alone), ..plan.clone() }
     });
-    // Weir, nbdkit and a server of nothing always run.
+    // Weir, nbdkit and the server that keeps no pages always run.
     let servers = 3 + usize::from(alone.is_some()) + usize::from(nbd_vram.is_some());
     let steps = Steps::new(plan.runs * CASES.len() * servers);
     let mut asked = vec![Asked::weir("", Server::weir(plan, 0, "weir", &sockets), &steps)];

@@ -157,7 +157,7 @@ struct Way {
 }
 
 impl Way {
-    /// Whether the server was not measured this way.
+    /// Whether there are no figures, because this server did not run.
     fn is_empty(&self) -> bool {
         self.per_second.is_empty()
     }
@@ -287,9 +287,9 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
 enum On {
     /// Any store on a machine of fewer than 8 processors.
     Small,
-    /// Host memory or a disk, on a machine of 8 processors or more. Its goals are for 16.
+    /// Host memory or a disk, on a machine of 8 processors or more. The goals were set for 16.
     Large,
-    /// A GPU's memory, on a machine of 8 processors or more. Its goals are for 16.
+    /// A GPU's memory, on a machine of 8 processors or more. The goals were set for 16.
     Card,
 }
 

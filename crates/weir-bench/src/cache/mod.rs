@@ -217,7 +217,7 @@ fn measure(
 trait Target {
     /// Begins a request, as a lane does.
     fn begin(&mut self, ticket: u32, page: u32, write: bool, bytes: &mut PageBytes) -> Progress;
-    /// Starts the begun requests, and hands over those that have ended.
+    /// Submits the requests that were begun, and hands over those that have ended.
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(u32, Result<(), Fault>));
     /// Sleeps until there is something to hand over, for at most a millisecond.
     fn sleep(&self);

@@ -129,7 +129,7 @@ pub fn run(options: &Options) -> Result<Report, DiskError> {
         steps.part(case.name);
         let mut ways: [Way; 3] = Default::default();
         for run in 0..options.runs {
-            // Each run begins with another of the three, so that none is always the first.
+            // Each run begins with another of the three ways, so that none is always the first.
             for turn in 0..3 {
                 let way = (run + turn) % 3;
                 ways[way].push(match way {

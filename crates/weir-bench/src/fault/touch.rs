@@ -127,8 +127,9 @@ fn mean(taken: &[u64]) -> f64 {
     taken.iter().sum::<u64>() as f64 / 1e3 / taken.len().max(1) as f64
 }
 
-/// Memory whose expected content is always known. Its words are never rounded: a pass adds 1 to
-/// each of them, and a gate only swaps two words and changes the sign of one.
+/// Memory whose expected content is always known. Its words are floating-point numbers, but nothing
+/// is ever rounded: a pass adds 1 to each word, and a gate only swaps two words and changes the
+/// sign of one.
 struct State {
     words: &'static mut [f64],
     added: f64,

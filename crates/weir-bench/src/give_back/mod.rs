@@ -67,7 +67,8 @@ pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
     let mut report = Report::new("give-back", plan.cycles.max(1));
     let daemon = Daemon::start(plan)?;
     let load = Load::start(&daemon.path("nbd"), plan.size, plan.users)?;
-    // The load alone before and after, and a half that goes and comes for each cycle.
+    // The bar has a step for the load alone before the cycles, and one for it after them. Each
+    // cycle has two steps: half of the device is given back, and taken again.
     let bar = Steps::new(2 + 2 * plan.cycles + usize::from(plan.steps.is_some()));
     bar.part("the load alone");
     load.during(Duration::from_secs(1))?;

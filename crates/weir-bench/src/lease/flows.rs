@@ -2,11 +2,11 @@
 //! that the kernel's device memory patches report. Pages go to their users over the share transport
 //! at a fixed rate. The run measures how busy the workers are with each design.
 //!
-//! A worker is the server's side of one or more connections. For each page asked for it takes a
-//! free frame, copies the payload there, takes a reference, and answers with the token. The
-//! client's returns come in ranges. The client is `weir-share`'s own; it reads every page, and
-//! returns it. Only the design differs: `none` uses the frame's number as token and records
-//! nothing, which shows the cost of the rest.
+//! A worker is the server's side of one or more connections. When a client asks for a page, the
+//! worker takes a free frame, copies the payload there, takes a reference, and answers with the
+//! token. The client is `weir-share`'s own. It reads every page, and returns pages in ranges. Only
+//! the design differs: `none` uses the frame's number as token and records nothing, which shows the
+//! cost of all the other work.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -84,8 +84,8 @@ pub fn attack(trials: u64, seed: u64) -> Outcome {
         let pick = (dice >> 24) as usize;
         let token = match dice % 8 {
             0 => {
-                // Take a reference and its real token. In one of three such trials, return a token
-                // that the client holds.
+                // Take a reference, which brings a real token. Of three such trials, one also
+                // returns a token that the client holds.
                 let client = &mut clients[who];
                 if let Ok(token) = table.take(&client.handle, Place::page(0, pick as u32 % PAGES)) {
                     assert!(client.held.insert(token), "{token:?} was given out twice");

@@ -122,8 +122,8 @@ pub fn run(plan: &Plan) -> Result<Report, PlanError> {
         .filter(|(connections, threads)| threads <= connections)
         .map(|(connections, threads)| Workload { connections, threads, ..Workload::from(plan) })
         .collect();
-    // A workload has one round more, which warms up. The table's rescan and the forged tokens are a
-    // run each.
+    // Each workload has one round more than planned, to warm up. The last two steps are the table's
+    // rescan and the forged tokens.
     let steps = Steps::new(works.len() * (plan.rounds + 1) + flows::runs(plan) + 2);
     for work in works {
         steps.part(format_args!("{} connections, {} threads", work.connections, work.threads));
@@ -167,8 +167,8 @@ fn check(plan: &Plan) -> Result<(), PlanError> {
     figure("a number of rounds", plan.rounds as u64, "1 to 1000", 1, 1000)
 }
 
-/// Adds one row, as in the discussion of the kernel's device memory patches: every design, with one
-/// number of connections and one number of threads.
+/// Adds the rows of one workload, that is, of one number of connections and one number of threads.
+/// They compare every design, as the discussion of the kernel's device memory patches does.
 fn rows(report: &mut Report, work: &Workload, rounds: usize, steps: &Steps) {
     let sockets = u64::from(work.pages) * 4 * u64::from(work.connections);
     let with_arrays = sockets <= DESIGN_BYTES_MAX;

@@ -1,10 +1,10 @@
 //! `weir bench store --batch-sweep`: finds out how many copies one call to the card's driver may
 //! name.
 //!
-//! NVIDIA's `cuMemcpyBatchAsync` has killed its channel for calls that name too many copies, and
-//! with it everything that a process had on the card. The limit is not documented. So each load
-//! runs in a process of its own, with a time limit, since a driver may also crash or hang. Every
-//! page that is read is checked.
+//! When a call of NVIDIA's `cuMemcpyBatchAsync` named too many copies, the process has lost
+//! everything that it had on the card. The limit is not documented. A driver may also crash or
+//! hang. So each load runs in a process of its own, with a time limit. Every page that is read is
+//! checked.
 
 use super::BenchError;
 use super::content::{Random, is_stamped, stamp};

@@ -102,7 +102,7 @@ impl Bench<'_> {
         self.plan.is_wanted(id)
     }
 
-    /// Number of runs of all rows, with these cards.
+    /// Number of runs of all rows together. The store is on the cards `gpus`.
     fn runs<'a>(&self, gpus: impl Iterator<Item = &'a Arc<Gpu>>) -> usize {
         let single = SINGLE.iter().filter(|(id, ..)| self.wanted(id)).count();
         let deep = DEEP.iter().filter(|(id, ..)| self.wanted(id)).count();
@@ -284,8 +284,8 @@ impl Bench<'_> {
         rows.filter(|(id, ..)| self.wanted(id)).collect()
     }
 
-    /// Millions of pages a second that `threads` threads move, with `reads` in a hundred as reads,
-    /// in every run.
+    /// For each run, the millions of pages that `threads` threads move in a second. Of a hundred
+    /// operations, `reads` are reads.
     fn crowd(&self, id: &str, reads: u32, threads: usize, time: Duration) -> Result<Pair, BenchError> {
         let (depth, time) = (self.plan.depth, self.scaled(time));
         let mut pair = Pair::default();

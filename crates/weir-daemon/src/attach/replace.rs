@@ -90,9 +90,9 @@ pub enum Outcome {
     /// Dead connections were replaced.
     Replaced,
     /// Dead connections were replaced, though the kernel still had this many readers of connections
-    /// that the server has lost. Such a reader has a reply whose request itself waits for a
-    /// connection. It waits for that request, and later drops the reply as an old one. Or the
-    /// reader got no processor for all of [`Pace::patience`].
+    /// that the server has lost. Such a reader may have a reply to a request that waits for a
+    /// connection. The reader waits for that request, and later drops the reply as an old one. Or
+    /// the reader got no processor for all of [`Pace::patience`].
     Forced(usize),
 }
 

@@ -59,7 +59,7 @@ impl fmt::Display for Program {
             pid, blocks, single_pages, lost_blocks, faults, faults_per_s, fault_s, silent_s, ..
         } = *self;
         let (resident, limit) = (ByteSize(self.resident_bytes), ByteSize(self.limit_bytes));
-        // The name may come from another user's daemon.
+        // The name may come from another user's daemon, so it may contain any characters.
         let name = printable(&self.name);
         writeln!(
             f,

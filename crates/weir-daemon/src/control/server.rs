@@ -145,7 +145,7 @@ fn at_length(
         return write_line(&client, &Refusal { schema: SCHEMA, error });
     }
     let (tell, news) = channel();
-    // The work goes on even if the client has gone, and nobody hears of it.
+    // If the client has gone, this thread ends. The work goes on all the same.
     let say = move || {
         let mut last = Progress { bytes: 0, total_bytes: 0, pages: 0 };
         loop {

@@ -242,7 +242,7 @@ pub struct Looks(Mutex<Kept>);
 struct Kept {
     /// The counts of an earlier look, from which the present rates are computed.
     then: Look,
-    /// The counts that take their place once these are a second old.
+    /// The counts of a later look. They take the place of `then` once they are a second old.
     next: Look,
 }
 
@@ -387,9 +387,9 @@ impl Volume {
             pages,
             stored: status.stored,
             filled: status.filled,
-            // Lanes change the counts while this thread reads one count after another. So the
-            // stored and the filled pages may seem to be more than the device has. Then the
-            // difference is zero.
+            // Lanes change the counts while this thread reads one count after another. So there may
+            // seem to be more stored and filled pages than the device has. Then the number of free
+            // pages is zero.
             free: pages.saturating_sub(status.stored + status.filled),
             map_bytes,
             compress: Compress::of(status),

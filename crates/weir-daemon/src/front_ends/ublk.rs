@@ -54,8 +54,8 @@ impl Number {
 }
 
 impl PreparedUblk {
-    /// Looks for a device of an earlier daemon, to take it over. The number of lanes depends on
-    /// that.
+    /// Looks for a device of an earlier daemon, to take it over. Call this before the volume is
+    /// made: a device that is taken over has as many queues as before, and each takes a lane.
     ///
     /// # Errors
     /// Fails when the driver is missing or does not hand over the device.

@@ -74,8 +74,8 @@ pub fn run(swap: bool) -> io::Error {
         Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
     let error = become_copy().unwrap_or_else(|error| error);
-    // There is no copy. Start this program again, for its new name. In that process `name` equals
-    // `own`, so this call returns.
+    // No copy could be made. Start this program itself again, to give the process its new name. It
+    // comes here once more; then `name` equals `own`, and this function returns.
     if name != own {
         return named(Path::new("/proc/self/exe")).exec();
     }

@@ -7,10 +7,11 @@
 //! starts another, which takes all of that over. The keeper first waits until the old daemon is
 //! gone, since two would write the same map.
 //!
-//! The keeper has no GPU code, and has set memory aside for the next daemon's start. The machine
-//! may be out of memory, and init, which would restart a service, may itself be swapped out to the
-//! very device that is down. The keeper also holds in memory the files that the next daemon reads
-//! before it serves (`resident`). The keeper waits for no reader of its log lines (`crate::relay`).
+//! The keeper can start a daemon while the machine has no free memory. It has set memory aside for
+//! that start, and holds in memory the files that the next daemon reads before it serves
+//! (`resident`). init could not do this: it may itself be swapped out to the very device that is
+//! down. The keeper never calls a GPU's driver, and never waits for a reader of its log lines
+//! (`crate::relay`).
 
 mod copy;
 mod link;

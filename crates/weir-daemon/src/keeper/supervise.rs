@@ -250,8 +250,9 @@ impl Programs {
     /// Chooses the program of the daemon after this one, which lived for `lived`. Returns true if
     /// that gives the new program up.
     ///
-    /// If the keeper's own program ends before it serves, the new one is tried again. It may have
-    /// been killed by chance, and only it may understand what the keeper holds.
+    /// If the keeper's own program ends before it serves, the new program is tried again, although
+    /// it was given up. Perhaps the new program was only killed by chance. And perhaps no other
+    /// program understands what the keeper holds.
     fn look_after(&mut self, life: &Life, lived: Duration) -> bool {
         self.short_lives = if lived < SHORT_LIFE { self.short_lives + 1 } else { 0 };
         let serves = life.was_ready && self.short_lives < SHORT_LIVES_MOST;
@@ -292,8 +293,8 @@ impl Keeper<'_> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        // The child inherits its end of the socket by number. No other thread of this process
-        // starts a child meanwhile.
+        // The child gets its end of the socket by number, so that end must outlive the exec. No
+        // other child can inherit it: no other thread of this process starts one.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
         // Let the new daemon use the kernel's reserve of memory until it serves. If the kernel
@@ -629,10 +630,11 @@ mod tests {
             let gives_up = programs.look_after(&Life { was_ready, end, ..Life::begun() }, SHORT_LIFE);
             (gives_up, programs.next() == installed)
         };
-        // The new program is killed early. The one before it serves, and dies.
+        // The new program is killed early. The program before it serves, and is killed later.
         assert_eq!(after(false, End::Signal(9)), (true, false));
         assert_eq!(after(true, End::Signal(9)), (false, false));
-        // That one is killed early too, which says nothing about it. Then it refuses what it gets.
+        // Then the program before it is killed early too, which does not prove it broken. The next
+        // time it exits by itself, because it refuses what the keeper holds.
         assert_eq!(after(false, End::Signal(9)), (false, false));
         assert_eq!(after(false, End::Exit(1)), (false, true), "the new one is tried again");
         assert_eq!(after(false, End::Exit(1)), (true, false));

@@ -24,7 +24,7 @@ pub struct Compaction {
 #[derive(Debug, Default)]
 struct Progress {
     sweep: Option<Sweep>,
-    /// Whether a pass over a store's slots has begun since `looked` was noted.
+    /// Whether a pass over a store's slots was begun when `looked` was noted last.
     swept: bool,
     /// The number of pages that had left their packs when the job last looked.
     looked: Option<u64>,

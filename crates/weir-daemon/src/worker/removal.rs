@@ -34,7 +34,7 @@ pub trait Discarders: Send + Sync + fmt::Debug {
 struct Discard {
     item: Item<Discard>,
     by: Arc<dyn Discarders>,
-    /// The removal, and the way to tell its end.
+    /// The removal, and the channel to the thread that waits for its end.
     work: Mutex<Option<(Removal, Sender<Removal>)>>,
     /// Number of pages that are not discarded yet.
     left: AtomicU32,
@@ -110,7 +110,8 @@ mod tests {
     use weir_store::Host;
     use weir_volume::{Config, Pool};
 
-    /// A thread that takes longer than a turn for each run, and gets another job in its first run.
+    /// A thread that sleeps for a turn before it discards pages. Until `job` has run, each of the
+    /// thread's runs queues it again.
     #[derive(Debug)]
     struct Slow {
         queue: Queue,

@@ -15,7 +15,8 @@ use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
 use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Task, Volume};
 
-/// The next step for a user whose memory is not given back because every store is needed.
+/// The next step for a user whose memory cannot be given back: the other stores have no room for
+/// its pages.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
 
 /// The threads, their movers, and their counts.
@@ -468,7 +469,8 @@ impl Workers {
                 break;
             }
             let room = if job.kind == JobKind::Wake { self.room(self.card(&chunk)) } else { None };
-            // The card's owner would miss this memory. So the governor decides about it.
+            // The card has too little free memory for its owner. So leave the chunk to the
+            // governor, which takes it later.
             if room.is_some_and(|room| !room.has_recovered()) {
                 continue;
             }
@@ -659,7 +661,8 @@ mod tests {
         let governed = Job::governed(&workers, JobKind::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
         assert_eq!(workers.chunk_counts(CARD), (2, 1));
-        // Ask twice: a client may ask for another sleep of the machine at once.
+        // Two clients may ask for the same sleep. The second request finds nothing left to give
+        // back.
         assert_eq!([0; 2].map(|_| ask(&workers, JobKind::Sleep, None).bytes), [2 * CHUNK, 0]);
         assert_eq!(workers.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
         let woken = ask(&workers, JobKind::Wake, None);

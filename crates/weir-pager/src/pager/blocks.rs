@@ -38,8 +38,8 @@ pub struct Block {
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: [u64; BLOCK_PAGES / 64],
-    /// The index of the page that was brought last as a single page. Then the number of pages
-    /// directly before it that were brought as single pages too, one after another.
+    /// A pair: the index of the page that was brought last as a single page, and the number of
+    /// pages directly before it that were brought singly too, one after another.
     pub run: (usize, u8),
     /// Pages whose content the program has dropped, and which the kernel has not removed yet as far
     /// as the pager knows. The pager writes the block out only once they are removed: otherwise

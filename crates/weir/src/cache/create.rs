@@ -236,8 +236,8 @@ impl Daemon {
     }
 }
 
-/// Waits until no page is dirty, and tells how many bytes still are. `patience` is the time in
-/// which at least one page must go home.
+/// Waits until no page is dirty. Meanwhile calls `tell` with the number of bytes that are still
+/// dirty. Fails if no page goes home for `patience`.
 fn wait_until_clean(
     home: &str,
     patience: Duration,
@@ -263,7 +263,8 @@ fn wait_until_clean(
     }
 }
 
-/// Whether the last user of an unmounted file has ended. The kernel reports the end a moment later.
+/// Whether no program uses the unmounted file any more. Waits up to a second for the kernel's
+/// report, which comes a moment after the end of the last use.
 fn has_ended(server: &fuse::Server) -> bool {
     let patience = Timespec { tv_sec: 1, tv_nsec: 0 };
     let mut fds = [PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN)];

@@ -30,9 +30,9 @@ pub enum HomeUrl {
 /// The disks or files of a log.
 #[derive(Clone, PartialEq, Debug)]
 pub enum LogUrl {
-    /// One.
+    /// One disk or file.
     One(FileUrl),
-    /// Several, which take the log's segments in turns.
+    /// Several disks or files, which take the log's segments in turns.
     Several(StripeUrl),
 }
 

@@ -46,7 +46,8 @@ fn ask_and_show(control: &options::Control, request: &Request, doing: &'static s
     let say = move |far: &str, left: &str| eprintln!("{doing}: {far} are at home{left}");
     let (mut shown, mut total) = (Shown::new(doing, say), 0);
     ask(&control.path(), request, &mut |dirty| {
-        // Writes that come meanwhile add to what must go home.
+        // Programs may write to the cache meanwhile. Then more bytes are dirty than before, and the
+        // total grows.
         total = dirty.max(total);
         shown.show(total - dirty, total);
     })

@@ -6,7 +6,8 @@ use weir_system::Machine;
 
 /// The processor's own path to a card's memory.
 const WINDOW: &str = "mapped";
-/// The next step for a card whose memory is not mapped: mostly, libraries are missing.
+/// The next step for a card whose memory the processor cannot map. The usual reason is that
+/// libraries are missing.
 const LIBRARIES: &str = "install the libraries of the card's Vulkan driver; NVIDIA's needs libGLX and libEGL too, without a display (Debian: libvulkan1 libglx0 \
                          libegl1 libgl1 libglvnd0; in a container NVIDIA_DRIVER_CAPABILITIES=all)";
 

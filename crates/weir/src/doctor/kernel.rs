@@ -57,8 +57,8 @@ impl Module {
         if listed("modules.builtin") {
             Module::BuiltIn
         } else if machine.has(&format!("/sys/module/{name}")) {
-            // A module that is built in and has parameters has such a directory too. Without the
-            // list in /lib/modules, it cannot be told from a loaded one.
+            // A built-in module with parameters has a directory in /sys/module too. If /lib/modules
+            // has no list of built-in modules, that module counts as loaded here.
             Module::Loaded
         } else if listed("modules.dep") {
             Module::Loadable

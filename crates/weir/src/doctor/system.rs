@@ -62,8 +62,9 @@ fn has_sleep_unit(machine: &Machine) -> bool {
     machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)
 }
 
-/// Whether a suspend loses pages in GPU memory: the driver does not save them, and no unit moves
-/// them out before. The unit does so for [`DIRECTORY`] alone.
+/// Whether a suspend loses pages in GPU memory: the driver does not save them, and
+/// weir-sleep.service does not move them out before. That unit moves pages out only for the daemon
+/// in [`DIRECTORY`].
 pub fn suspend_loses_pages(machine: &Machine, runtime: &Path) -> bool {
     let are_taken_out = has_sleep_unit(machine) && runtime == Path::new(DIRECTORY);
     can_suspend(machine) && driver_saves(machine) == Some(false) && !are_taken_out

@@ -55,9 +55,9 @@ impl Power {
     }
 }
 
-/// Looks at the battery once, and turns Weir off or on if that is due. Turning off takes long. If
-/// the charger is connected meanwhile, systemd starts no second run beside this one. So this run
-/// looks at the battery again afterwards.
+/// Looks at the battery, and turns Weir off or on if that is due. After turning Weir off, looks
+/// again. That takes so long that a user may have connected the charger meanwhile, and systemd
+/// starts no second run for it while this one goes on.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     while look(options)? == Verdict::Off {}
     Ok(())

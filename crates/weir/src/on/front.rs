@@ -274,8 +274,9 @@ fn nbd_is_attached(path: &Path) -> bool {
 }
 
 /// Whether a connected device is the one in the journal: another program may have connected the
-/// device meanwhile. The kernel tells which process connected it. In a process namespace that
-/// number says nothing, so the daemon's own list of its devices counts too.
+/// device meanwhile. The kernel gives the number of the process that connected the device. In a
+/// process namespace that number means another process. So the device also counts as ours if the
+/// daemon has it on its list.
 fn nbd_is_ours(path: &Path, socket: Option<&Path>, by: Option<u32>) -> bool {
     let Some(by) = by else { return true };
     let who = path.file_name().map(|name| Path::new("/sys/block").join(name).join("pid"));

@@ -100,8 +100,8 @@ impl OnOptions {
     }
 }
 
-/// Parses a run-time directory and makes it absolute, without symbolic links as far as it exists:
-/// so the kernel names the files in it.
+/// Parses a run-time directory and makes it absolute. Resolves symbolic links in the part that
+/// exists, since the kernel names files by their resolved paths.
 fn runtime(text: &str) -> Result<PathBuf, String> {
     let path = std::path::absolute(text).map_err(|error| error.to_string())?;
     let found = path.ancestors().find_map(|there| Some((there, there.canonicalize().ok()?)));

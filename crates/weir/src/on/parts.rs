@@ -337,8 +337,8 @@ fn undo(journal: &mut Journal, which: impl Fn(&Step) -> bool) -> Result<(), Fail
     journal.remove(|other| *other == step)
 }
 
-/// Turns the part on again that has its daemon in `directory`. `config` has the daemon's options.
-/// What was done until a failure is undone.
+/// Turns a part on again. Its daemon gets the directory `directory` and the options in `config`. If
+/// a step fails, undoes the steps before it.
 fn turn_on(
     journal: &mut Journal,
     directory: &Path,

@@ -216,7 +216,8 @@ fn size(
             options.parts
         )));
     }
-    // The daemon runs in a cgroup of its own, not in that of the user's shell.
+    // Do not count the limit of this process's cgroup: the daemon runs in another one, not in that
+    // of the user's shell.
     if options.store == StoreChoice::Host
         && let Some(available) = machine.available_to_all()
         && size.0 + HOST_SPARE.0 > available.0

@@ -53,8 +53,8 @@ const SCOPE: [&str; 7] = [
     "--property=DefaultDependencies=no",
     "--property=SendSIGKILL=no",
 ];
-/// One more property of the scope, if the daemon's directory is [`DIRECTORY`]: the package's timer
-/// then checks the battery for as long as the scope exists.
+/// One more property of the scope, only for the daemon in [`DIRECTORY`]. By it systemd runs the
+/// package's timer, which checks the battery, while the scope exists.
 const WATCHED: &str = "--property=Wants=weir-power.timer";
 
 /// A daemon to start: its directory and its options.

@@ -324,7 +324,8 @@ impl Journal {
             }
         }
         match fs::remove_dir(&self.directory) {
-            // systemd itself removes a unit's run-time directory. Other files in it are not Weir's.
+            // The directory may be gone: systemd itself removes a unit's run-time directory. Or it
+            // may stay, because it has files that are not Weir's. Neither is a failure.
             Ok(()) => Ok(()),
             Err(error)
                 if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) =>
@@ -402,7 +403,8 @@ mod tests {
     fn a_child_that_still_has_the_descriptor_does_not_keep_the_lock() {
         let directory = directory("child");
         let journal = Journal::open(&directory).expect("a journal");
-        // This stands for a child between fork and exec, which holds the same open file.
+        // The copied descriptor stands for the one of a child between fork and exec. Both have the
+        // same open file.
         let child = journal._lock.0.try_clone().expect("a descriptor");
         drop(journal);
         let again = fs::File::open(&directory).expect("there");

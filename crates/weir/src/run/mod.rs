@@ -69,9 +69,9 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
     std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
 }
 
-/// Waits for the program, then for the processes that it left in the background, whose pages the
-/// daemon has too. Passes a signal to end on to all of these. A terminal sends its own signals to
-/// them by itself.
+/// Waits for the program, then for the processes that it left in the background, since the daemon
+/// has their pages too. If this process gets SIGTERM or SIGHUP, passes the signal on to all of
+/// these. Signals from a terminal need not be passed on: the terminal sends them to each process.
 fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
     let keeper = daemon.pid();
     let handle = signals.handle();

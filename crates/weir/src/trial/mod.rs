@@ -147,7 +147,8 @@ fn progress(length: Duration) -> ProgressBar {
     ProgressBar::new(length.as_millis() as u64).with_style(style).with_message("verifying every page")
 }
 
-/// A directory for the socket that other users cannot enter. It is removed at the end.
+/// A directory for the socket. Other users cannot enter the directory, and it is removed at the
+/// end.
 struct Directory(PathBuf);
 
 impl Directory {

@@ -22,7 +22,7 @@ fn look_again(world: &mut World, program: &mut Program, start: usize, end: usize
     }
 }
 
-/// The simulated kernel of the pager: the world with the program in it.
+/// The simulated kernel of the pager: its state (the world), and the program that runs on it.
 pub struct Machine {
     pub world: World,
     pub program: Program,

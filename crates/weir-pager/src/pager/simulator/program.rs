@@ -133,10 +133,11 @@ pub struct Program {
     bell: usize,
     is_forking: bool,
     is_adopting: bool,
-    /// The old place of the memory whose move was the last to be said.
+    /// The place that memory moved away from last, of the moves whose event was sent to the pager.
     left: usize,
-    /// The old places of memory whose move is not said yet. No memory moves there: the pager would
-    /// take one memory for the other. See the known defects in docs/pager.md.
+    /// The places that memory has moved away from, while the events of these moves are not sent
+    /// yet. No other memory moves there: the pager would confuse the two. See the known defects in
+    /// docs/pager.md.
     leaving: Vec<Range<usize>>,
     last: Option<(usize, usize)>,
     sigbus: u64,

@@ -1,5 +1,4 @@
-//! The kernel's side: mappings, pages, userfaultfd. The program's threads run whenever the pager
-//! asks for something.
+//! The state of the simulated kernel: mappings, pages, userfaultfd.
 
 use super::random::{Random, number};
 use super::store::{set_word, word};

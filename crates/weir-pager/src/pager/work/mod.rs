@@ -139,8 +139,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let single = kernel.reserve(PAGE_SIZE)?;
         kernel.register(staging, staging + SLOTS * BLOCK).map_err(system)?;
         // Give every second slot other advice. The kernel merges only mappings with equal flags, so
-        // each slot stays a mapping of its own. Otherwise it would have to be split off before it
-        // is scrubbed. The kernel refuses that once a process has `vm.max_map_count` mappings.
+        // each slot stays a mapping of its own. If slots were merged, freeing a slot's memory would
+        // first split the mapping. The kernel refuses that once a process has `vm.max_map_count`
+        // mappings.
         for slot in (1..SLOTS).step_by(2) {
             kernel.advise(staging + slot * BLOCK, BLOCK, Advice::Random).map_err(system)?;
         }

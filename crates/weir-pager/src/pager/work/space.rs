@@ -15,8 +15,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
                 self.owed.push((from, from + bytes));
-                // Blocks that the program cuts are dissolved. Such a block may be whole again by
-                // now.
+                // An earlier move may have taken a part of a block away, and so have dissolved the
+                // block. This move may bring that part back. So look for whole blocks without a
+                // record.
                 self.record(to, to + bytes);
             }
         }
@@ -329,9 +330,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Makes a record of each block that has a byte in `start..end`, has none yet, and has pages in
-    /// place. Only a block with a record can be moved out. A block at an end of the range may also
-    /// have pages of its span that lie outside of the range.
+    /// Makes a record of each block that has a byte in `start..end` and has pages in place, if
+    /// there is no record yet. Only a block with a record can be moved out. A block at an end of
+    /// the range may also have pages of its span that lie outside of the range.
     fn record(&mut self, start: usize, end: usize) {
         let Work { kernel, blocks, policy, spans, .. } = self;
         let Some((&first, &last)) = spans.range(..=start).next_back() else { return };
@@ -372,7 +373,8 @@ mod tests {
             work.blocks.add(at, State::Empty)
         });
         let moves = [Event::Remap(old, new, BLOCK), Event::Remap(other, old, BLOCK)];
-        // Each move ends with an event for its old place. Both events come after the second move.
+        // The kernel sends a second event for each move: it unmaps the old place. Here both of
+        // these come after the second move.
         let ends = [Event::Unmap(old, old + BLOCK), Event::Unmap(other, other + BLOCK)];
         moves.into_iter().chain(ends).for_each(|event| work.apply(event));
         assert_eq!([new, old, other].map(|at| work.blocks.at(at)), [Some(ids[0]), Some(ids[1]), None]);
