@@ -171,7 +171,7 @@ impl Cleaner {
     }
 
     /// Takes the answers of the disks, and goes on with the cleaning of segments. Never waits.
-    /// `is_idle` tells that no commit is under way.
+    /// `is_idle` is true if no commit is under way.
     fn clean(&mut self, now: Instant, is_idle: bool) -> Next {
         let Cleaner { log, below, parts, rest, .. } = self;
         below.poll(now, &mut |done| {
@@ -200,8 +200,8 @@ impl Cleaner {
             if self.write_what_is_here() {
                 return Next::Step;
             }
-            // The log is not full while a commit may free enough segments: one is under way, or a
-            // segment is dead.
+            // The log is not full while a commit may free enough segments: a commit is under way,
+            // or a dead segment waits for one.
             let is_short = self.log.segments.free() <= RESERVE
                 && (!self.log.segments.are_durable() || is_idle && self.log.segments.dead() == 0);
             self.log.is_full.store(is_short && !self.parts.is_busy(), SeqCst);

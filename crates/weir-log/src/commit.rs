@@ -198,7 +198,8 @@ impl Committer {
             // one has to look at all segments.
             self.must_checkpoint = true;
             if matches!(unfit, Unfit::Large) {
-                // So many segments are without a summary that no half has room for their records.
+                // No half of the journal has room for this commit: too many segments have no
+                // summary on the disk, so their records must go into the journal.
                 self.attempts = ATTEMPTS;
                 self.fail(durable, now);
             }

@@ -115,8 +115,7 @@ pub enum DamagedError {
     /// The journal has no complete checkpoint.
     #[error("the journal has no complete checkpoint")]
     NoCheckpoint,
-    /// The journal lacks a commit that was complete: a later commit was made, or a confirmation
-    /// names it.
+    /// The journal lacks a commit that was complete, as a later commit or a confirmation shows.
     #[error(
         "the journal is damaged: commit {last} is the last one that is whole, and commit {seen} was made"
     )]

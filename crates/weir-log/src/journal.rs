@@ -2,7 +2,8 @@
 //!
 //! The journal has two halves. A half begins with a *checkpoint*: a commit that names every segment
 //! in use. Further commits follow, each of which names what has changed. A commit is a row of
-//! pages, the last of which says so. If a half is full, a checkpoint goes into the other.
+//! pages, the last of which is marked as the last. If a half is full, a checkpoint goes into the
+//! other half.
 
 use crate::summary::{NOBODY, PLACES_MAX, RECORD, Record};
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};

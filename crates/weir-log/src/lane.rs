@@ -77,7 +77,7 @@ enum Part {
 impl LogLane {
     pub fn open(log: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
         let depth = depth.clamp(1, SUMMARY as usize - 1);
-        // The lane below has room for a whole number of segments. So that lane need not split a
+        // Give the lane below room for a whole number of segments. Then it need not split a
         // segment's pages in its memory.
         let room = (depth * 2 + OPEN_MAX).next_multiple_of(log.shape.segment_pages as usize);
         let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, version: 0, state: State::Idle };
@@ -166,8 +166,8 @@ impl Parts {
         let bytes = found.unwrap_or(&pages[usize::from(at)]);
         let row = log.rows.get(&log.segments, segment, within);
         if read.is_ok() && [row, *proof].into_iter().flatten().any(|record| record.proves(page, bytes)) {
-            // The read also waits for a summary that it has asked for. Otherwise the summary would
-            // come when the operation has ended.
+            // A read that has asked for a summary also waits for it. Otherwise the summary would
+            // come after the operation has ended.
             return (*summary != Part::Waits).then_some(Ok(()));
         }
         if *summary == Part::Waits {

@@ -18,8 +18,8 @@
 //! cleaner does its flushes. [`check`] verifies a durable log while nobody uses it.
 //! docs/log-format.md describes the format.
 //!
-//! No function of this crate starts a thread or reads a clock. Only [`Cleaner::wait`], and the
-//! functions that make, open and check a durable log, sleep.
+//! No function of this crate starts a thread or reads a clock. Few functions sleep:
+//! [`Cleaner::wait`], and those that make, open and check a durable log.
 
 mod append;
 mod blocking;
@@ -172,8 +172,8 @@ impl Shared {
         loop {
             let place = self.find(page)?;
             let life = self.segments.word(self.shape.split(place).0).life();
-            // The page was at this place both times. A segment with a live page begins no other
-            // life, so `life` is the life in which the page was written.
+            // The page was at this place before and after the look at the life. A segment with a
+            // live page begins no other life. So `life` is the life in which the page was written.
             if self.find(page) == Some(place) {
                 return Some((place, life));
             }

@@ -476,8 +476,8 @@ impl Log {
             let generation = inline.get(&segment).map_or(generations[at].into(), |inline| inline.generation);
             (lives[at] > 0).then_some((lives[at], generation as usize, has_summary))
         };
-        // Just before the crash, a segment may have begun a life that no commit has named. So the
-        // next number of a life is left out, and no later life has it too.
+        // Just before the crash, a segment may have begun a life that no commit has named. That
+        // life has the next number. So skip this number, and give it to no later life.
         let floor = journal.floor + 1;
         let segments =
             Segments::recovered(superblock.segments, superblock.members, superblock.reserved(), floor, life);

@@ -37,7 +37,7 @@ pub(crate) enum State {
     /// The cleaner cannot move a page of the segment. The segment is free once no page of it is
     /// live.
     Stuck = 4,
-    /// In a durable log: the segment has no live page, but no commit has named it as such yet.
+    /// In a durable log: the segment has no live page, but no commit says so yet.
     Dead = 5,
     /// The segment holds the log's own records.
     Reserved = 6,
@@ -136,7 +136,8 @@ pub(crate) struct Segments {
     /// In a durable log: the dead segments, and their number.
     dead: Stack,
     dead_count: AtomicU32,
-    /// In a durable log: a bit for each segment with records that no commit has.
+    /// In a durable log: a bit for each segment, set if the segment has a record that no commit
+    /// has.
     changed: Box<[AtomicU64]>,
 }
 

@@ -168,8 +168,8 @@ mod tests {
         ONE.encode(&mut page);
         assert_eq!(Superblock::decode(&page), Ok(ONE));
         assert!(page.starts_with(b"WEIR DURABLE LOG\nA disk of"));
-        // A page that is valid but for a later version, and one with a feature that this program
-        // does not know.
+        // Two valid pages: one of a later version, and one with a feature that this program does
+        // not know.
         for (at, value) in [(0, 2), (1, 8)] {
             let mut later = page;
             later[FIELDS + at * 4] = value;

@@ -103,7 +103,7 @@ pub trait RequestMemory {
     /// bytes of that write. If all requests share one buffer, this call copies the bytes into it.
     fn fetch(&mut self, _id: Id) {}
 
-    /// The bytes of a write that begins with all of them: at least as many as its span has.
+    /// The bytes of a write that has all of them when it begins: at least as many as its span has.
     fn data(&self, id: Id) -> &[u8];
 
     /// Memory into which a read puts pages of its span, one after another from the page at index
@@ -141,7 +141,7 @@ struct Work {
     request: Request,
     /// The index of the page to issue next.
     next: u32,
-    /// Outstanding operations, plus one until all have been issued; 0: the entry is idle.
+    /// Number of outstanding operations, plus one until all have been issued; 0: the entry is idle.
     left: u32,
     /// Whether the request's change is done and is being flushed now.
     flushing: bool,
@@ -323,7 +323,7 @@ impl<L: PageLane> Requests<L> {
     /// readable.
     ///
     /// # Errors
-    /// Fails as [`sleep`] does: never, while its descriptors are open.
+    /// Fails as [`sleep`] does, which never fails while its descriptors are open.
     pub fn wait(&mut self, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
         if self.is_ready() { Ok(()) } else { wait(&mut self.rest, &self.lane, also) }
     }

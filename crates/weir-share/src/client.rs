@@ -97,8 +97,8 @@ impl From<rustix::io::Errno> for Error {
     }
 }
 
-/// A page that this client holds. Return it with [`Client::give`] or [`Client::give_later`]; the
-/// server counts a lease that was only dropped as held until the connection closes.
+/// A page that this client holds. Return it with [`Client::give`] or [`Client::give_later`]. If a
+/// lease is only dropped, the server counts its page as held until the connection closes.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is dropped stays out"]
 pub struct Lease {
@@ -226,7 +226,7 @@ impl Client {
         self.ask(Submission { op: Op::Read, tag, page, token: 0, count: 0 })
     }
 
-    /// Asks for an empty frame to write from.
+    /// Asks for an empty frame, to fill it and then write it to a page.
     ///
     /// # Errors
     /// Fails with [`Error::Full`] when the ring has no room.
@@ -234,8 +234,8 @@ impl Client {
         self.ask(Submission { op: Op::Reserve, tag, page: 0, token: 0, count: 0 })
     }
 
-    /// Asks to write a frame's content to a page. Do not change the frame until the completion.
-    /// Only a frame can be written from: for a page in a window the completion is `EBADF`.
+    /// Asks to write a frame's content to a page. Do not change the frame until the completion. The
+    /// lease must be of a frame: for a page in a window the completion is `EBADF`.
     ///
     /// # Errors
     /// Fails with [`Error::Full`] when the ring has no room.
@@ -351,8 +351,8 @@ impl Client {
         Ok(())
     }
 
-    /// Sends the requests, and the frames given back, since the last call. Wakes the server if it
-    /// sleeps.
+    /// Sends the requests that were made, and the frames that were given back, since the last call.
+    /// Wakes the server if it sleeps.
     ///
     /// # Errors
     /// Fails with [`Error::Gone`] when the server is gone.
@@ -366,7 +366,8 @@ impl Client {
     fn publish(&mut self) -> Result<(), Error> {
         self.area.written(Ring::Submissions).store(self.submitted, Ordering::Release);
         // The server first notes that it sleeps, and then looks at the ring. This client first
-        // writes the ring, and then looks at the note. So at least one of both notices the other.
+        // writes the ring, and then looks at the note. So at least one of the two notices the
+        // other.
         fence(Ordering::SeqCst);
         if self.area.server_asleep().load(Ordering::Relaxed) != 0 {
             self.area.server_asleep().store(0, Ordering::Relaxed);

@@ -132,7 +132,7 @@ pub enum Op {
     /// Writes the content of the frame that `token` names to the page. The client still holds the
     /// frame, and must not change it until the completion.
     Write = 2,
-    /// Asks for an empty frame to write from: completes with a token.
+    /// Asks for an empty frame, to fill it and then write it to a page: completes with a token.
     Reserve = 3,
     /// Returns `count` tokens from `token` on, at most
     /// [`BATCH_REFERENCES_MAX`](weir_lease::BATCH_REFERENCES_MAX). It has no completion, whatever

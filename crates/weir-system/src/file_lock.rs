@@ -31,8 +31,7 @@ pub fn owner(machine: &Machine, inode: u64) -> Owner {
     })
 }
 
-/// Whether a process runs. A zombie, which has ended and of which only the exit status is left,
-/// does not.
+/// Whether a process runs. A zombie does not: it has ended, and only its exit status is left.
 fn runs(machine: &Machine, process: &str) -> bool {
     let state = machine.value(&format!("/proc/{process}/status"), "State");
     state.is_some_and(|state| !state.starts_with(['Z', 'X']))

@@ -9,10 +9,10 @@ use std::process::Command;
 /// The environment variable that is set in a process which [`alone`] has started.
 const ALONE: &str = "WEIR_TEST_ALONE";
 
-/// Runs the test `name` of this program again, in a process with a mount namespace of its own.
-/// There this function calls `mount`, and what `mount` prints and mounts is of that process alone.
-/// Returns the process's standard error. `None`, with a line on standard error, if this machine
-/// denies such a namespace.
+/// Runs the test `name` of this program again, in a process with a mount namespace of its own. In
+/// that process this function calls `mount` and returns `None`. Otherwise it returns what that
+/// process wrote to standard error. `None`, with a line on standard error, if this machine denies
+/// such a namespace.
 ///
 /// # Panics
 /// Panics when the process cannot be started, or its test fails.

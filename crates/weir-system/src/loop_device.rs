@@ -186,8 +186,8 @@ impl LoopDevice {
         }
     }
 
-    /// All loop devices over `file`. Finds them also if the kernel no longer shows the file's path,
-    /// because its file system was unmounted under them.
+    /// All loop devices over `file`. The kernel no longer shows a file's path once the file's file
+    /// system is unmounted. Finds the devices of such a file too.
     pub fn over(file: &Path) -> Vec<LoopDevice> {
         let names = fs::read_dir("/sys/block")
             .into_iter()
@@ -200,8 +200,8 @@ impl LoopDevice {
             .collect()
     }
 
-    /// Whether the device was set up for a file of this name. To ask, the device is opened, which
-    /// reads nothing from it, since it has no partitions to look for.
+    /// Whether the device was set up for a file of this name. This opens the device. The kernel
+    /// then reads nothing from it, because it looks for no partitions on such a device.
     fn was_made_of(&self, file: &Path) -> bool {
         if file.as_os_str().len() >= Info::EMPTY.file_name.len() {
             return false; // The kernel has no more than its beginning.

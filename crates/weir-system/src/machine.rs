@@ -49,9 +49,9 @@ impl Machine {
         weir_core::available_below(&self.root).map(ByteSize)
     }
 
-    /// The memory that all processes together can take, whatever this process's cgroups allow.
-    /// Pages that are swapped in can take no more than this. This process's cgroups do not limit
-    /// them, since the kernel charges such pages to their owners' cgroups.
+    /// The memory that all processes together can take, whatever this process's cgroups allow. It
+    /// limits pages that are swapped in: the kernel charges these to the cgroups of their owners,
+    /// and not to those of this process.
     pub fn available_to_all(&self) -> Option<ByteSize> {
         weir_core::available_to_all_below(&self.root).map(ByteSize)
     }

@@ -58,8 +58,8 @@ pub struct Note {
     pub asleep: bool,
 }
 
-/// A chunk's states, as they are stored in its word of shared memory, behind the slot records. The
-/// word tells the next daemon which chunks this one gave back.
+/// The states of a chunk, as its word of shared memory has them, behind the slot records. From this
+/// word the next daemon learns which chunks the last one gave back.
 const HELD: u64 = 0;
 const EMPTYING: u64 = 1;
 const GIVEN_BACK: u64 = 2;

@@ -49,8 +49,8 @@ const WASTE_LEAST: u64 = 32;
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
 /// A store has little room if fewer than one in this many of its slots are free.
 const ROOM_ONE_IN: u32 = 16;
-/// Since the last look for packs to empty, at least [`LEFT_LEAST`] pages must have left packs, and
-/// at least one page for each [`LEFT_ONE_IN`] packs.
+/// A look for packs to empty is worthwhile once enough pages have left packs since the last look:
+/// at least [`LEFT_LEAST`], and at least one for each [`LEFT_ONE_IN`] packs.
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
 

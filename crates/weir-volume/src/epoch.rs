@@ -7,13 +7,13 @@
 //!
 //! The pins of lanes that open later come in new blocks ([`Blocks`]).
 //!
-//! This is why it is safe. A lane that retires a slot first unlinks it from the map. *Then* it
-//! reads the global epoch, and notes it in the slot's record as `e`. The slot may be reused when `e
-//! < safe`. [`Epochs::safe`] first moves the global epoch past `e`, then looks at every pin. A lane
-//! that is pinned at `e` or before at this look holds the slot back. A lane that is not pinned at
-//! the look pins later, by a store and a full fence. It reads the map after that, and finds the
-//! slot unlinked. The same holds for a lane whose pin did not exist at the look: it makes its pin
-//! before its fence.
+//! For this reason no slot is reused while a lane may read it. A lane that retires a slot first
+//! unlinks it from the map. *Then* it reads the global epoch, and notes it in the slot's record as
+//! `e`. The slot may be reused when `e < safe`. [`Epochs::safe`] first moves the global epoch past
+//! `e`, then looks at every pin. A lane that is pinned at `e` or before at this look holds the slot
+//! back. A lane that is not pinned at the look pins later, by a store and a full fence. It reads
+//! the map after that, and finds the slot unlinked. The same holds for a lane whose pin did not
+//! exist at the look, because a lane makes its pin before its fence.
 
 use crate::blocks::{Blocks, Item};
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -56,7 +56,8 @@ impl Epochs {
     }
 
     /// Pins a lane: from here to the [`end`](Pin::end) of its pin, slots that it finds in the map
-    /// are not reused. A lane that is pinned already gives up the slots that it found before.
+    /// are not reused. If the lane is pinned already, slots that it found before may be reused from
+    /// here on.
     #[inline]
     pub fn pin(&self, pin: &Pin) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
@@ -78,7 +79,7 @@ impl Epochs {
     }
 
     /// Moves a pinned lane's pin on to an epoch that [`look`](Epochs::look) returned. The lane's
-    /// reads of slots that it found before that call must have ended.
+    /// reads of slots that it found before it called `look` must have ended.
     #[inline]
     pub fn move_on(&self, pin: &Pin, epoch: u64) {
         pin.0.store(epoch, Ordering::Release);

@@ -1,12 +1,12 @@
 //! Lends pages where they lie. A lent slot stays unchanged until the borrower returns it, even if
 //! its page is written anew meanwhile.
 //!
-//! A pin would do, but a pin holds back every slot of the pool, and a borrower may be slow. So
-//! each lent slot has a count, and a lane that unlinks a slot from the map checks it. The lender
-//! counts first and then reads the map once more. The writer unlinks first and then reads the
-//! count. So one of the two sees the other. A slot that was unlinked while it was lent keeps its
-//! record. So no lane can claim it, and its chunk cannot be released. The return of the slot
-//! retires it.
+//! A lane's pin would keep a lent slot unchanged too. But a pin holds back every slot of the pool,
+//! and a borrower may be slow. So each lent slot has a count, and a lane that unlinks a slot from
+//! the map checks its count. The lender counts first and then reads the map once more. The writer
+//! unlinks first and then reads the count. So at least one of the two sees the other. A slot that
+//! was unlinked while it was lent keeps its record. So no lane can claim it, and its chunk cannot
+//! be released. The return of the slot retires it.
 
 use crate::entry::Place;
 use crate::lane::Guard;
@@ -308,7 +308,7 @@ mod loom_tests {
                 assert_eq!(lent.lend(Slot(0)), Some(true));
                 if map.load(Ordering::SeqCst) == 1 {
                     // The slot is borrowed now, so nothing frees it until it is returned. (Before
-                    // that a lane's pin keeps it, which this model does not have.)
+                    // that a lane's pin keeps the slot. This model has no pins.)
                     assert_eq!(free.load(Ordering::SeqCst), 0, "freed under its borrower");
                 }
                 if lent.give(Slot(0)) == Back::LastAndFree {

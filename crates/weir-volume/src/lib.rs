@@ -204,8 +204,8 @@ pub enum CreateError {
     Kept(String),
 }
 
-/// The bytes of the page map that have the entries of these pages of a pool, in whole pages of
-/// memory. A keeper must lock them.
+/// The range of the page map's bytes that holds the entries of these pages of a pool, in whole
+/// pages of memory. A keeper must lock that range.
 pub fn map_bytes_of(pages: &std::ops::Range<u32>) -> std::ops::Range<u64> {
     let (offset, bytes) = map::words(pages);
     let [start, end] = [offset / PAGE_SIZE, (offset + bytes).div_ceil(PAGE_SIZE)];

@@ -5,7 +5,7 @@
 //! entry would take memory too: see [`Pool::entry`](crate::Pool::entry).
 //!
 //! The map's last word counts the volumes and growths that there ever were. The first generations
-//! of new pages come from it, so it must outlive the daemon as they do.
+//! of new pages come from this count. So the count must outlive the daemon, as the pages do.
 
 use crate::entry::{Entry, Place};
 use crate::ranges::{PAGES_MAX, PART, Ranges, generation, whole};
@@ -53,8 +53,9 @@ impl Map {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Takes memory for the entries of new pages, which nobody uses yet. They are empty, and have a
-    /// first generation of their own. On failure a part of the memory may have been taken.
+    /// Takes memory for the entries of new pages, which nobody uses yet. The entries are empty.
+    /// Each call begins with another generation. On failure a part of the memory may have been
+    /// taken.
     pub fn take(&self, pages: Range<u32>) -> io::Result<()> {
         let (offset, bytes) = words(&pages);
         let start = offset / PAGE_SIZE * PAGE_SIZE;

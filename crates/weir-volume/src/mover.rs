@@ -25,7 +25,7 @@ const LOOKS: u32 = 1 << 12;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
     /// Empties a chunk that [`Pool::begin_give_back`] has closed: moves its pages to other slots of
-    /// the pool, and releases its memory. Several movers may do so at once, each with chunks of its
+    /// the pool, and releases its memory. Several movers may work at once, each on a chunk of its
     /// own. If the task fails, the whole chunk is open again. Each page then lies in the chunk, or
     /// in its new slot.
     GiveBack {

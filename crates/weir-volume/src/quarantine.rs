@@ -8,9 +8,9 @@
 //!
 //! A quarantined slot looks used until its store says that the dead daemon's I/O is over. A daemon
 //! leaves at most as many such slots as it can have operations under way, and
-//! [`Config::slack`](crate::Config::slack) has room for these. If several daemons die one after
-//! another while a disk hangs, each is allowed fewer writes under way there than the one before. So
-//! the slots of all of them fit into that room.
+//! [`Config::slack`](crate::Config::slack) has room for these. Several daemons may die one after
+//! another while a disk hangs. Then each may have fewer writes under way at that disk than the one
+//! before. So the slots of all of them fit into that room.
 
 use crate::lane::HINTS;
 use crate::{Pool, Tier};
@@ -22,8 +22,7 @@ use weir_store::Survive;
 /// The quarantined slots of one store.
 #[derive(Debug, Default)]
 pub(crate) struct Quarantine {
-    /// The number of quarantined slots. When it is 0, it costs almost nothing to find that there
-    /// are none.
+    /// The number of quarantined slots. While it is 0, nobody needs to take the lock of the slots.
     count: AtomicU32,
     slots: Mutex<Vec<Slot>>,
 }
@@ -72,7 +71,8 @@ impl Pool {
     /// Number of writes that a lane may have under way at stores with slots in quarantine. If this
     /// daemon dies too, its writes add to the quarantine, so the number falls as the quarantine
     /// grows. Lanes have [`HINTS`] spare slots each. While half of all spare slots are not in
-    /// quarantine, the number is at least 1. So pages can still be written while the disk works.
+    /// quarantine, the number is at least 1. So lanes can still write pages while a disk has not
+    /// ended the dead daemon's writes.
     #[cold]
     pub(crate) fn share_in_quarantine(&self) -> u32 {
         let held: u32 = self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum();

@@ -16,9 +16,9 @@
 //! those of its pages that the map names. The
 //! last page that leaves a pack frees its slot.
 //!
-//! The records are the free list as well. A slot is claimed by a compare-and-exchange on its
-//! record, and a retired slot carries its epoch in it. That costs no more memory, and leaves
-//! nothing but counts to rebuild after a crash. No slot waits for a sleeping thread. To find free
+//! The records are the free list as well. A compare-and-exchange on a slot's record claims the
+//! slot, and the record of a retired slot has its epoch. So the free list takes no more memory, and
+//! only counts must be rebuilt after a crash. No slot waits for a sleeping thread. To find free
 //! slots without a long search, slots are counted by extents of [`EXTENT_SLOTS`].
 
 use crate::lend::Lent;
@@ -100,8 +100,8 @@ pub(crate) struct Retired {
 pub(crate) struct Records {
     memory: Memory,
     slots: u32,
-    /// The number of free slots of each extent, with [`CLOSED`]. It is never too low: a slot is
-    /// added to the number before it is freed, and taken off after it was claimed.
+    /// For each extent the number of its free slots, and the bit [`CLOSED`]. The number is never
+    /// too low: it rises before a slot is freed, and falls after a slot was claimed.
     extents: Box<[AtomicU32]>,
     /// For each slot its number of borrowers, once slots can be lent.
     lent: OnceLock<Lent>,
@@ -387,9 +387,9 @@ impl Records {
         self.packs.load(Ordering::Relaxed)
     }
 
-    /// Takes a page that was unlinked from the map out of its slot, and frees the slot if it was
-    /// the slot's last page. `epoch` returns the epoch of the unlinking (0: the map never named
-    /// it). A lent slot stays in use until it is returned.
+    /// Takes an unlinked page out of its slot, and frees the slot if that was its last page.
+    /// `epoch` returns the epoch of the unlinking, or 0 if the map never named the slot. A lent
+    /// slot stays in use until it is returned.
     #[inline]
     pub fn retire(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> Retired {
         let pack = self.is_pack(slot);

@@ -150,9 +150,9 @@ struct Recovery {
     tiers: Vec<Tier>,
     volumes: Vec<Range<u32>>,
     ranges: Ranges,
-    /// The slots of pages that no volume has.
+    /// The slots of pages that belong to no volume.
     dropped: Vec<Bitmap>,
-    /// The slots of pages that a volume has.
+    /// The slots of pages that belong to a volume.
     named: Vec<Bitmap>,
     lost: u64,
     stored: u64,
@@ -164,9 +164,10 @@ struct Recovery {
 type RecoveryStep = fn(&mut Recovery) -> Result<(), CreateError>;
 
 impl Recovery {
-    /// The steps, in order. A dropped page's record is freed before the map forgets the page. The
-    /// other way round, a death between the two would leave a record that the map does not name:
-    /// the next daemon would take it for a write under way, and put the slot into quarantine.
+    /// The steps, in order. A dropped page's record is freed before the map forgets the page. In
+    /// the other order, a death between the two steps would leave a record that the map does not
+    /// name. The next daemon would take that record for a write under way, and put the slot into
+    /// quarantine.
     const STEPS: [RecoveryStep; 5] = [
         Self::find_dropped,
         Self::count_volumes,
@@ -219,9 +220,9 @@ impl Recovery {
                     let found = self.tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
                     let occupant = found.and_then(|tier| tier.records.occupant(slot));
                     let is_pack = occupant.is_some_and(Occupant::is_pack);
-                    // A record that names one page refuses every other page, so two pages never
-                    // share its slot by mistake. A pack's record accepts any page, and the pack's
-                    // content decides later.
+                    // The record of a single page names that page, so two pages never share its
+                    // slot by mistake. A pack's record names no page, so it fits any. A later read
+                    // of the pack decides whether the page is in it.
                     if found.is_some_and(|tier| tier.records.names(slot, page)) {
                         self.packs += u64::from(is_pack && !self.named[store].contains(slot));
                         self.packed += u64::from(is_pack);

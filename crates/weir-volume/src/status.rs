@@ -6,8 +6,8 @@ use crate::{ChunkCounts, Compression, Pool};
 use weir_core::metrics::{Counter, Distribution, Latencies};
 use weir_store::{Condition, Report, State};
 
-/// The counts of one lane with one store. The lane is their only writer, and shares no cache line
-/// with others.
+/// The counts of one lane with one store, in cache lines of their own. The lane is their only
+/// writer.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Traffic {

@@ -248,8 +248,8 @@ impl Pool {
         most.saturating_sub(ranges.pages())
     }
 
-    /// A page's entry, or `None` if no volume has the page. Movers read entries by this, since
-    /// reading any other word of the map would take memory.
+    /// A page's entry, or `None` if no volume has the page. Movers read entries by this, because
+    /// reading the entry of a page that no volume has would take memory.
     pub(crate) fn entry(&self, page: PageNo) -> Option<Entry> {
         let ranges = self.ranges();
         ranges.has(page).then(|| self.map.load(page))

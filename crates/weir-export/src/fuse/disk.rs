@@ -173,9 +173,9 @@ impl<L: PageLane> Service<L> for Disk {
                     refuse(errno)
                 }
             },
-            // An acknowledged page is safe already, or becomes safe by FSYNC. So FLUSH has nothing
-            // to do, and FSYNC only if the page device can flush. ENOSYS makes the kernel count
-            // such a request as done, and it sends no further ones.
+            // An acknowledged page is safe already, or becomes safe by FSYNC. So FLUSH never has
+            // anything to do. FSYNC has something to do only if the page device can flush. ENOSYS
+            // makes the kernel count such a request as done, and send no further ones.
             _ => refuse(Errno::NOSYS),
         }
     }

@@ -4,8 +4,8 @@ use super::wire::OutHeader;
 use rustix::io::Errno;
 use std::io::IoSlice;
 
-/// Largest number of slices of an answer: a header and the pages of the largest read, whose first
-/// and last may be parts of pages.
+/// Largest number of slices of an answer: a header, and the pages of the largest read. Such a read
+/// may begin and end in the middle of a page.
 pub const SLICES_MAX: usize = 2 + 256;
 
 /// The header of an answer with `body` bytes.

@@ -69,8 +69,8 @@ pub mod init {
     pub const INIT_EXT: u64 = 1 << 30;
     /// The kernel can send unanswered requests again.
     pub const HAS_RESEND: u64 = 1 << 39;
-    /// Requests may come by io_uring (Linux 6.14, if the module's parameter `enable_uring` says
-    /// so).
+    /// Requests may come by io_uring (Linux 6.14, if the module's parameter `enable_uring` allows
+    /// it).
     pub const OVER_IO_URING: u64 = 1 << 41;
 }
 

@@ -26,7 +26,8 @@ pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
 const LOANS: usize = 4;
 /// Bytes of a borrowed buffer.
 pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
-/// Largest number of requests under way. Far fewer reads use up all pages, but writes need none.
+/// Largest number of requests under way. Fewer reads than this use up all pages, but writes need no
+/// pages.
 pub(super) const ENTRIES: u16 = 256;
 /// Marks the end of the list of a request's pages.
 const END: u16 = u16::MAX;

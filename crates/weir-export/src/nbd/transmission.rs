@@ -240,8 +240,8 @@ pub fn simple_reply(cookie: u64, error: Option<Errno>) -> [u8; SIMPLE_REPLY_BYTE
     bytes
 }
 
-/// Encodes a chunk's header. The returned array also has the first `N - 20` bytes of the payload,
-/// as zeros that the caller replaces. `more` bytes of payload follow it.
+/// Encodes a chunk's header. Behind it the returned array has zeros in place of the first `N - 20`
+/// bytes of the payload, which the caller fills in. `more` bytes of payload follow the array.
 fn chunk_header<const N: usize>(cookie: u64, done: bool, kind: u16, more: u32) -> [u8; N] {
     let mut bytes = [0; N];
     bytes[..4].copy_from_slice(&wire::STRUCTURED_REPLY_MAGIC.to_be_bytes());

@@ -20,7 +20,8 @@ impl Loans {
         Loans { frames: OwnedCounts::new(&[frames]), lender, stores }
     }
 
-    /// The region of the token table that stands for a store's window. The store must have one.
+    /// The region of the token table that stands for the window of a store. That store must have a
+    /// window.
     #[inline]
     pub fn window(&self, store: usize) -> u8 {
         let window =

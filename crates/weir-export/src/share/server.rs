@@ -1,9 +1,10 @@
 //! The server's thread: accepts clients, serves their rings, and notices when they go.
 //!
-//! Nothing that a client shares may stop the server. The server never reads a client's doorbell:
-//! epoll reports each ring. To wake a client, it uses a socket pair of which the client has the
-//! other end. Another thread closes sockets, because closing drops unread messages of the client.
-//! They may contain descriptors, and a client can make the closing of those very slow.
+//! Nothing that a client shares may stop the server. The server never reads a client's bell,
+//! because epoll reports each time that the client rings it. To wake a client, the server uses a
+//! socket pair of which the client has the other end. Another thread closes sockets: closing drops
+//! the client's unread messages, which may contain descriptors. A client can make the closing of
+//! such descriptors very slow.
 
 use std::fmt;
 use std::io;
@@ -71,10 +72,10 @@ pub struct Config {
     pub entries: u32,
     /// Time that the thread spins for the next request before it sleeps.
     pub spin: Duration,
-    /// Largest number of pages of all clients that may be lent in place, in the stores' memory, at
-    /// a time; 0: none. A client that asks for pages in place can read all of the stores' memory.
-    /// Further pages are copied into frames. The lender takes this many slots of the volume's
-    /// [slack](weir_volume::Config::slack).
+    /// Largest number of pages that all clients together may be lent in place, in the stores'
+    /// memory, at a time; 0: none. A client that asks for pages in place can read all of the
+    /// stores' memory. Further pages are copied into frames. The lender takes this many slots of
+    /// the volume's [slack](weir_volume::Config::slack).
     pub in_place: u32,
     /// Whether clients may only read, as when the pages are a kernel's swap.
     pub read_only: bool,
@@ -616,8 +617,8 @@ impl Porter {
                 // The client holds the bell too. So closing the server's descriptor of it would not
                 // take it out of the epoll set.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
-                // Forsake the client's requests: other clients may write the same pages before a
-                // slow store has finished them.
+                // Forsake the client's requests: a slow store may finish them after other clients
+                // have written the same pages.
                 let asked = &self.desk.asked;
                 self.requests.forsake(|id| asked[usize::from(id)].session == session.number);
                 while let Some(answer) = self.requests.finished() {

@@ -507,8 +507,8 @@ impl Session {
         self.published = self.completed;
         self.area.written(Ring::Completions).store(self.completed, Ordering::Release);
         // The client first notes that it sleeps, and then looks at the ring. The server first
-        // writes the ring, and then looks whether the client sleeps. So one of both sides notices
-        // the other.
+        // writes the ring, and then looks whether the client sleeps. So at least one of the two
+        // notices the other.
         fence(Ordering::SeqCst);
         if self.area.client_asleep().load(Ordering::Relaxed) != 0 {
             self.area.client_asleep().store(0, Ordering::Relaxed);

@@ -205,7 +205,7 @@ impl Device {
     /// false. A device that is gone already is no error.
     ///
     /// # Errors
-    /// Fails with any other refusal of the driver.
+    /// Fails if the driver refuses for another reason.
     pub fn stop(self, driver: &mut impl Driver, features: u64) -> Result<bool, ControlError> {
         let (name, command) = if features & FEATURE_SAFE_STOP == 0 {
             ("STOP_DEV", uapi::STOP_DEV)

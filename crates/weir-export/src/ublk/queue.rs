@@ -59,7 +59,8 @@ impl Descriptors {
         Ok(Descriptors { start, bytes, depth })
     }
 
-    /// Copies the request of a tag. It is stable from the tag's completion to its answer.
+    /// Copies the request of a tag. The driver does not change the request from the tag's
+    /// completion to the answer.
     fn get(&self, tag: u16) -> Descriptor {
         assert!(tag < self.depth, "the driver knows tags below the depth");
         // SAFETY: the address is within the mapping, which holds `depth` descriptors. The driver

@@ -305,10 +305,11 @@ impl Server {
 
     /// Removes the block device. The caller must have checked that nothing uses it: a kernel before
     /// Linux 7.0 removes it even while it is in use. From 7.0 on the driver refuses that. Returns
-    /// false if a program has the device open, even only for reading; then it is served on.
+    /// false if a program has the device open, even only for reading. The server then goes on
+    /// serving the device.
     ///
     /// # Errors
-    /// Fails with any other refusal of the driver; the device is served on.
+    /// Fails if the driver refuses for another reason. The server then goes on serving the device.
     pub fn stop(&mut self) -> Result<bool, UblkError> {
         let features = self.control.features();
         Ok(self.device.stop(&mut self.control, features)?)
@@ -403,9 +404,9 @@ impl Thread {
 }
 
 /// Waits until each processor that saw no server has put its request on the driver's list. Only the
-/// end of the recovery reads that list, so a request that comes to it later would wait for ever
-/// (docs/ublk.md). Since Linux 6.15 (and 6.14.6) the driver gives requests to the server as soon as
-/// all buffers are offered. Since 7.0 the buffers of one queue are enough.
+/// end of the recovery reads that list. A request that comes to the list after that would wait for
+/// ever (docs/ublk.md). Since Linux 6.15 (and 6.14.6) the driver gives requests to the server as
+/// soon as all buffers are offered. Since 7.0 the buffers of one queue are enough.
 fn let_requests_return() {
     // A processor looks for the server and puts its request back within one read-side section of
     // RCU. This membarrier waits for the end of such sections. The membarrier needs several

@@ -1,8 +1,8 @@
 //! The ublk driver's interface: numbers and layouts as `include/uapi/linux/ublk_cmd.h` documents
 //! them.
 //!
-//! This module has only the commands in their ioctl encoding (Linux 6.4). `GET_FEATURES` (6.5) is
-//! asked first, so 6.5 is the oldest kernel.
+//! This module has the commands only in their ioctl encoding (Linux 6.4). The server asks for
+//! `GET_FEATURES` (6.5) first, so it needs Linux 6.5.
 
 use weir_core::PAGE_SIZE;
 
@@ -59,7 +59,8 @@ pub const START_USER_RECOVERY: u32 = control(READ_WRITE, 0x10);
 /// Ends the takeover of a device from a dead server. Waits, as `START_DEV` does, until every
 /// request has been fetched.
 pub const END_USER_RECOVERY: u32 = control(READ_WRITE, 0x11);
-/// Asks for the driver's features; it puts a mask of `FEATURE_` bits into the buffer. Linux 6.5.
+/// Asks for the driver's features; the driver puts a mask of `FEATURE_` bits into the buffer. Linux
+/// 6.5.
 pub const GET_FEATURES: u32 = control(READ, 0x13);
 /// Does the same as `STOP_DEV`, but fails with `EBUSY` while a process has the block device open.
 /// Linux 7.0.

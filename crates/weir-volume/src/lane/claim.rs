@@ -66,9 +66,9 @@ impl SlotWait {
         self.asked = false;
         self.phase = match self.phase {
             Phase::Until(_) | Phase::Due(_) => Phase::Idle,
-            // This write was refused, but the next one that finds no slot may come an hour later,
-            // and must not fail at once. In `Refused` that write first waits for a poll, which
-            // knows the time.
+            // This write was refused. The next write that finds no slot may come an hour later, and
+            // must not fail at once. In `Refused` that write first waits for a poll, which knows
+            // the time.
             Phase::Refuses(until) => Phase::Refused(until),
             phase => phase,
         };

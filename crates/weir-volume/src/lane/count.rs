@@ -143,9 +143,9 @@ impl Places {
         self.all.set(self.all.get() + 1);
     }
 
-    /// Divides `pages` pages among the stores, in the proportion of the pages that were looked up
-    /// there. If more pages are counted than were looked up, the others count for no store. If
-    /// fewer are counted, some were looked up for a request that was then answered in another way.
+    /// Divides `pages` pages among the stores, in proportion to the pages that were looked up in
+    /// each. If `pages` exceeds the pages looked up, the rest counts for no store. If `pages` is
+    /// lower, some look-ups were for a request that was then answered in another way.
     #[inline]
     fn share_out(&self, pages: u64, mut give: impl FnMut(Option<usize>, u64)) {
         let all = u64::from(self.all.get());

@@ -51,7 +51,7 @@ pub(crate) const PARTS: usize = 8;
 pub struct Lane {
     pub(crate) pool: Arc<Pool>,
     volume: Arc<Volume>,
-    /// The number in the pool of the volume's first page.
+    /// The pool's number of the volume's first page.
     first: u32,
     /// A volume without pages, to which the lane is turned while it has no other.
     nowhere: Arc<Volume>,
@@ -111,8 +111,8 @@ pub(crate) struct StoreLane {
     pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,
     hints: Hints,
-    /// A run of slots side by side, found free, for a long write; and the slot at which the next
-    /// search for a run starts.
+    /// The run of free slots that a long write fills, and the slot at which the next search for a
+    /// run starts.
     run: std::ops::Range<u32>,
     run_cursor: Cursor,
 }
@@ -232,7 +232,8 @@ impl Lane {
         })
     }
 
-    /// The volume that this lane is turned to: one without pages if it is turned to none.
+    /// The volume to which this lane is turned. If it is turned to none, this is a volume without
+    /// pages.
     pub fn volume(&self) -> &Arc<Volume> {
         &self.volume
     }
@@ -241,9 +242,9 @@ impl Lane {
     /// no volume. The call takes no memory. If somebody else holds the lane's former volume, it
     /// frees none either.
     ///
-    /// Nothing of the former volume is left behind: only operations name its pages, and none is in
-    /// flight. The lane keeps slots of writes that have timed out until they have settled, but no
-    /// page names such a slot.
+    /// The lane keeps nothing of the former volume: only operations name its pages, and none is in
+    /// flight. Writes that have timed out keep their slots until they have settled, but no page
+    /// names such a slot.
     ///
     /// # Panics
     /// Panics when an operation is in flight, or the volume belongs to another pool.
@@ -253,21 +254,21 @@ impl Lane {
         assert!(Arc::ptr_eq(volume.pool(), &self.pool), "a lane is turned to a volume of another pool");
         self.first = volume.range().start;
         self.volume = Arc::clone(volume);
-        // The first write to the next volume must wait for a slot as long as any other.
+        // The first write to the next volume may wait for a slot as long as any other write.
         self.slot_wait = SlotWait::default();
         self.asks_for_look = false;
         self.long = 0;
         self.leave();
     }
 
-    /// The number in the pool of this volume's page `page`.
+    /// The pool's number of page `page` of this volume.
     #[inline]
     pub(crate) fn at(&self, page: PageNo) -> PageNo {
         self.run_at(page, 1)
     }
 
-    /// The number in the pool of this volume's page `first`. Checks that `count` pages from there
-    /// on lie in the volume.
+    /// The pool's number of page `first` of this volume. Checks that `count` pages from there on
+    /// lie in the volume.
     ///
     /// # Panics
     /// Panics when the pages do not all lie in the volume. The pages behind it belong to other
@@ -280,8 +281,9 @@ impl Lane {
         PageNo(self.first + first.0)
     }
 
-    /// Announces a batch to every store, so that each can choose how to do it. Optional. If it is
-    /// known which pages will be read, [`batch`](Lane::batch) tells each store only its own part.
+    /// Announces a batch to every store, so that each can choose how to do it. Callers may leave
+    /// this out. A caller that knows which pages it will read uses [`batch`](Lane::batch), which
+    /// tells each store only its own part.
     pub fn plan(&mut self, reads: usize, writes: usize) {
         for store in &mut self.stores {
             store.lane.plan(reads, writes);
@@ -332,9 +334,9 @@ impl Lane {
 
     /// Writes a whole page. `bytes` may be reused as soon as this returns. [`Progress::Done`] or
     /// the completion acknowledges the write. With [`Progress::Full`] the caller polls and tries
-    /// again. If every slot is taken, the lane keeps the time, and the write fails after 2 s. If
-    /// another lane has written the page meanwhile, the caller checks that its client is still
-    /// there before it tries again.
+    /// again. If every slot is taken, the lane notes how long the write has waited, and the write
+    /// fails after 2 s. If another lane has written the page meanwhile, the caller checks that its
+    /// client is still there before it tries again.
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         let page = self.at(page);
         self.enter();
@@ -407,7 +409,7 @@ impl Lane {
     ///
     /// Call `forsake` before each poll while a client is missing. Then no write of that client
     /// takes effect after a later one that it made by another lane. A write waits for the next poll
-    /// if another lane has written its page since it began, or since the last poll.
+    /// if another lane has written its page since the write began, or since the last poll.
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.slot_wait.end();
         for op in &mut self.ops {

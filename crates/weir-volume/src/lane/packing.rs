@@ -48,11 +48,11 @@ pub(super) const EVERY_MEMBER: PageNo = PageNo(u32::MAX);
 pub(super) enum Carried {
     /// The operation is in no pack.
     No,
-    /// The operation waits in the open pack, or in a pack that is being written and that another
-    /// operation leads. `next` is the operation behind it.
+    /// The operation waits in the open pack, or in a pack that is being written, and is not the
+    /// first there. `next` is the operation behind it.
     Waits { next: Option<u32> },
     /// The operation is the first one of a pack that is being written to this slot. `next` is the
-    /// one behind it.
+    /// operation behind it.
     Leads { store: usize, slot: Slot, next: Option<u32> },
 }
 
@@ -167,8 +167,8 @@ impl Lane {
     }
 
     /// Puts the page of a partial write into the open pack, if it shrinks enough. The write's state
-    /// has the old content in `base`, verified. If that is a pack and the page does not join the
-    /// open pack, `base` gets the expanded page instead.
+    /// has the old content in `base`, verified. If the old content is a pack, the expanded page
+    /// replaces it there, unless the page only moves and joins the open pack.
     pub(super) fn pack_part(&mut self, op: u32, part: u32, from: &Located) -> Result<Packed, Fault> {
         let Some(packing) = &mut self.packing else { return Ok(Packed::Not) };
         let state = &mut self.parts[part as usize];
@@ -245,7 +245,7 @@ impl Lane {
         sent
     }
 
-    /// Fails the pages of the open pack: there is no slot for it, and waiting brings none.
+    /// Fails the pages of the open pack: the pack finds no slot, however long it waits.
     fn fail_pack(&mut self, first: u32) -> bool {
         let fault = self.no_slot();
         let mut next = Some(first);
@@ -462,7 +462,8 @@ mod tests {
                 panic!("it was published")
             };
             packs.push(slot);
-            // A reader may have found the first page in the pack before all pages are written anew.
+            // This reader comes before all pages are written anew, so it may have found the first
+            // page in the pack.
             reader.enter();
             assert_eq!(other.write(0, page, &[0; PAGE_SIZE]), Progress::Done(Ok(())));
             other.submit();

@@ -162,8 +162,8 @@ impl Lane {
         self.overtaken.push(op);
     }
 
-    /// Frees the slot of an entry whose write has failed with `fault`. If the write may still
-    /// change the slot, it is freed once the write has settled.
+    /// Frees the slot of an entry whose write has failed with `fault`. If that write may still
+    /// change the slot, the slot is freed once the write has settled.
     pub(super) fn unclaim_failed(&mut self, entry: Entry, fault: Fault) {
         match (fault, entry.place()) {
             (Fault::Timeout, Place::Stored { .. }) => self.unsettled += 1,

@@ -1,7 +1,7 @@
 //! Many pages in a row at a slow store: one operation for pages that lie side by side.
 //!
-//! A run saves bookkeeping. A page that is an operation of its own takes an entry in three tables
-//! and two hand-overs. Together these take longer than its checksum.
+//! A run saves bookkeeping. A page that is an operation of its own needs an entry in each of three
+//! tables, and two hand-overs. Together these take longer than the page's checksum.
 
 use super::located::Located;
 use super::run::LEAST;

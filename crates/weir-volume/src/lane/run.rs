@@ -17,8 +17,8 @@ use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
 use weir_device::View;
 
 /// Number of pages that are written as one group. The group waits once for all of its pages, which
-/// costs little for each. A lane remembers many more freed slots than this, so it has one for each
-/// page.
+/// costs little for each. A lane remembers many more freed slots than a group has pages, so it
+/// usually has a slot for each page.
 const GROUP: usize = 16;
 /// Fewer pages in a row than this are read or written one by one just as fast.
 pub(crate) const LEAST: usize = 4;
@@ -50,8 +50,8 @@ impl Lane {
 
     /// Writes `pages` to page `first` and the pages after it, as far as that is done at once.
     /// Returns the number of pages written, from the first on. Write the others by
-    /// [`write`](Lane::write), which can wait, queue and fail. It gives them neighbouring slots if
-    /// there are any.
+    /// [`write`](Lane::write), which can wait, queue and fail. After this call, `write` gives them
+    /// neighbouring slots if there are any.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let first = self.run_at(first, pages.len());
         let mut done = 0;

@@ -294,8 +294,8 @@ pub fn is_mounted(point: &Path) -> bool {
     mounted(point).is_some()
 }
 
-/// Whether a file system of this program is mounted at `point`, an absolute path, and its server is
-/// not known to be gone.
+/// Whether a file system of this program is mounted at `point`, an absolute path, and its server
+/// lives or may live.
 pub fn is_served(point: &Path) -> bool {
     mounted(point).is_some_and(|mounted| mounted.is_ours())
         && matches!(life(point), Life::Alive | Life::Silent)

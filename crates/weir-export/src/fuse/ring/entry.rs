@@ -3,7 +3,7 @@
 //!
 //! The header has three parts: the request's own header at 0 (where the kernel then expects the
 //! answer's), the part for its opcode at 128, and lengths at 256. Put together, they are the bytes
-//! that a read of `/dev/fuse` returns. So one parser does for both.
+//! that a read of `/dev/fuse` returns. So the parser of those requests serves here too.
 
 use super::super::reply::Reply;
 use super::super::request::{self, Malformed, Message};

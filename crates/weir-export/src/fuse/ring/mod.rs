@@ -284,7 +284,7 @@ impl Uring {
     }
 
     fn push(&mut self, command: &squeue::Entry128) {
-        // SAFETY: entries are this value's memory, and it drops `io` before that memory (the order
+        // SAFETY: this value has the entries' memory, and drops `io` before that memory (the order
         // of the fields). An entry is accessed here only while the kernel does not write to it.
         // Polls name descriptors that outlive the thread.
         unsafe { self.io.submission().push(command) }.expect("room for one command an entry and two polls");

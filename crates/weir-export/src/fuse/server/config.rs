@@ -27,7 +27,8 @@ pub struct Config {
     /// it is killed, its requests under way fail.
     pub ring: bool,
     /// Whether users other than the one who mounts may use the file system, as far as modes and
-    /// owners allow. For users other than root `/etc/fuse.conf` must have `user_allow_other`.
+    /// owners allow. If a user other than root mounts, `/etc/fuse.conf` must have
+    /// `user_allow_other`.
     pub allow_other: bool,
 }
 

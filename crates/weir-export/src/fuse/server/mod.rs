@@ -207,8 +207,8 @@ impl Server {
     /// is taken. Removes the mount of a dead server.
     ///
     /// # Errors
-    /// Fails with the errors of [`ram_disk`](Server::ram_disk) for a `point` that is no directory,
-    /// and for a dead mount there that cannot be removed.
+    /// Fails as [`ram_disk`](Server::ram_disk) does if `point` is no directory, or has a dead mount
+    /// that cannot be removed.
     pub fn look_at(point: &Path) -> Result<(), ServeError> {
         mount::replace_dead(point)?;
         match fs::metadata(point) {

@@ -46,8 +46,8 @@ impl Drop for Begun {
     }
 }
 
-/// Mounts on `point` and does the handshake. There is no earlier server to take over. `may_ring`
-/// tells that no request waits for a slow store, so the server may use io_uring.
+/// Mounts on `point` and does the handshake, if there is no earlier server to take over. `may_ring`
+/// tells that no request waits for a slow store, so that the server may use io_uring.
 pub(super) fn mounted(
     may_ring: bool,
     config: &Config,

@@ -77,8 +77,8 @@ struct Write {
     index: Option<u16>,
 }
 
-/// The state that all connections share: memory for long requests, since few of them are answered
-/// at a time.
+/// The state that all connections share: memory for long requests. The connections share it because
+/// few of them answer a long request at a time.
 pub(super) struct Shared {
     /// Buffers for the parts of long reads that clients have not taken yet.
     rests: Arc<Pool>,

@@ -98,8 +98,8 @@ impl<L: PageLane> Connection<'_, L> {
         if ending == Ending::Closed && self.presence.leaves { Ok(()) } else { Err(ending) }
     }
 
-    /// Whether the last request of a client that has closed its end asked for a disconnect. If the
-    /// socket still holds more bytes than the buffer of headers can take, the answer is no: such a
+    /// Whether the last request of a client that has closed its end asked for a disconnect. Returns
+    /// false if the socket still holds more bytes than the buffer of headers can take: such a
     /// client has not waited for its answers.
     fn ends_with_goodbye(&mut self) -> bool {
         // Use the buffer of headers for a look at the socket's bytes: it is free while a send

@@ -426,8 +426,8 @@ impl Tree {
         let (file, room) = self.file_mut(node)?;
         let most = file.held + u64::from(room.free());
         if pages.end.saturating_sub(pages.start) > most {
-            // Refuse a range that is too long before any loop over its pages: it may be as long as
-            // the largest file.
+            // Refuse a range that is too long here. The code below goes through all its pages, and
+            // it may be as long as the largest file.
             return Err(Errno::NOSPC);
         }
         let missing = pages.clone().filter(|page| file.place(*page).is_none()).count() as u64;
