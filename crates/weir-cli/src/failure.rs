@@ -23,8 +23,7 @@ pub enum Failure {
     NoRoom(String),
     /// Everything has been printed already; only the exit code is left.
     Said,
-    /// The program ends with the code with which a child process ended. The child has printed
-    /// everything.
+    /// The program ends with the exit code of a child process, which has printed everything.
     Ended(u8),
     /// The user asked for help or the version, or gets help because arguments are missing (exit
     /// code 2). Clap returns these texts as errors.

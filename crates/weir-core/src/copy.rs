@@ -50,11 +50,11 @@ pub unsafe fn page_to_shared(shared: *mut u8, page: &PageBytes) {
     }
 }
 
-/// Copies `page` to shared memory past the caches, for many pages at once that are not read soon.
-/// Memory that is not in the cache is written without being read first (230 ns a page on the test
-/// host, 400 by [`page_to_shared`]). But other threads may see these stores in any order. They may
-/// read only after [`settle`], which waits for all of the stores; any atomic read-modify-write also
-/// waits for them.
+/// Copies `page` to shared memory past the caches. It is meant for many pages at once, none of
+/// which is read soon. Memory that is not in the cache is written without being read first (230 ns
+/// a page on the test host, 400 by [`page_to_shared`]). But other threads may see these stores in
+/// any order. They may read only after [`settle`], which waits for all of the stores; any atomic
+/// read-modify-write also waits for them.
 ///
 /// # Safety
 /// The same as for [`page_to_shared`]; and `shared` must be 16-byte aligned.

@@ -225,7 +225,7 @@ impl Memory {
     /// whole part counts against `RLIMIT_MEMLOCK`.
     ///
     /// The kernel splits a mapping at each end of a locked part, and a process may have 65,530
-    /// mappings. So whole units are locked, as long as the limit allows that, and stay locked.
+    /// mappings. So whole units are locked, as long as `RLIMIT_MEMLOCK` allows it, and stay locked.
     fn lock(&self, offset: usize, bytes: usize) {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
         let lock = |start: usize, end: usize| {
@@ -347,8 +347,8 @@ pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes that one thread takes at a time. This lasts some hundredths of a second, and then the work
-/// can be stopped.
+/// Bytes that one thread takes in one piece. A piece lasts some hundredths of a second, and the
+/// work can be stopped after each.
 const PIECE: usize = 64 << 20;
 /// Largest number of threads that take memory at a time. The kernel zeroes memory that is taken,
 /// and a few processors zero it as fast as the memory allows.
@@ -455,7 +455,7 @@ fn whole_pages(bytes: usize) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// Number of mappings of this process that begin within a memory.
+    /// Number of this process's mappings that begin within `memory`.
     fn mappings(memory: &Memory) -> usize {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let within = memory.as_ptr() as usize..memory.as_ptr() as usize + memory.len();

@@ -54,7 +54,7 @@ pub fn set_io_flusher() -> Result<(), Unprotected> {
 /// Whether the calling thread has the flusher flag.
 ///
 /// # Errors
-/// Fails as [`set_io_flusher`] does: reading the flag needs the capability too.
+/// Fails as [`set_io_flusher`] does: reading the flag needs `CAP_SYS_RESOURCE` too.
 pub fn has_io_flusher() -> Result<bool, Unprotected> {
     rustix::process::is_io_flusher().map_err(|errno| flusher_error(errno.into()))
 }
@@ -126,7 +126,7 @@ pub fn reach_reserves(children: Children) -> io::Result<()> {
     schedule(libc::SCHED_RR | reset, 1)
 }
 
-/// Makes the calling thread an ordinary one again.
+/// Ends the real-time priority of the calling thread.
 ///
 /// # Errors
 /// Fails with the error of `sched_setscheduler`.

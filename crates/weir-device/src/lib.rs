@@ -159,7 +159,7 @@ pub trait PageGuard {
     /// Prefetches a page for a coming [`view`](PageGuard::view), one or two pages ahead.
     fn prefetch(&self, _page: PageNo) {}
 
-    /// Adds `pages` to the device's count of pages read, for pages that this guard has shown.
+    /// Adds `pages` to the device's count of reads, for pages that this guard was asked to show.
     /// `faults` of them could not be read.
     fn count_reads(&self, _pages: u64, _faults: u64) {}
 }

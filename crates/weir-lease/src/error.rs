@@ -43,7 +43,7 @@ pub enum TakeError {
 pub enum Refusal {
     /// The token was the slot's latest, and has been returned before.
     Repeated,
-    /// The slot has been used for another reference since, or was never given out under this token.
+    /// The slot now stands for a later reference, or was never given out under this token.
     Stale,
     /// The token names no slot that the connection has.
     Unknown,

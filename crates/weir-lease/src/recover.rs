@@ -54,8 +54,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok((table, open))
     }
 
-    /// Gives one chunk to the connection that owns it, or to the free ones, and counts the
-    /// references in its slots.
+    /// Gives one chunk to the connection that owns it. If no connection owns it, adds it to the
+    /// free chunks. Counts the references in its slots.
     fn adopt(&mut self, chunk: u32) -> Result<(), ImageError> {
         let mut free = !0u64;
         for (bit, slot) in (0..CHUNK_SLOTS).zip(self.image.slots(chunk)) {

@@ -3,9 +3,8 @@
 //! The pager finds memory by itself, and the kernel tells it of changes. The libc functions that
 //! are replaced here do what they always did, and also call the pager. After a large allocation the
 //! pager looks for new memory at once. So a program does not fill memory that the pager has not
-//! seen. The pager also learns of calls after which the kernel still reads pages of the program.
-//! Only those calls must not be missed. If it misses the others, the pager works too, and finds new
-//! memory later.
+//! seen. The pager also learns of calls after which the kernel still reads pages of the program. It
+//! must not miss any of these calls. If it misses an allocation, it finds the new memory later.
 //!
 //! All memory of the pager is `ALLOCATOR`'s. It was mapped before the pager began, and so is never
 //! managed.
@@ -28,8 +27,10 @@ const ARENA: usize = 16 << 20;
 /// Address space for the pager's tables of 1 TiB: 200 bytes for each 2 MiB, and twice as much again
 /// while a table grows.
 const TABLES: usize = 512 << 20;
-/// The pager has a table of the single pages in place, at most one for each page of the limit. It
-/// takes up to 48 bytes for each while it grows.
+/// The pager's table of single pages in place has at most one row for each page of the limit. A row
+/// The pager's table of single pages in place has at most one row for each page of the limit. A row
+/// takes up to 48 bytes while the table grows. So one byte for each 64 bytes of the limit is
+/// enough.
 const SINGLES_SHARE: usize = 64;
 /// The pager looks for new mappings each time that the program's allocations of 64 KiB and more
 /// have added up to this many bytes.
@@ -86,7 +87,7 @@ fn extend_arena(bytes: usize) {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let mut bytes = bytes;
-    // A limit of the program's address space may leave less.
+    // If the program's address space is limited, there may be room for fewer bytes only.
     while bytes >= ARENA {
         // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
         let at = unsafe { libc::syscall(libc::SYS_mmap, 0, bytes, protection, flags, -1, 0) };
@@ -144,8 +145,8 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
     })
 }
 
-/// The pager's [`Outside`] in a program under `weir run`, which prints the pager's lines. The
-/// orders to the pager come from the daemon.
+/// The pager's [`Outside`] in a program under `weir run`. It prints the pager's lines, and takes
+/// the daemon's orders to the pager.
 struct Run {
     messages: Arc<UnixDatagram>,
     link: Link,
@@ -245,8 +246,9 @@ pub unsafe extern "C" fn mmap64(
 }
 
 /// # Safety
-/// Does the same as madvise(2). The kernel tells the pager that the program gives up the content of
-/// pages, but not where it does so by guard regions (Linux 6.13).
+/// Does the same as madvise(2). If a program gives up the content of pages, the kernel tells the
+/// pager. But it does not if the program turns them into a guard region (Linux 6.13), so this
+/// function makes it do so.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) -> c_int {
     /// Advice that no available crate defines.
@@ -254,7 +256,8 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) 
     // SAFETY: the caller's arguments are passed on unchanged.
     let advised = unsafe { libc::syscall(libc::SYS_madvise, at, bytes, advice) as c_int };
     if advised == 0 && advice == GUARD_INSTALL {
-        // SAFETY: the pages of a guard region have no content, and this call leaves the guards.
+        // SAFETY: the pages of a guard region have no content, and this call does not remove the
+        // guards.
         unsafe { libc::syscall(libc::SYS_madvise, at, bytes, libc::MADV_DONTNEED) };
     }
     advised

@@ -2,11 +2,11 @@
 //! own slots.
 //!
 //! A slot has room for one value of one sender. It travels in a circle: the sender takes it from
-//! its private list, writes the value, and pushes it. The receiver takes the whole stack, reads the
-//! values, and pushes the slots back to their sender. The sender takes all returned slots at once
-//! when its private list runs out. So a send is one exchange on a cache line that no other sender
-//! touches. Nothing is allocated once a sender was made. Neither stack has the ABA problem, as both
-//! are only ever taken whole.
+//! its private list, writes the value, and pushes the slot to a stack of full slots. The receiver
+//! takes that whole stack, reads the values, and pushes the slots to a stack of empty ones. The
+//! sender takes that whole stack when its private list runs out. So a send is one exchange on a
+//! cache line that no other sender touches. Nothing is allocated once a sender was made. Neither
+//! stack has the ABA problem, as both are only ever taken whole.
 
 use core::cell::UnsafeCell;
 use core::fmt;
@@ -142,7 +142,7 @@ struct Reader<T> {
 // SAFETY: only the receiver has the chains, and the chains move with the receiver.
 unsafe impl<T: Send> Send for Receiver<T> {}
 
-/// The reason why a value was not sent. It has the value inside.
+/// The reason why a value was not sent, with the value itself.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum SendError<T> {
     /// The sender's room is used up until the receiver catches up.

@@ -32,7 +32,7 @@ pub(crate) struct RawItem {
     run: unsafe fn(NonNull<Link>, &Unplaced),
 }
 
-/// The item is claimed for a push, or was pushed, and has not been taken.
+/// The item has been claimed for a push, or pushed already, and the worker has not taken it yet.
 const PENDING: usize = 1;
 /// The item was pushed: its place in the queue is decided.
 const PLACED: usize = 2;
@@ -111,7 +111,8 @@ pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
     unsafe fn from_raw(raw: NonNull<Self::Target>) -> Self;
 }
 
-/// A pointer that can be cloned, so that one item can be scheduled while it is pending already.
+/// A pointer that can be cloned. So a thread may schedule an item that another thread has scheduled
+/// already.
 pub trait SharedPointer: Pointer + Clone {}
 
 /// A pointer that is the only one to its value. So its item cannot be pending already, and needs no
@@ -234,8 +235,8 @@ impl RawItem {
         None
     }
 
-    /// Counts an item that is claimed and not placed yet. If it was placed meanwhile, it does not
-    /// count.
+    /// Counts an item that is claimed and not placed yet. Leaves the count unchanged if the item
+    /// was placed meanwhile.
     #[cold]
     fn await_place(&self, claimed: usize, unplaced: &Unplaced) {
         // Count the item before AWAITED is set: a thread that finds AWAITED counts the item down at

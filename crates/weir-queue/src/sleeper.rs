@@ -19,7 +19,7 @@ impl Sleeper {
         Sleeper { thread: Mutex::new(None), sleeps: AtomicUsize::new(0) }
     }
 
-    /// Wakes the consumer, if it has ever slept.
+    /// Wakes the consumer. Does nothing if it has never slept.
     #[cold]
     pub(crate) fn wake(&self) {
         if let Some(thread) = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).as_ref() {

@@ -184,9 +184,9 @@ impl Stack {
     }
 
     /// Marks the stack as closed. Returns true if the consumer sleeps and the caller must wake it.
-    /// Links in the stack can still be taken. To take them, the consumer empties the stack, and the
-    /// mark goes for that moment. A push in that moment succeeds, and its link is taken too. No
-    /// push succeeds once [`Stack::is_finished`] has returned true.
+    /// Links in the stack can still be taken. While the consumer takes them, the stack loses the
+    /// mark for an instant. A push in that instant succeeds, and its link is taken too. No push
+    /// succeeds once [`Stack::is_finished`] has returned true.
     pub fn close(&self) -> bool {
         let mut head = self.head.load(Relaxed);
         loop {

@@ -170,7 +170,7 @@ impl Reclaim for Host {
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
-        // Punching frees locked pages too, and MADV_REMOVE refuses them.
+        // Punch a hole into the file. That frees locked pages too, while MADV_REMOVE refuses them.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(self.fd(), flags, offset, bytes)
             .map_err(|errno| Fault::Io(errno.raw_os_error()))?;

@@ -186,8 +186,8 @@ pub trait Lane: Send {
         None
     }
 
-    /// Prefetches a slot's memory for a write that may follow soon, if the CPU writes it. Does not
-    /// change the slot.
+    /// Prefetches a slot's memory, because a write may follow soon. Does nothing if the CPU does
+    /// not write that memory itself, and never changes the slot.
     fn prepare(&self, _slot: Slot) {}
 
     /// Number of side-by-side slots that one operation may name now, to write or to read; 0 if each
@@ -210,8 +210,9 @@ pub trait Lane: Send {
         0
     }
 
-    /// How many writes to queue before the next [`submit`](Lane::submit), and before each one after
-    /// it, so that they cost the least. `None`: the number makes no difference.
+    /// The numbers of writes that cost the least if they are queued together: first before the next
+    /// [`submit`](Lane::submit), then before each later one. `None`: the numbers make no
+    /// difference.
     fn best_runs(&self) -> Option<(usize, usize)> {
         None
     }

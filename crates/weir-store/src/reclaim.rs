@@ -69,8 +69,8 @@ impl Headroom {
         chunks((self.floor + self.chunk - self.free).div_ceil(self.chunk))
     }
 
-    /// Number of chunks that may be taken now. The spare must stay free, and the size of one chunk
-    /// above it. Without that chunk, a take could soon be followed by a give-back.
+    /// Number of chunks that may be taken now. Afterwards `spare` bytes must still be free, and the
+    /// bytes of one more chunk. Without that chunk, a take could soon be followed by a give-back.
     pub fn spare_chunks(&self) -> u32 {
         chunks((self.free.saturating_sub(self.spare) / self.chunk).saturating_sub(1))
     }

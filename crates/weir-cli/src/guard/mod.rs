@@ -44,8 +44,8 @@ const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
     let guard = std::env::var(ENVIRONMENT).ok().and_then(|text| text.parse().ok());
     if guard.is_some() && guard == parent() {
-        // If the guard is killed, this child is killed too. So this child changes nothing any more
-        // when another command undoes its changes.
+        // If the guard is killed, the kernel kills this child too. So this child changes nothing
+        // any more once another command undoes what it has changed.
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(Failure::failed)?;
         return if guard == parent() { work() } else { Err(Failure::Said) };
     }
@@ -108,7 +108,7 @@ fn is_left(pid: u32) -> Result<bool, Failure> {
     let mut variables = environment.split(|byte| *byte == 0);
     let guard = variables.find_map(|it| it.strip_prefix(format!("{ENVIRONMENT}=").as_bytes()));
     let guard = guard.and_then(|number| Pid::from_raw(std::str::from_utf8(number).ok()?.parse().ok()?));
-    // A process without a guard is another program, which has got the same process number since.
+    // If no guard is named, this is another program, which has got the same process number since.
     if guard.is_some_and(is_gone) || is_exiting(process) {
         end(&[process], Signal::KILL);
         // The process may be in a system call that changes the machine after everything was undone.
@@ -195,7 +195,7 @@ fn not_undone(what: &dyn Display, why: &dyn Display) -> Failure {
     Failure::Failed(format!("{what}: not all is undone: {why}; run weir off"))
 }
 
-/// This user's files and directories whose names begin as a guarded child's names do.
+/// Files and directories of this user whose names begin like those that a guarded child makes.
 fn entries(elsewhere: Option<&Path>) -> Vec<PathBuf> {
     let mut places = vec![std::env::temp_dir(), PathBuf::from("/var/tmp")];
     places.extend(elsewhere.map(Path::to_owned));
@@ -236,8 +236,8 @@ fn names(process: Pid, paths: &[PathBuf]) -> bool {
     let is_named = |path: &PathBuf| {
         let path = path.as_os_str().as_bytes();
         let mut at = line.windows(path.len()).enumerate().filter(|(_, window)| *window == path);
-        // A path of a run ends with a process number. If a digit follows, the number is longer, and
-        // the path is another run's.
+        // Each path of a guarded command ends with its process number. If a digit follows, the
+        // number is longer, and the path belongs to another command.
         at.any(|(at, _)| !line.get(at + path.len()).is_some_and(u8::is_ascii_digit))
     };
     paths.iter().any(is_named)

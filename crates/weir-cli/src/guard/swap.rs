@@ -108,7 +108,8 @@ mod tests {
         fixture::alone(name, || {
             mount("none", "/sys/fs/cgroup", "tmpfs", MountFlags::empty(), None).unwrap();
             mount("none", "/mnt", "tmpfs", MountFlags::empty(), None).unwrap();
-            // No process has the number in `cgroup.procs`. So no signal makes that entry go away.
+            // No process has the number that `cgroup.procs` names here. So no signal makes that
+            // entry go away.
             let cgroup = Path::new("/sys/fs/cgroup/memory/weir-bench-swap-7");
             fs::create_dir_all(cgroup).unwrap();
             fs::write(cgroup.join("cgroup.procs"), format!("{}\n", i32::MAX)).unwrap();

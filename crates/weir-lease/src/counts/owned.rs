@@ -48,8 +48,8 @@ impl OwnedCounts {
 
     #[cold]
     fn spill(&mut self, index: usize) {
-        // `rest` counts pieces of [`MOVED`] references, and cannot overflow: no table has room for
-        // 2^32 such pieces, since the slots alone would take 2 TiB.
+        // One in `rest` stands for [`MOVED`] references. `rest` cannot overflow: for so many
+        // references the slots alone would take 2 TiB, and no table has room for them.
         self.rest[index] += 1;
         self.bytes[index] = MORE | (FULL - MOVED);
     }

@@ -152,7 +152,8 @@ impl Backing {
     }
 
     fn length(&self, name: &str) -> Result<u64, OpenError> {
-        // The position of a device's end is its length; fstat calls it 0.
+        // Seek to the end, whose position is the length of a file and of a device. fstat gives 0
+        // for a device.
         rustix::fs::seek(&self.file, SeekFrom::End(0))
             .map_err(|errno| OpenError::io(name, "cannot tell its length", errno))
     }
@@ -345,7 +346,7 @@ impl Backing {
         };
         let done = done.and_then(|()| {
             // A file system that compresses has allocated no blocks for zeros. Some others allocate
-            // blocks only when they are written.
+            // a block only when it is written.
             let stat = rustix::fs::fstat(&self.file)?;
             match (stat.st_blocks as u64).saturating_mul(512) {
                 has if has >= total => Ok(()),
@@ -558,8 +559,8 @@ fn open_file(path: &Path, is_device: bool, is_new: bool) -> Result<(File, bool),
         return Ok((File::from(fd), true));
     }
     if is_new {
-        // Create the file without O_DIRECT first: with it, a file system that refuses O_DIRECT
-        // still creates the file.
+        // Create the file without O_DIRECT. If the file system refuses O_DIRECT, an open with it
+        // would fail and still leave a new file.
         rustix::fs::open(path, flags | OFlags::CREATE | OFlags::EXCL, Mode::RUSR | Mode::WUSR)?;
     }
     match rustix::fs::open(path, flags | OFlags::DIRECT, Mode::empty()) {

@@ -43,9 +43,9 @@ pub(super) struct Cipher {
 /// Bytes of an XTS key: one AES-256 key for content, one for tweaks.
 const SECRET: usize = 64;
 
-// SAFETY: the keys are only read after construction, and `Keys` itself is Send.
+// SAFETY: after construction the keys are only read, and `Keys` itself is Send.
 unsafe impl Send for Cipher {}
-// SAFETY: the keys are only read after construction, and `Keys` itself is Sync.
+// SAFETY: after construction the keys are only read, and `Keys` itself is Sync.
 unsafe impl Sync for Cipher {}
 
 impl Cipher {
@@ -71,8 +71,8 @@ impl Cipher {
         let memory = Memory::anonymous(PAGE_SIZE)?;
         let half = |at: usize| {
             let mut half = [0; SECRET / 2];
-            // SAFETY: the range is within the page with the key, which is never written again after
-            // it was drawn.
+            // SAFETY: the range lies within the page that holds the key. Nobody writes that page
+            // again after the key was drawn.
             unsafe { half.as_mut_ptr().copy_from_nonoverlapping(secret.as_ptr().add(at), half.len()) };
             Array(half)
         };

@@ -26,7 +26,8 @@ const RUN_PAGES: usize = 256;
 /// Entries of the largest io_uring (IORING_MAX_ENTRIES).
 const DEPTH_MOST: usize = 1 << 15;
 
-/// The user data of a member's part of a flush; other entries have a staging page's number.
+/// The user data of an io_uring entry that flushes a member. All other entries have a staging
+/// page's number.
 const FLUSH: u64 = u64::MAX;
 
 /// Largest number of restarts of an I/O that the kernel interrupts. After that it counts as failed.
@@ -122,8 +123,8 @@ impl FileLane {
                         container's seccomp profile)";
             OpenError::io(name, what, error)
         })?;
-        // The last file is the writing end of a pipe and has no I/O. If this process dies, the
-        // pipe's end shows that the io_uring is gone.
+        // The last file is the writing end of a pipe, and no I/O uses it. It closes once this
+        // process has died and the io_uring is gone. The reading end then shows that.
         let files = shared.members.iter().map(|member| member.file.as_raw_fd());
         let files: Vec<RawFd> = files.chain([shared.quiet.token().as_raw_fd()]).collect();
         ring.submitter()
@@ -632,7 +633,7 @@ mod tests {
     #[test]
     fn a_write_that_the_disk_does_not_answer_ends_in_time_and_its_slot_is_settled_only_by_the_disk() {
         let (mut lane, mut reading, _writing) = hanging();
-        // The pipe has room for 16 pages. The writes after them hang until the test reads from it.
+        // The pipe has room for 16 pages. All later writes hang until the test reads from the pipe.
         for ticket in 0..20 {
             assert_eq!(lane.write(ticket, Slot(1), &[ticket as u8; PAGE_SIZE]), Progress::Queued);
             lane.submit();

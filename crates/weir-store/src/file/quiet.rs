@@ -32,8 +32,8 @@ impl Quiet {
         Ok(Quiet { reading, writing, before: Vec::new() })
     }
 
-    /// Makes a pipe for the io_urings of a store that is taken over. `take` returns the pipes of
-    /// the store's earlier daemons.
+    /// Takes the pipes of the store's earlier daemons from `take`, and makes a new pipe for this
+    /// daemon's io_urings.
     pub fn after(take: &mut dyn FnMut(&str) -> Option<OwnedFd>) -> io::Result<Self> {
         let mut before: Vec<OwnedFd> = (0..).map_while(|at| take(&name(at))).collect();
         before.retain(|pipe| !has_hung_up(pipe.as_fd()));

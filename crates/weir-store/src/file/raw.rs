@@ -22,8 +22,8 @@ impl FileStore {
     /// afterwards.
     ///
     /// # Errors
-    /// Fails when `path` does not exist or is in use. Also fails when it is neither a file nor a
-    /// block device, or its size is not whole pages below 16 TiB.
+    /// Fails when `path` does not exist or is in use, or when it is neither a file nor a block
+    /// device. Also fails when its size is no number of whole pages, or is 16 TiB or more.
     pub fn open_raw(path: &Path) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         let (member, bytes) = Backing::open_raw(&name, path)?;

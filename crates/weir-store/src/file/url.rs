@@ -25,8 +25,8 @@ pub struct FileUrl {
 }
 
 impl FileUrl {
-    /// The default size of a chunk. It is large enough that file systems free whole extents. It is
-    /// smaller than a card's chunk, so that both can be given back and taken alike.
+    /// The default size of a chunk: half of a card's. It is large enough that file systems free
+    /// whole extents.
     pub const CHUNK: ByteSize = ByteSize(64 << 20);
 
     /// The file at `path`, with every option at its default.

@@ -2,8 +2,8 @@
 //! each copy that lacks it.
 //!
 //! A copy lacks a write if its node was away or has not answered yet, or if the node's process has
-//! been replaced since. A copy with a mark may still be there, but a copy without one was certainly
-//! written.
+//! been replaced since. A mark may be wrong: the node may have the copy nevertheless. But a copy
+//! without a mark was certainly written.
 
 use super::url::COPIES_MAX;
 use std::sync::atomic::{AtomicU64, Ordering};

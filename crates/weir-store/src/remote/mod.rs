@@ -242,8 +242,8 @@ impl Store for RemoteStore {
         if self.core.cluster.is_some() { 0 } else { self.core.placement.node(slot, 0).unwrap_or(0) as u32 }
     }
 
-    /// With two copies, a node that alone is away counts as draining: the other nodes serve its
-    /// pages. It takes no new pages, so that each new page gets both copies.
+    /// If there are two copies of each page and this node alone is away, it counts as draining: the
+    /// other nodes serve its pages. It then takes no new pages, so each new page gets both copies.
     fn state(&self, member: u32) -> State {
         if self.core.cluster.is_some() {
             let nodes = self.nodes.iter().enumerate();

@@ -4,9 +4,9 @@
 //! batch of writes. A thread takes all jobs that wait, sends up to [`BATCH`] commands at once, and
 //! answers each job by itself.
 //!
-//! After a connection has failed, a node may still do commands of that connection: a node that
-//! stood still finds them in its socket. So on the next connection the thread first tells the node
-//! to close the earlier one (`CLIENT KILL ID`). Only then the thread sends the writes again.
+//! After a connection has failed, a node may still do commands of that connection. They may wait in
+//! the socket of a node that was stopped for a while. So on the next connection the thread first
+//! tells the node to close the earlier one (`CLIENT KILL ID`). Only then it sends the writes again.
 //!
 //! If another process has taken a node's place, the node's pages are lost or old. So before a
 //! thread writes there, the ledger marks all copies on the node as lacking. Answers of the earlier
@@ -59,7 +59,7 @@ pub(super) struct Core {
     pub(super) name: String,
     pub(super) url: RemoteUrl,
     pub(super) seal: Seal,
-    /// The store's random number. Its keys begin with `weir:` and this number.
+    /// The store's random number. The keys of its pages begin with `weir:` and this number.
     pub(super) number: u64,
     pub(super) placement: Placement,
     pub(super) ledger: Ledger,
@@ -443,7 +443,8 @@ impl Worker {
         let name = Name { run: run.to_owned(), id };
         let note = self.node.meet(run, &mut connection, &self.core)?;
         if let Some(broken) = broken.filter(|broken| broken.run == name.run) {
-            // The answer is 0 if the node has closed that connection already, which is as good.
+            // The answer is 0 if the node itself has closed that connection already. That is as
+            // good, so the answer does not matter.
             let mut kill = redis::cmd("CLIENT");
             let _: i64 = kill.arg("KILL").arg("ID").arg(broken.id).query(&mut connection)?;
         }
@@ -525,8 +526,8 @@ impl Worker {
     }
 
     /// Whether the job must still be sent. Reads and probes always are. A write is not sent if a
-    /// node has kept a newer one, or if no copy lacks this one. A copied page is sent if no node
-    /// has kept a newer one, and this node lacks it.
+    /// node has kept a newer one, or if all copies have this write. A copied page is sent if this
+    /// node lacks it, and no node has kept a newer one.
     fn is_due(&self, job: &Job) -> bool {
         let entry = self.core.ledger.get(job.slot);
         match job.kind {

@@ -107,7 +107,7 @@ impl Operations {
         }
         (content.left, content.result, content.ask) = (answers, None, None);
         self.clear(operation);
-        // A thread needs the lock to answer, and this call holds the lock. So a thread that still
+        // To answer, a node's thread needs the lock that this call holds. So a thread that still
         // has a job of the earlier attempt finds afterwards that the job is void.
         cell.attempt.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
     }
@@ -172,8 +172,8 @@ impl Operations {
         wanted
     }
 
-    /// Answers a job for a node that does not serve the page: the lane must ask another node. That
-    /// is node `ask`, or else the node that the placement names now.
+    /// Answers a job whose node does not serve the page. The lane must then ask another node: node
+    /// `ask`, or without one the node that the placement names now.
     pub(super) fn redirect(&self, operation: usize, attempt: u32, ask: Option<usize>) {
         {
             let mut content = hold(&self.cells[operation].content);

@@ -33,9 +33,9 @@ pub(super) struct Seal {
     memory: Memory,
 }
 
-// SAFETY: the key is only read after construction, and `LessSafeKey` is Send.
+// SAFETY: after construction the key is only read, and `LessSafeKey` is Send.
 unsafe impl Send for Seal {}
-// SAFETY: the key is only read after construction, and `LessSafeKey` is Sync.
+// SAFETY: after construction the key is only read, and `LessSafeKey` is Sync.
 unsafe impl Sync for Seal {}
 
 impl Seal {

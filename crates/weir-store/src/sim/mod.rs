@@ -155,7 +155,7 @@ impl Sim {
         released.is_some_and(|released| !released.load(Ordering::SeqCst))
     }
 
-    /// The damage to the content of `slot` now.
+    /// Returns how the present content of `slot` is damaged, or `None` if it is not.
     pub fn damage(&self, slot: Slot) -> Option<Damage> {
         self.shared.cells.get(slot.0 as usize).and_then(|cell| hold(cell).damage)
     }

@@ -20,8 +20,8 @@ pub struct Bare {
 unsafe impl Send for Bare {}
 
 impl Bare {
-    /// Holds chunks until they have `pages` pages, or there are no more; `None` if no chunk is
-    /// mapped.
+    /// Holds the first chunks: as many as `pages` pages fill, and at least one. `None` if no chunk
+    /// is mapped.
     pub fn open(gpu: &Arc<Gpu>, pages: u32) -> Option<Self> {
         let shift = gpu.chunk_slots().ilog2();
         let mut bare = Bare { gpu: Arc::clone(gpu), chunks: Vec::new(), shift, copies: *gpu.copies() };

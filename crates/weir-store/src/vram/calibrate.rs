@@ -134,8 +134,8 @@ fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Resul
             Path::Engine | Path::Ring => gpu.lane(DEPTH).map_err(|_| Fault::Io(libc::ENOMEM)),
         })
         .collect::<Result<Vec<_>, Fault>>()?;
-    // The kernel serves only lanes that were open when it entered the card. So take it off, and put
-    // it on again for the ring.
+    // Take the kernel off the card. If the ring is to be measured, put the kernel on the card
+    // again: it serves only lanes that were open when it entered.
     gpu.leave_ring();
     if path == Path::Ring && !gpu.enter_ring() {
         return Err(Fault::Timeout);

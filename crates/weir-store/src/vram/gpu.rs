@@ -367,7 +367,7 @@ impl Gpu {
         Some(GpuLane::new(self, self.chunks.open_pin()?, None, None, None))
     }
 
-    /// Number of cards that Vulkan lists, or else CUDA.
+    /// Number of cards that Vulkan lists. If it lists none, the number that CUDA lists.
     pub(super) fn count(libcuda: &FilePath) -> usize {
         let vulkan = (0..).take_while(|&index| Device::find(index, false, false).is_ok()).count();
         if vulkan > 0 {
@@ -569,8 +569,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Gives the keeper every chunk, with `gpu` as this card's number. Chunks that are taken later
-    /// follow when they are taken. `held`: the keeper has the present chunks already.
+    /// Gives the keeper every chunk, with `gpu` as this card's number. From now on it also gets
+    /// each chunk that is taken. `held`: the keeper has the present chunks already.
     pub(super) fn keep_with(&self, keep: &Arc<dyn Keep>, gpu: usize, held: bool) -> io::Result<()> {
         for chunk in (0..self.chunks.count()).filter(|_| !held) {
             let fd = self.chunks.export(chunk).map_err(io::Error::other)?;

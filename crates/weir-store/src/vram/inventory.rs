@@ -85,7 +85,8 @@ fn slot(machine: &Machine, device: &str) -> Option<String> {
     uevent.lines().find_map(|line| line.strip_prefix("PCI_SLOT_NAME=")).map(str::to_owned)
 }
 
-/// The card as AMD's driver describes it; Intel's driver reports no total.
+/// The card as AMD's driver describes it. `None` for Intel's, whose driver does not report how much
+/// memory there is.
 fn by_sysfs(machine: &Machine, device: &str, address: &str) -> Option<GpuMemory> {
     let number = |file: &str| machine.text(&format!("{device}/{file}"))?.parse::<u64>().ok();
     let total = number("mem_info_vram_total")?;

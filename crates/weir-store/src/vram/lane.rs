@@ -183,7 +183,7 @@ impl GpuLane {
         lane
     }
 
-    /// Makes every operation of a direction use one path, for measuring that path.
+    /// Makes all reads, or all writes, use one path, for measuring that path.
     pub fn force(&mut self, path: Path, direction: Direction) {
         self.near.forced = true;
         match direction {
@@ -376,8 +376,8 @@ impl GpuLane {
     }
 
     /// Queues one operation of CUDA's engine on up to `pages` neighbouring slots from `first` on.
-    /// `begin` gets the slots' place on the card and their number. Returns the number of slots. If
-    /// it is 0, the caller must queue each slot by itself.
+    /// `begin` gets the place of the slots on the card, and how many they are. Returns how many
+    /// slots the operation has. If it is 0, the caller must queue each slot by itself.
     fn run(
         &mut self,
         first: Slot,
@@ -460,9 +460,9 @@ impl GpuLane {
     #[inline]
     fn store(&self, slot: Slot, page: &PageBytes) -> Progress {
         let near = &self.near;
-        // SAFETY: the address is a page of a chunk that stays while it is touched, aligned to a
-        // page. Only this lane writes the slot, by the contract of slots. A racing access can at
-        // worst mix bytes of device memory.
+        // SAFETY: the address is that of a page, aligned to a page. Its chunk stays while the page
+        // is accessed. Only this lane writes the slot, by the contract of slots. A racing access
+        // can at worst mix bytes of device memory.
         let copy = |host| unsafe { near.copies.to_device(page.as_ptr(), host) };
         let stored = near.site.with_host(slot, copy);
         near.site.pin().count_stored();

@@ -18,8 +18,8 @@ pub struct Nvml {
     shutdown: unsafe extern "C" fn() -> c_int,
     handle: Handle,
     driver: String,
-    /// Keeps the library with these functions loaded. The field is last, so that it is dropped
-    /// last.
+    /// Keeps the library loaded, since these functions lie in it. The field is last, so that it is
+    /// dropped last.
     _library: Library,
 }
 

@@ -89,9 +89,9 @@ impl VramUrl {
     pub const FLOOR: ByteSize = ByteSize(512 << 20);
 
     /// The default number of copies from the card that one call names. It is a quarter of the
-    /// largest number that a daemon ever named, and none of those calls failed. Copies to the card
-    /// are a call each: NVIDIA's driver 580.159.04 killed its channel over batches of them, down to
-    /// 64 a call (docs/gpu.md).
+    /// largest number that a daemon ever named, and none of those calls failed. Each copy to the
+    /// card is a call of its own: with batches of them, even of 64, NVIDIA's driver 580.159.04
+    /// stopped its own channel to the card (docs/gpu.md).
     pub const ENGINE_BATCH: u32 = 64;
     /// The largest number of copies in a call that the URL may ask for. The benchmark that looks
     /// for the number at which a driver fails goes up to this.

@@ -94,7 +94,7 @@ impl Gpu {
         let chunks = Chunks::new(kept.chunks, (kept.chunk_bytes / PAGE_SIZE as u64) as u32)
             .map_err(|error| OpenError::io(&url, DENIED, error))?;
         for chunk in 0..kept.chunks {
-            // A chunk that the keeper does not hold was given back before.
+            // If the keeper does not hold a chunk, the earlier daemon had given the chunk back.
             let Some(fd) = take(chunk) else { continue };
             let memory = found.source.adopt(fd, kept.allocation_bytes, later);
             let memory = memory.map_err(|error| {

@@ -142,7 +142,7 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let seen =
             Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
-        // The policy has seen this number of other users, which is soon out of date. So NVML is
+        // `others` is soon out of date. So the policy uses each answer of NVML once, and NVML is
         // asked again before the kernel enters.
         others = 0;
         match step {

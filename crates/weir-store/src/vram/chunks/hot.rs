@@ -36,7 +36,8 @@ pub struct Gate {
     /// Whether the parts that open after the first operations (CUDA's engine and ring) are open.
     /// Then each lane that waits for its own parts takes them.
     pub joined: AtomicBool,
-    /// Number of pins that were ever open: pins from this index on were not.
+    /// Number of pins at the start of the list that have been open at some time. All later pins
+    /// never were.
     pub(super) pins_used: AtomicU32,
 }
 
@@ -133,7 +134,8 @@ impl Hot {
     }
 }
 
-/// One lane's pointers into [`Hot`]. With them an operation finds its state without another load.
+/// One lane's pointers into [`Hot`]. An operation has them at hand, and need not load their
+/// addresses first.
 #[derive(Debug)]
 pub struct Site {
     gate: NonNull<Gate>,

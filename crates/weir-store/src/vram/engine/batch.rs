@@ -194,7 +194,7 @@ impl BatchLane {
     }
 
     /// Turns waiting operations into copies, one for each run of neighbours, but no more copies
-    /// than one call may name. Returns the page number after the last page in them.
+    /// than one call may name. Returns the number of the first page that is left over.
     fn gather(&mut self) -> u64 {
         self.copies.iter_mut().for_each(Copies::clear);
         let depth = self.operations.len() as u64;

@@ -1,8 +1,8 @@
 //! The part of the CUDA driver interface that Weir uses, found in `libcuda.so.1` at run time.
 //!
-//! The declarations are written by hand: thirty functions. The alternative is a dependency of forty
-//! thousand lines that needs a toolkit to build, or a matching version. The types follow `cuda.h`.
-//! Each symbol has the version suffix that the header's macros give it.
+//! The declarations of thirty functions are written by hand. The alternative is a crate of forty
+//! thousand lines that builds only with a CUDA toolkit, or for one version of CUDA. The types
+//! follow `cuda.h`. Each symbol has the version suffix that the header's macros give it.
 
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -169,8 +169,8 @@ macro_rules! driver {
         pub struct Driver {
             $(pub(super) $name: unsafe extern "C" fn($($arg),*) -> c_int,)*
             $(pub(super) $oname: Option<unsafe extern "C" fn($($oarg),*) -> c_int>,)*
-            /// Keeps the library with these functions loaded. The field is last, so that it is
-            /// dropped last.
+            /// Keeps the library loaded, since these functions lie in it. The field is last, so
+            /// that it is dropped last.
             _library: Library,
         }
 

@@ -637,8 +637,8 @@ impl Drop for OwnStream {
     fn drop(&mut self) {
         let stream = self.stream;
         self.context.end(|driver| {
-            // SAFETY: this context made the stream. Work still in it finishes by itself; its owner
-            // synchronised first.
+            // SAFETY: this context made the stream. Its owner has waited for the work that matters
+            // to it; any other work in the stream finishes by itself.
             let _ = unsafe { (driver.stream_destroy)(stream) };
         });
     }

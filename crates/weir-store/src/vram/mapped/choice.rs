@@ -27,7 +27,7 @@ pub struct Card {
     pub driver: Option<String>,
     /// Bytes of the heap from which chunks are taken.
     pub bytes: u64,
-    /// Whether this is a processor that acts as a GPU. It is only chosen by name.
+    /// Whether this is a processor that acts as a GPU. The store uses it only if the URL names it.
     pub software: bool,
     /// Whether the processor sees the whole heap; else pages go by the transfer queue.
     pub window: bool,

@@ -3,8 +3,8 @@
 //! A copy engine takes 6 us to start, and the driver lets one thread at a time start one. A running
 //! kernel avoids both. The processor writes a 64-byte descriptor into a ring in the card's memory,
 //! through the window. A thread block of the kernel polls that ring. It copies the page between the
-//! card's memory and a staging page in host memory, and then writes the descriptor's number beside
-//! it. Each lane has its own ring, and shares nothing.
+//! card's memory and a staging page in host memory. Then it writes the descriptor's number into
+//! host memory too. Each lane has its own ring, and shares nothing.
 //!
 //! While the kernel stays, it occupies a time slice of the card, and the card draws more power. So
 //! the kernel enters only when there is enough to do ([`Policy`]), and leaves when there is not.
@@ -16,9 +16,9 @@
 //! which takes the kernel off the card, use a handshake. A lane sets `Cell::adding`, then reads
 //! `Ring::state`. The controller sets the state to leaving, then reads every lane's `adding`. At
 //! least one of the two sees what the other has stored, if each one's store is visible before its
-//! load. The controller ensures that for all with `membarrier`, so that a lane needs no fence. Then
-//! the controller waits until every number that was added has been served, and only then tells the
-//! kernel to stop. `model.rs` checks every interleaving of these steps.
+//! load. The controller calls `membarrier`, which ensures that for the lanes too. So a lane needs
+//! no fence. Then the controller waits until every number that was added has been served, and only
+//! then tells the kernel to stop. `model.rs` checks every interleaving of these steps.
 
 #[cfg(test)]
 mod model;
@@ -169,8 +169,8 @@ impl Ring {
         self.state.load(Ordering::Relaxed) == RESIDENT
     }
 
-    /// Number of waits since the last call that were so long that another context must have had a
-    /// time slice.
+    /// Returns how many waits, since the last call of this function, were so long that another
+    /// context must have had a time slice.
     pub fn take_stalls(&self) -> u32 {
         self.cells.iter().map(|cell| cell.stalls.swap(0, Ordering::Relaxed)).sum()
     }

@@ -2,22 +2,22 @@
 //! the kernel.
 //!
 //! The model is as small as it can be. The ring has two slots. Sequence numbers are modulo 8 and
-//! begin just before their wrap. The lane's stores wait in a buffer and reach memory at any time
-//! (x86's total store order). Its loads overtake them, which is the reason for the controller's
-//! `membarrier`. Ghost variables are numbers that never wrap; they name the operation of a sequence
-//! number.
+//! begin just before their wrap. What the lane stores waits in a buffer and reaches memory at any
+//! time (x86's total store order). A later load of the lane may come before that, which is the
+//! reason for the controller's `membarrier`. Ghost variables are numbers that never wrap: they tell
+//! apart operations with the same sequence number.
 //!
-//! The search through all states checks two claims. First, when the kernel is absent, it has served
-//! every added operation, so no wake-up is lost. Second, the kernel serves every operation once and
-//! in order, so the wrap of numbers does no harm. Two control tests each leave out a rule on which
-//! a claim rests. In these tests the search must find a failure.
+//! A search through all states checks two claims. First, when the kernel has left, it has served
+//! every operation that the lane added, so no wake-up is lost. Second, the kernel serves every
+//! operation once and in order, so no harm comes from numbers that wrap. Two control tests each
+//! leave out a rule on which a claim rests. In these tests the search must find a failure.
 
 use std::collections::{HashSet, VecDeque};
 
 const DEPTH: u8 = 2;
 const OPERATIONS: u8 = 5;
-/// Room in the lane's store buffer, as a processor has one: the store instructions of two
-/// operations.
+/// Number of store instructions that wait in the lane's buffer at most, as in a processor's store
+/// buffer: those of two operations.
 const BUFFER: usize = 5;
 
 #[derive(Clone, Copy)]
@@ -57,7 +57,7 @@ enum Controller {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct World {
-    // The lane: its step, and its stores that have not reached memory yet. The numbers of
+    // The lane's step, and its store instructions that have not reached memory yet. The numbers of
     // operations that it queued and got back are ghost variables.
     lane: LaneAt,
     buffer: VecDeque<Store>,
@@ -70,7 +70,8 @@ struct World {
     slots: [u8; DEPTH as usize],
     done: [u8; DEPTH as usize],
     stop: bool,
-    // The controller, and the kernel's next operation while it runs.
+    // The controller's step, and the next operation that the kernel serves; `None` while no kernel
+    // runs.
     controller: Controller,
     kernel: Option<u8>,
     /// The number of operations served: a ghost variable, which the real ring does not have.
