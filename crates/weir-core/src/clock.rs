@@ -1,6 +1,6 @@
 //! The kernel's clocks, read by the C library. It finds the vDSO as it starts, and calls the kernel
-//! if there is none. rustix looks for the vDSO at the first call: before Linux 6.4 that allocates,
-//! and on User-Mode Linux 7.2 it panics.
+//! if there is none. rustix, which Weir uses elsewhere, looks for the vDSO at the first call:
+//! before Linux 6.4 that allocates, and on User-Mode Linux 7.2 it panics.
 
 use std::time::Duration;
 

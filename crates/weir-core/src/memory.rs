@@ -144,9 +144,8 @@ impl Memory {
         // SAFETY: the range is the mapping just made, and neither this call nor those below change
         // its content.
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontDump)? };
-        // Huge pages mean fewer TLB misses, if the kernel grants them, and a start that is ten
-        // times as fast. A failure is not worth an error. SAFETY: the range is the mapping just
-        // made.
+        // If the kernel grants huge pages, TLB misses are fewer, and the start is ten times as
+        // fast. A failure is not worth an error. SAFETY: the range is the mapping just made.
         let _ = unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxHugepage) };
         if locks_all_memory() {
             // `mlockall` has locked the mapping already. With ONFAULT its pages are populated only
@@ -435,8 +434,8 @@ static TAKES_OVER: AtomicBool = AtomicBool::new(false);
 /// exist already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
-    // A process that takes over does not ask how much memory is available. The answer is read from
-    // files. Reading them took half of the time that the daemon's connections needed to start.
+    // A process that takes over does not ask how much memory is available. To read that from files
+    // took half of the time that the daemon's connections needed to start.
     let asks = !TAKES_OVER.load(Ordering::Relaxed);
     match asks.then(available).flatten() {
         Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),

@@ -94,8 +94,8 @@ pub trait PageLane: Send {
         0
     }
 
-    /// Whether the lane has [`discard`](PageLane::discard) and [`zero`](PageLane::zero). Without
-    /// them, they are never called, and a request for either is refused.
+    /// Whether the lane has [`discard`](PageLane::discard) and [`zero`](PageLane::zero). If it has
+    /// not, nobody calls them, and a request to discard or to zero is refused.
     const CLEARS: bool = true;
 
     /// Whether [`flush`](PageLane::flush) has anything to wait for.
@@ -110,7 +110,7 @@ pub trait PageLane: Send {
     /// time grows with `count`.
     fn zero(&mut self, _first: PageNo, _count: u32, _holes: bool) {}
 
-    /// Completes once every write is safe that any lane acknowledged before, as far as the device
+    /// Completes once every write that any lane acknowledged before is safe, as far as the device
     /// can make it safe.
     fn flush(&mut self, ticket: Ticket) -> Progress;
 

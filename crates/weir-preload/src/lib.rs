@@ -24,10 +24,9 @@ use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, direc
 
 /// Memory of the pager for its start, and for some buffers.
 const ARENA: usize = 16 << 20;
-/// Address space for the pager's tables of 1 TiB: 200 bytes for each 2 MiB, and twice as much again
-/// while a table grows.
+/// Address space for the pager's tables if they describe 1 TiB: 200 bytes for each 2 MiB, and twice
+/// as much again while a table grows.
 const TABLES: usize = 512 << 20;
-/// The pager's table of single pages in place has at most one row for each page of the limit. A row
 /// The pager's table of single pages in place has at most one row for each page of the limit. A row
 /// takes up to 48 bytes while the table grows. So one byte for each 64 bytes of the limit is
 /// enough.
@@ -81,8 +80,8 @@ extern "C" fn start() {
     }
 }
 
-/// Gives the allocator up to `bytes` more. They take no memory before they are used. They are
-/// mapped before the pager begins, so it does not manage them.
+/// Gives the allocator up to `bytes` bytes of address space. They take no memory before they are
+/// used. They are mapped before the pager begins, so the pager does not manage them.
 fn extend_arena(bytes: usize) {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;

@@ -1,5 +1,5 @@
-//! A bounded channel of values, built on the queue's stacks: every sender has its own stack and its
-//! own slots.
+//! A bounded channel of values, built on the queue's stacks: every sender has its own stacks and
+//! its own slots.
 //!
 //! A slot has room for one value of one sender. It travels in a circle: the sender takes it from
 //! its private list, writes the value, and pushes the slot to a stack of full slots. The receiver

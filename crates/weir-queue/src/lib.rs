@@ -59,8 +59,8 @@
 //!   If two threads exchange one word, the line that travels between them costs 30 ns an item, more
 //!   than everything else together.
 //! - **The worker does not hurry.** After a small batch it lets some hundred nanoseconds pass
-//!   before it looks again. A worker that polls a busy head takes its line from the producer at
-//!   each push, and halves the throughput.
+//!   before it looks again. Without that pause, its looks would take the cache line of the stack's
+//!   head from the producers at each push, and halve the throughput.
 //!
 //! # What is checked
 //!

@@ -11,7 +11,7 @@ pub trait Reclaim {
     /// fault from here on. The call takes milliseconds, so a worker must make it.
     ///
     /// # Errors
-    /// Fails when the memory stays; the chunk is unchanged then.
+    /// Fails when the memory cannot be given back; the chunk is unchanged then.
     fn release(&self, chunk: u32) -> Result<(), Fault>;
 
     /// Takes memory for a released chunk again. The call is slow, so a worker must make it.

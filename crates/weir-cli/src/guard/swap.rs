@@ -15,14 +15,14 @@ const LOOK: Duration = Duration::from_millis(10);
 /// Time that another process may take to turn a swap on or off.
 const OTHERS: Duration = Duration::from_secs(30);
 
-/// The directory of a process's run: it holds sockets, files, and notes of the changes.
+/// The directory of a benchmark's process: it holds sockets, files, and notes of the changes.
 pub fn scratch_path(pid: u32) -> PathBuf {
     PathBuf::from(format!("/var/tmp/weir-bench-swap-{pid}"))
 }
 
-/// Turns off the swap of run `pid`, which is dead, removes its devices and restores the kernel's
-/// setting. The servers of those devices must live until this returns. `scratch` is the directory
-/// of that run; only changes of that run are undone.
+/// Turns off the swap that the dead process `pid` has made, removes its devices and restores the
+/// kernel's setting. The servers of those devices must live until this returns. `scratch` is the
+/// directory of that process. Changes of other processes stay.
 ///
 /// # Errors
 /// Fails with the first thing that could not be undone. A later call tries again.
@@ -79,9 +79,9 @@ fn loops() -> Vec<LoopDevice> {
     names.filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok()).collect()
 }
 
-/// Turns swap off if it is on. The kernel lists a swap while swapon(2) or another swapoff(2) is
-/// still at work. In that time this call returns `EINVAL` (mm/swapfile.c: the area is not
-/// `SWP_WRITEOK`). A moment later the other call is done.
+/// Turns swap off if it is on. The kernel also lists a swap on which swapon(2) or another
+/// swapoff(2) is still at work. For such a swap it returns `EINVAL` (mm/swapfile.c: the area is not
+/// `SWP_WRITEOK`). So try again after `EINVAL`: the other call is done a moment later.
 fn swapoff(path: &Path) -> io::Result<()> {
     let begun = Instant::now();
     while swaps::is_on(path) {

@@ -17,8 +17,8 @@ const MOVED: u8 = 64;
 
 /// Counts of the pages that one table lends. Each page has a byte, so that the counts stay in the
 /// cache, and four more bytes for pages with more than 127 references at once. The system gives the
-/// memory, all zeros, when it is first written. So a page that was never lent takes no memory, and
-/// four bytes that are not needed take none.
+/// memory, all zeros, when it is first written. So the counts of a page that was never lent take no
+/// memory, and neither do four bytes that are not needed.
 #[derive(Clone, Debug)]
 pub struct OwnedCounts {
     regions: Regions,

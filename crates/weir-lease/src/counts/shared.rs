@@ -1,4 +1,4 @@
-//! Reference counts that several tables share, each of them on a thread of its own.
+//! Reference counts that several tables share, each table on a thread of its own.
 
 use super::{PageCounts, Regions};
 use crate::token::Place;

@@ -520,8 +520,8 @@ fn soon<T>(path: &Path, attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Err
     loop {
         match attempt() {
             Err(errno @ (Errno::WOULDBLOCK | Errno::BUSY)) if tries < LET_GO => {
-                // The kernel lists no owner of a device that is mounted. There EBUSY alone says
-                // that the device is held.
+                // For a device that is mounted, the kernel lists no process that holds it. There,
+                // EBUSY alone says that the device is in use.
                 let is_held =
                     |owner| owner == Owner::Living || (owner, errno) == (Owner::Unlisted, Errno::BUSY);
                 if tries >= HELD && is_held(owner()) {

@@ -6,8 +6,8 @@
 //! are encrypted. A run that fails is tried again page by page, so that each operation gets its own
 //! result.
 //!
-//! A disk may retry, or its file system be frozen, for minutes. A lane does not wait for that: an
-//! operation that the io_uring has not completed within [`LIMIT`] ends with a timeout. Until the
+//! A disk may retry for minutes, or its file system may be frozen. A lane does not wait for that:
+//! an operation that the io_uring has not completed within [`LIMIT`] ends with a timeout. Until the
 //! io_uring completes it, the kernel still has its staging page, and a write still has its slot.
 
 use super::staging::Staging;
@@ -51,8 +51,8 @@ pub(super) struct FileLane {
     /// Number of runs that the io_uring has not completed yet.
     running: usize,
     limit: Duration,
-    /// Staging pages of operations that were submitted since the last poll, so their time has not
-    /// begun.
+    /// Staging pages of operations that were submitted since the last poll. Their time limit has
+    /// not begun.
     unstamped: Vec<usize>,
     /// The earliest time at which an operation under way reaches its limit.
     due: Option<Instant>,
@@ -583,7 +583,7 @@ mod tests {
         assert_eq!(ios(&mut lane(&store), 0..64), 4);
     }
 
-    /// A lane into a pipe, whose I/O hangs as long as a test wants, with the pipe's ends.
+    /// A lane into a pipe, and the pipe's ends. The lane's I/O hangs as long as a test wants.
     fn hanging() -> (FileLane, File, File) {
         let (reading, writing) = rustix::pipe::pipe().unwrap();
         let (reading, writing) = (File::from(reading), File::from(writing));

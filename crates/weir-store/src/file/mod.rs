@@ -370,8 +370,8 @@ impl Store for FileStore {
 }
 
 impl Survive for FileStore {
-    /// Hands the keeper the open files, which carry their locks, the key, and the pipe that tells
-    /// when this daemon's I/O is over.
+    /// Hands the keeper the key, the open files with their locks, and the pipes that tell when each
+    /// daemon's I/O is over.
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
         let Shared { members, cipher, quiet, .. } = &*self.shared;
         if !held {

@@ -1,8 +1,8 @@
 //! The operations of a lane, which the lane shares with the threads of the nodes.
 //!
 //! A lane fills an operation and sends its number to a node's thread. The thread answers: it sets
-//! the operation's bit and rings the lane's bell. Neither allocates memory, and each holds a lock
-//! only for the copy of one page.
+//! the operation's bit and rings the lane's bell. Neither of the two allocates memory, and each
+//! holds a lock only for the copy of one page.
 
 use crate::Fault;
 use rustix::event::EventfdFlags;

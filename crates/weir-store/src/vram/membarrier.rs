@@ -4,9 +4,9 @@
 //! A lane first stores what it is about to use, and then loads the state that says whether it may.
 //! The thread that removes memory, or stops the kernel, first stores that state, and then loads
 //! what lanes use. One of the two must see what the other stored, so each store must be visible
-//! before the load after it. A fence in each operation of a lane would ensure that. But the other
-//! thread needs it far less often. So that thread calls `membarrier(2)`, which makes every
-//! processor that runs this process execute a fence (`membarrier(2)`, "pairing").
+//! before the load after it. For a lane, a fence in each operation would ensure that. But
+//! operations come far more often than removals. So the thread that removes calls `membarrier(2)`,
+//! which makes every processor that runs this process execute a fence (`membarrier(2)`, "pairing").
 
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, fence};

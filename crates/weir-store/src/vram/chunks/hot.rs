@@ -134,8 +134,8 @@ impl Hot {
     }
 }
 
-/// One lane's pointers into [`Hot`]. An operation has them at hand, and need not load their
-/// addresses first.
+/// One lane's pointers into [`Hot`]. With them, an operation reaches the state that it needs
+/// without loading another pointer first.
 #[derive(Debug)]
 pub struct Site {
     gate: NonNull<Gate>,

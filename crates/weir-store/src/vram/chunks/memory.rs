@@ -96,7 +96,7 @@ impl Source {
             let cuda = self.cuda().ok_or(Trouble::NoDriver)?;
             return Ok(ChunkMemory { device: Some(cuda.adopt(&fd, bytes)?), mapped: None, unopened: None });
         };
-        // An import owns its descriptor, so each import gets one.
+        // An import by CUDA takes its descriptor over, so each import gets a descriptor of its own.
         let second = (later || self.cuda().is_some()).then(|| fd.try_clone()).transpose();
         let unopened = second.map_err(|_| Trouble::NoDescriptor)?;
         let mut memory = ChunkMemory { device: None, mapped: Some(gpu.adopt(fd, bytes)?), unopened };
