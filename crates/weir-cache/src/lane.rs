@@ -587,7 +587,7 @@ impl Parts {
 impl PageLane for CacheLane {
     type Guard<'a> = Elsewhere;
 
-    /// The home cannot clear a page cheaply: it would have to write zeros.
+    /// A cache clears no pages: its home could only write zeros, which costs as much as any write.
     const CLEARS: bool = false;
     const FLUSHES: bool = true;
 
@@ -613,8 +613,8 @@ impl PageLane for CacheLane {
                     Progress::Queued => {
                         return self.parts.begin(at, ticket, page, State::ReadFrame { frame });
                     }
-                    // The home has the same content, because only a clean frame is upgraded to
-                    // exclusive use.
+                    // The home has the frame's content too, since `upgrade` succeeds only for a
+                    // clean frame.
                     Progress::Done(Err(_)) if cache.directory.upgrade(frame) => {
                         let held = Held { frame, is_valid: true, is_dirty: false };
                         return self.read_home(at, ticket, page, held, true, out);

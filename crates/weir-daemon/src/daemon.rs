@@ -198,9 +198,9 @@ impl Daemon {
         reports.for_each(|store| store.when_joined(Arc::clone(&tell)));
     }
 
-    /// Logs the condition of each part of the stores, and every later change. If another process
-    /// could reach a part that this one cannot, this process ends as if it had been killed, and the
-    /// keeper starts another.
+    /// Logs the condition of each member of the stores, and every later change. If another process
+    /// could reach a member that this one cannot, this process ends as if it had been killed, and
+    /// the keeper starts another daemon.
     pub fn mind_stores(&self, has_keeper: bool) {
         let Environment { log, die, .. } = &self.shared.environment;
         for store in self.shared.volume().stores() {

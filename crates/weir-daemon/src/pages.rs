@@ -15,7 +15,7 @@ use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_store::{Keep, OpenError, Report, Room, Store, StoreUrl};
 use weir_volume::{Compression, Config, CreateError, Kept, PAGES_MAX, Pool, Volume};
 
-/// The parts of a volume.
+/// The stores and the settings of a volume.
 #[derive(Debug)]
 pub struct VolumeOptions<'a> {
     /// The stores that keep pages, the fastest first.

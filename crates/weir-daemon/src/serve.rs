@@ -44,7 +44,8 @@ pub fn run(
     outcome
 }
 
-/// Does the work of [`run`]. Reports whether this is the first daemon as soon as it knows.
+/// Does the work of [`run`]. Sets `is_first` as soon as it is known: whether this is the first
+/// daemon.
 fn serve(
     options: &Config,
     file: Option<&Path>,

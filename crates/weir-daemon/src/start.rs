@@ -12,7 +12,7 @@ pub type Bar = Box<dyn FnMut(u64, u64)>;
 
 /// Shows the progress of a start, and ends the start when a signal asks for that.
 pub struct Start<'a> {
-    /// Begins to show the progress of a store. Gets the store's name.
+    /// Begins to show the progress of opening a store. Gets the store's name.
     show: Box<dyn Fn(String) -> Bar + 'a>,
     /// Returns the signal that has come, if there is one.
     told: Box<dyn FnMut() -> Option<i32> + 'a>,

@@ -40,9 +40,9 @@ const NAME_MOST: usize = 64;
 pub struct Noted {
     /// The volume's name.
     pub name: String,
-    /// Its first page in the pool.
+    /// The number of the volume's first page in the pool.
     pub first: u32,
-    /// Its size in pages.
+    /// The volume's size in pages.
     pub pages: u32,
 }
 

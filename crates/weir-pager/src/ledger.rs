@@ -38,8 +38,9 @@ impl Ledger {
         File::create_new(path)?.set_len(((1 + blocks) * size_of::<AtomicU32>()) as u64)
     }
 
-    /// Opens the file as another owner. The calling thread must not share its table of descriptors:
-    /// a child that inherits this descriptor keeps the owner alive.
+    /// Opens the file as another owner. The calling thread must have a descriptor table that no
+    /// other thread shares. Otherwise a child could inherit the new descriptor, and keep the owner
+    /// alive.
     ///
     /// # Errors
     /// Fails when the file is missing or empty.

@@ -87,7 +87,8 @@ impl Report {
     }
 }
 
-/// The pager's end of the link. Its descriptor belongs to the table of the thread that made it.
+/// The pager's end of the link. Its descriptor is in the descriptor table of the thread that
+/// connected it, and other threads may have another table.
 #[derive(Debug)]
 pub struct Link(Option<OwnedFd>);
 

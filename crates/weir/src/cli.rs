@@ -377,8 +377,8 @@ pub enum VolumeCommand {
         control: Control,
     },
 
-    /// Give a volume another size. Its clients see it once they connect anew. It can become smaller
-    /// only while no client has it; the pages behind its new end are discarded.
+    /// Give a volume another size. Clients see the new size when they connect anew. The volume can
+    /// become smaller only while no client has it; the pages behind its new end are discarded.
     Resize {
         /// The volume's name.
         name: String,

@@ -131,7 +131,7 @@ const CASES: [Case; 11] = [
     Case::long(SCATTERED, false),
 ];
 
-/// The case before which pages are written in random order.
+/// The last case. Before it, every page is written once more in random order.
 const SCATTERED: &str = "scattered_read";
 
 /// The figures of one run of a case on one server.

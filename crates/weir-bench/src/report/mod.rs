@@ -22,7 +22,7 @@ pub const SCHEMA: u32 = 1;
 /// The outcome of one benchmark on one machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// The schema's version: [`SCHEMA`] at the time of writing.
+    /// The schema's version: [`SCHEMA`] of the program that made the report.
     pub schema: u32,
     /// The benchmark's name, as given after `weir bench`.
     pub bench: String,

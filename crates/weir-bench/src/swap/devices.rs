@@ -257,8 +257,8 @@ fn fill(file: &mut File, bytes: u64) -> io::Result<()> {
 struct Swap(Option<PathBuf>);
 
 impl Swap {
-    /// Turns swap on by calls of this process itself. A program could outlive this process, and
-    /// turn swap on after another process has cleaned up.
+    /// Turns swap on by system calls, and not by the program swapon. If this process were killed,
+    /// swapon could run on, and turn swap on after another process has cleaned up.
     fn on(path: &Path, bytes: u64) -> io::Result<Swap> {
         swap_area::make(path, ByteSize(bytes))?;
         swaps::on_without_discard(path, PRIORITY)?;

@@ -188,8 +188,7 @@ mod tests {
         are_seen: bool,
         others: usize,
         offers: usize,
-        /// The number of connections that were replaced while the dead one's reader was still
-        /// there.
+        /// The number of dead connections that were replaced although they still had a reader.
         damaged: usize,
     }
 

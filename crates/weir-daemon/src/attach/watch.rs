@@ -70,7 +70,7 @@ impl Attachments {
         })
     }
 
-    /// Connects the devices of the earlier daemon again. Call this once this daemon listens.
+    /// Connects the devices of the earlier daemon again. Call this as soon as this daemon listens.
     /// `served` counts this daemon's connections.
     pub fn resume(self: &Arc<Self>, served: KernelConnections) {
         let _ = self.served.set(served);

@@ -248,7 +248,7 @@ struct Kept {
 
 #[derive(Clone, Copy, Default, Debug)]
 struct Look {
-    /// The time of the request, since the daemon's start.
+    /// The time of the status request, counted from the daemon's start.
     at: Duration,
     read: u64,
     written: u64,

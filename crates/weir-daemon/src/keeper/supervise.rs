@@ -207,9 +207,9 @@ fn pause_after(stillborn: u32) -> Option<Duration> {
     (stillborn > 1).then_some(PAUSE)
 }
 
-/// Chooses the next daemon's program: the installed program if an upgrade has replaced it, else the
-/// keeper's own copy. The copy starts without a disk. If the installed program fails, the keeper
-/// goes back to its copy.
+/// Chooses the next daemon's program. If an upgrade has replaced the installed program, it is that
+/// one, else the keeper's own copy, which needs no disk to start. If the installed program fails,
+/// the keeper goes back to its copy.
 #[derive(Debug)]
 struct Programs {
     own: PathBuf,
@@ -287,8 +287,8 @@ impl Programs {
 }
 
 impl Keeper<'_> {
-    /// Starts `program` as the daemon, and serves it until it ends. `failed`: the installed program
-    /// does not serve, and this is the one before it.
+    /// Starts `program` as the daemon, and serves it until it ends. `failed`: `program` runs
+    /// because the installed program does not serve.
     fn one_life(&mut self, program: &Path, failed: bool) -> io::Result<Life> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =

@@ -104,7 +104,7 @@ pub struct CreateOptions {
     pub durable: bool,
 }
 
-/// The parts of a cache.
+/// The home, the store and the settings of a cache.
 #[derive(Debug, Clone, Args)]
 pub struct CacheOptions {
     /// The disk or file behind the cache, of whole pages of 4KiB. Or log:PATH,PATH,...[?size=SIZE]:

@@ -71,8 +71,8 @@ impl Front {
         }
     }
 
-    /// Whether requests that a daemon leaves unfinished at its death are done by the next daemon,
-    /// on this kernel release.
+    /// Whether, on this kernel release, the next daemon completes the requests that a dead daemon
+    /// left unfinished.
     pub fn outlives_its_daemon(self, release: &str) -> bool {
         self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }

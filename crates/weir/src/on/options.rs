@@ -23,7 +23,7 @@ pub struct OnOptions {
     #[arg(long)]
     pub size: Option<ByteSize>,
 
-    /// The front end that makes it a block device [default: ublk if it works on this machine, else
+    /// The front end that makes the block device [default: ublk if it works on this machine, else
     /// nbd].
     #[arg(long, value_enum, default_value_t)]
     pub front: FrontChoice,

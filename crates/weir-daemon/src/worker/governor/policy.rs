@@ -28,8 +28,8 @@ const CLOSE: Duration = Duration::from_millis(10);
 /// and at this interval.
 const NEAR_FOR: Duration = Duration::from_secs(60);
 const NEAR: Duration = Duration::from_millis(100);
-/// Intervals of looks at rest. The second is for a card with a display, and for a card at which
-/// nothing reports that a program comes.
+/// Intervals between two looks at rest. The second is for a card with a display, and for a card
+/// where the governor is not told that a program comes.
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
 

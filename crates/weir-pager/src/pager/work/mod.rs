@@ -481,8 +481,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
 impl<K: Kernel, S> Drop for Work<K, S> {
     fn drop(&mut self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
-            // Unregister the memory before it is removed. Otherwise the removal would wait until
-            // this thread has read its event, and so for ever.
+            // Unregister the memory before it is removed. Otherwise the kernel would wait in the
+            // removal until this thread reads an event, and this thread waits for the removal.
             let _ = self.kernel.unregister(at, at + bytes);
             let _ = self.kernel.advise(at, bytes, Advice::LinuxDontNeed);
         }

@@ -213,7 +213,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Frees the memory of a slot. Meanwhile the slot is not registered with userfaultfd. Otherwise
-    /// the kernel would wait until this thread has read the event of the removal, and so for ever.
+    /// the kernel would wait in the removal until this thread reads an event, and this thread waits
+    /// for the removal.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
         let scrubbed = self.kernel.unregister(start, end).and_then(|()| {

@@ -312,9 +312,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return Ok(());
         }
         // From here on the kernel sends an event for each change of the range. But the list of
-        // mappings was read earlier. A later change may be missing in it, or it may show a change
-        // whose event is not handled yet. Then new blocks could cover a hole, or overlap blocks
-        // that the event brings.
+        // mappings was read before. It may lack a later change, or show a change whose event is not
+        // handled yet. New blocks could then cover a hole, or overlap blocks that the event brings.
+        // So check that nothing has changed.
         if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
             return Err(Changed);
         }
