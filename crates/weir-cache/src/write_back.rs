@@ -15,8 +15,8 @@
 //! often.
 //!
 //! A page whose write fails stays dirty in the cache, where lanes can read it. The write-back tries
-//! again after a second at the earliest, and a flush that meets the page fails. A home that has
-//! failed to flush may have lost earlier writes, so no later flush succeeds.
+//! again after a second at the earliest. A flush fails if it needs the page to be at home before
+//! that. A home that has failed to flush may have lost earlier writes, so no later flush succeeds.
 
 use crate::directory::{Directory, Frame, Outcome, WAYS};
 use crate::entry::Kind;
@@ -356,8 +356,8 @@ impl WriteBack {
         match self.home.flush(FLUSH) {
             Progress::Done(result) => self.end_flush(wanted, result),
             Progress::Queued => self.home.submit(),
-            // No other flush of the home is under way whose end could be waited for, since only one
-            // sweep runs. So the flush has failed.
+            // The home refuses the flush. No other flush is under way whose end could be waited
+            // for, since only one sweep runs. So this flush has failed.
             Progress::Full => self.end_flush(wanted, Err(Fault::Full)),
         }
         Next::Step
@@ -469,7 +469,8 @@ impl WriteBack {
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
         let others = if mixes { &batch[*at..] } else { &[] };
         let most = match (runs, urgent.len() + others.len()) {
-            // Only whole runs are written: the pages beyond the last whole run wait for later ones.
+            // Only whole runs are written. The pages beyond the last whole run wait until more
+            // pages make their run whole.
             (Some((first, then)), some) if (first..most).contains(&some) => {
                 first + (some - first) / then * then
             }
@@ -478,8 +479,7 @@ impl WriteBack {
         let hasty = urgent.len().min(most);
         let others = &others[..others.len().min(most - hasty)];
         for (_, frame) in urgent[..hasty].iter().chain(others) {
-            // Use the frame's state of this moment, not of the search: its user may have let the
-            // frame go since.
+            // Read the frame's state again: its user may have let the frame go since the search.
             let (entry, begins) = cache.directory.begin_write_back(*frame);
             if begins {
                 group.members.push(Member { page: entry.page(), frame: *frame, state: MemberState::Reads });

@@ -283,8 +283,8 @@ fn config(options: &VolumeOptions<'_>, stores: &[Arc<dyn Store>]) -> Result<(Con
         (Some(size), _) => pages(size)?,
         (None, None) => return Err(too_small(all, &config)),
         (None, Some(most)) if backing.is_empty() => most,
-        // Do not add the stores and the backing: on a device of that size no chunk could be given
-        // back.
+        // Do not make the device as large as stores and backing together: no chunk could be given
+        // back then.
         (None, Some(most)) => slots(fast).max(slots(backing).saturating_sub(config.slack())).min(most),
     };
     config.pages = own.max(most.unwrap_or(own)).min(PAGES_MAX);

@@ -235,8 +235,8 @@ impl Volumes {
         tell: Tell<'_>,
     ) -> Result<Option<Arc<Volume>>, Error> {
         match begun {
-            // If the daemon stops meanwhile, the remaining pages end with it. If a keeper holds
-            // them, the next daemon drops them.
+            // If the daemon stops meanwhile, the remaining pages are gone with it, or the next
+            // daemon drops them if a keeper holds them.
             Ok(removal) => worker.discard(removal, tell),
             Err((volume, error)) => {
                 self.put_back(name, Some(volume));
@@ -271,7 +271,8 @@ impl Volumes {
             )));
         }
         // Clients get the volume from this list, which stays locked here. So no client can get the
-        // volume now. Each client that has it counts once, and so do the list and this function.
+        // volume now. Each client that has the volume holds a reference to it, and so do the list
+        // and this function.
         let mut named = self.named();
         if Arc::strong_count(&volume) > 2 {
             return Err(refused(format!(

@@ -159,8 +159,8 @@ fn own_descriptors() -> Result<(), Error> {
     if !closed {
         return Err(Error::System(std::io::Error::last_os_error()));
     }
-    // Fill descriptors 0 to 2: otherwise a panic's message could go into a file that is opened as
-    // standard error next.
+    // Fill descriptors 0 to 2. Otherwise a file that is opened later could get number 2, and a
+    // panic's message would go into that file.
     for _ in 0..3 {
         let _ = std::fs::File::options().read(true).write(true).open("/dev/null")?.into_raw_fd();
     }

@@ -1,4 +1,5 @@
-//! Checks whether a page written by one path is what another path reads, at once and every time.
+//! Writes pages by one path to a card's memory, and checks that another path reads the new content
+//! at once, every time.
 //!
 //! Pairs of threads hand small batches back and forth over the same few slots. An old version of a
 //! cache line may be left in a fill buffer of the processor or in the card's L1 or L2, or the write

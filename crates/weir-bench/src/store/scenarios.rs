@@ -32,7 +32,8 @@ const SINGLE: [Single; 4] = [
     ("sporadic_write", Kind::Write, Some(PAUSE), 200, Some(0.8), None),
     ("sporadic_read", Kind::Read, Some(PAUSE), 200, Some(6.1), Some(12.0)),
 ];
-/// The rows of all threads: their ids, the reads in a hundred operations, and their goals.
+/// The rows that are measured with all threads at once: their ids, the reads in a hundred
+/// operations, and their goals.
 const DEEP: [(&str, u32, Option<f64>); 3] =
     [("deep_read", 100, Some(12.0)), ("deep_write", 0, Some(12.0)), ("deep_mixed", 70, Some(10.0))];
 const LARGE_ROWS: [(&str, u32, Kind); 2] = [("large_read", 100, Kind::Read), ("large_write", 0, Kind::Write)];

@@ -56,8 +56,8 @@ impl Power {
 }
 
 /// Looks at the battery, and turns Weir off or on if that is due. After turning Weir off, looks
-/// again. That takes so long that a user may have connected the charger meanwhile, and systemd
-/// starts no second run for it while this one goes on.
+/// again. Turning off takes so long that a user may have connected the charger meanwhile, and
+/// systemd starts no second run while this one goes on.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     while look(options)? == Verdict::Off {}
     Ok(())

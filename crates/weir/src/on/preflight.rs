@@ -139,8 +139,8 @@ fn protections(options: &OnOptions, machine: &Machine) -> Result<(), Failure> {
 /// The systemd units to mask, so that the machine does not hibernate. Otherwise pages in memory
 /// that loses its power would be gone, and perhaps the hibernation image with them.
 ///
-/// The kernel writes the image to the device of `resume=`. Without that option, systemd chooses the
-/// largest enough swap device of the highest priority, and the kernel by itself the first one
+/// The kernel writes the image to the device of `resume=`. Without that option, systemd chooses a
+/// large enough swap device of the highest priority, and the kernel by itself the first swap device
 /// (kernel/power/swap.c). Either may be Weir's. In any case the image does not contain pages in GPU
 /// memory.
 fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<Vec<String>, Failure> {

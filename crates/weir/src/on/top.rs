@@ -176,8 +176,8 @@ impl Seen {
             ]
         };
         [
-            // "In" and "out" are meant as by a kernel that swaps: pages that it reads come in, and
-            // pages that it writes go out.
+            // "In" and "out" are said from the side of a kernel that swaps: pages that it reads
+            // come in, and pages that it writes go out.
             row("in (read)", self.read_rate, &self.read, self.now.read.faults),
             row("out (write)", self.write_rate, &self.write, self.now.write.faults),
         ]

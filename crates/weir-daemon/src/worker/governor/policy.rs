@@ -7,8 +7,8 @@
 use std::time::Duration;
 use weir_store::Headroom;
 
-/// While free memory falls, memory is given back ahead: as much as it fell since the last look, but
-/// at most this, beyond the floor. A program that allocates is likely to go on.
+/// While free memory falls, Weir gives back more than the floor asks for: as much more as free
+/// memory fell since the last look, but at most this. A program that allocates is likely to go on.
 const AHEAD_MOST: u64 = 1 << 30;
 /// Memory may be taken once no program has allocated for this long.
 const QUIET: Duration = Duration::from_secs(5);

@@ -133,7 +133,7 @@ pub struct Program {
     bell: usize,
     is_forking: bool,
     is_adopting: bool,
-    /// The place that memory moved away from last, of the moves whose event was sent to the pager.
+    /// The place that memory left in the last move whose event was sent to the pager.
     left: usize,
     /// The places that memory has moved away from, while the events of these moves are not sent
     /// yet. No other memory moves there: the pager would confuse the two. See the known defects in
@@ -725,8 +725,8 @@ impl Program {
         true
     }
 
-    /// Touches a page. Returns whether the access succeeded or got SIGBUS. Otherwise the thread
-    /// waits for the page.
+    /// Touches a page. Returns true if the access succeeded or got SIGBUS, and false if the thread
+    /// must wait for the page.
     fn touch(&mut self, world: &mut World, thread: usize, page: usize, write: bool, again: Action) -> bool {
         let entry = &mut world.entries[page];
         if entry.is_poisoned {
@@ -865,7 +865,7 @@ impl Program {
             }
         }
         let said = self.said.lock().unwrap();
-        // Each failed read of the store may make the pages of one block give SIGBUS, and not more.
+        // Each failed read of the store makes the pages of at most one block give SIGBUS.
         assert!(self.sigbus <= said.unreadable * BLOCK_PAGES as u64);
         assert!(!self.traits.unmaps_at_the_end || said.rooms == 0, "{} rooms are left", said.rooms);
     }

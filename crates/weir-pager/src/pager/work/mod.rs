@@ -90,7 +90,7 @@ pub(super) struct Work<K: Kernel, S> {
     spans: BTreeMap<usize, usize>,
     /// Memory that was removed from the tables, although the event of its `munmap` is still to
     /// come. After an `mremap`, the kernel sends such an event for the old place. By then another
-    /// thread may have moved other memory there.
+    /// thread may have moved other memory there, which must stay in the tables.
     owed: Vec<(usize, usize)>,
     /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
     /// its own memory. If only a part of one of the program's mappings were managed, the kernel
