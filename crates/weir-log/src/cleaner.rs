@@ -314,8 +314,8 @@ impl Cleaner {
         }
     }
 
-    /// Writes less than a segment: pages of the generation that has most in memory. Returns whether
-    /// it wrote a page.
+    /// Writes less than a segment: pages of the generation that has most pages in memory. Returns
+    /// whether it wrote a page.
     fn write_what_is_here(&mut self) -> bool {
         let log = Arc::clone(&self.log);
         let most = (1..GENERATIONS).max_by_key(|generation| self.parts.count_here(&log, *generation));

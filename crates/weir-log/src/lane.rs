@@ -22,7 +22,7 @@ const FLUSH: Ticket = 1 << 18;
 const TRIES: u8 = 100;
 
 pub(crate) struct LogLane {
-    /// The lane of the store below; `None` only while this lane is dropped.
+    /// The lane of the store below; `None` only while this lane is being dropped.
     below: Option<Box<dyn Lane>>,
     parts: Parts,
 }

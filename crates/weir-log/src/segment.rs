@@ -230,7 +230,7 @@ impl Segments {
         }
     }
 
-    /// Makes a segment without a live page dead in a durable log, and free in a scratch log.
+    /// Marks a segment that has no live page: as dead in a durable log, as free in a scratch log.
     pub fn end(&self, segment: u32) {
         if self.are_durable() { self.bury(segment) } else { self.push(segment) }
     }

@@ -18,8 +18,8 @@ pub enum Owner {
 /// The owner of the locks of a file with this inode number, on whatever file system it lies.
 pub fn owner(machine: &Machine, inode: u64) -> Owner {
     let locks = machine.text("/proc/locks").unwrap_or_default();
-    // A line is as in `1: FLOCK  ADVISORY  WRITE 4312 fe:00:10027 0 EOF`; for a process that waits
-    // for the lock, `->` comes first.
+    // A line looks like `1: FLOCK  ADVISORY  WRITE 4312 fe:00:10027 0 EOF`. If the process waits
+    // for the lock, `->` comes before `FLOCK`.
     let processes = locks.lines().filter_map(|line| {
         let words: Vec<_> = line.split_whitespace().collect();
         let at = words.iter().position(|word| *word == "FLOCK")?;

@@ -20,7 +20,7 @@ use crate::sync::{AtomicU64, Ordering, fence};
 
 const UNPINNED: u64 = u64::MAX;
 
-/// A lane's pin in a cache line of its own: neighbours in one line would slow each other down on
+/// A lane's pin, in a cache line of its own. Two pins in one line would slow each other down on
 /// every batch.
 #[repr(align(128))]
 pub(crate) struct Pin(AtomicU64);

@@ -45,8 +45,8 @@ pub enum GiveBackError {
     /// good.
     #[error("page {} cannot be moved: {} ({} such pages were met)", .0[0].0.0, .0[0].1, .0.len())]
     Pages(
-        /// The pages that could not be moved, as far as the task met them before it ended, each
-        /// with the fault of its store.
+        /// The pages that could not be moved, each with the fault of its store. Pages that the task
+        /// did not reach are not in the list.
         Vec<(PageNo, Fault)>,
     ),
     /// An earlier daemon's writes to the store may still be under way.

@@ -101,8 +101,8 @@ impl Map {
         ranges.gaps().try_for_each(|gap| self.each_part(&gap, &mut look))
     }
 
-    /// Empties every entry of pages that belong to none of these ranges, and gives its memory back.
-    /// Nobody uses the map yet.
+    /// Empties the entries of all pages outside of these ranges, and gives the entries' memory
+    /// back. Nobody uses the map yet.
     pub fn keep_only(&self, ranges: &Ranges) {
         for gap in ranges.gaps() {
             let start = whole(gap.start).min(gap.end);

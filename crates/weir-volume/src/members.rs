@@ -72,13 +72,12 @@ impl Tier {
         }
     }
 
-    /// Number of slots in open extents, of members that are not lost: the room that the store
-    /// offers.
+    /// Number of slots that the store offers: those in open extents whose members are not lost.
     pub fn open_slots(&self) -> u32 {
         self.records.open_slots(|extent| self.state_of(extent) != State::Lost)
     }
 
-    /// Number of free slots in open extents, of members that are online.
+    /// Number of free slots in open extents whose members are online.
     pub fn free_online(&self) -> u32 {
         self.records.open_free(|extent| self.state_of(extent) == State::Online)
     }

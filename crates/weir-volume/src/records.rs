@@ -71,7 +71,7 @@ impl Occupant {
     }
 
     /// The number of a pack's pages that the map names, and the number for which there is room.
-    /// `None` if it is no pack, or is not yet published.
+    /// `None` if the slot has no pack, or its pack is not yet published.
     #[inline]
     pub fn fill(self) -> Option<(u32, u32)> {
         let of_pack = self.page.0.checked_sub(PAGES_MAX)?;

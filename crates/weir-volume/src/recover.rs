@@ -192,8 +192,8 @@ impl Recovery {
         Recovery { map, tiers, volumes, ranges, dropped, named, lost, stored, filled, packed, packs }
     }
 
-    /// Finds the slots of pages that no volume has. Such a page was published, so no write to its
-    /// slot is under way.
+    /// Finds the slots of pages that belong to no volume. Such a page was published, so no write to
+    /// its slot is under way.
     fn find_dropped(&mut self) -> Result<(), CreateError> {
         let look = |page, entry: Entry| {
             if let Place::Stored { store, slot } = entry.place()

@@ -1,5 +1,5 @@
-//! A file system of one file: it holds a volume's bytes, is as large as the volume, and a loop
-//! device makes a disk of it.
+//! A file system of one file. The file holds a volume's bytes and is as large as the volume. A loop
+//! device makes a disk of the file.
 
 use super::range::{IO_MAX, Ranges, Volume};
 use super::reply::Reply;

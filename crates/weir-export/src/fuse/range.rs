@@ -101,7 +101,8 @@ impl<L: PageLane> Ranges<L> {
     /// Answers a read of at most [`IO_MAX`] bytes.
     ///
     /// # Errors
-    /// The outer error is the connection's. The inner one is the error that refused the request.
+    /// The outer error is the connection's. The inner one is the error with which the request
+    /// fails.
     pub fn read(
         &mut self,
         reply: &dyn Reply,
@@ -134,8 +135,8 @@ impl<L: PageLane> Ranges<L> {
     /// each write is flushed, since the kernel leaves that to the server.
     ///
     /// # Errors
-    /// Fails with the error that refuses the request. Some of its pages may have been written by
-    /// then.
+    /// Fails with the error with which the request fails. Some of the request's pages may have been
+    /// written by then.
     pub fn write(&mut self, what: &WriteIn, data: &[u8], places: impl Places) -> Result<(), Errno> {
         let span = Span { offset: what.offset, length: data.len() as u64 };
         // `O_SYNC` contains the bit of `O_DSYNC`, so one test finds both. (In `rustix` both
@@ -148,7 +149,7 @@ impl<L: PageLane> Ranges<L> {
     /// Makes all acknowledged writes as safe as the device can.
     ///
     /// # Errors
-    /// Fails with the error that refuses the request.
+    /// Fails with the error with which the request fails.
     pub fn flush(&mut self) -> Result<(), Errno> {
         let Ranges { requests, pages, pool } = self;
         let request = Request { op: Op::Flush, span: Span { offset: 0, length: 0 }, fua: false };
@@ -158,7 +159,7 @@ impl<L: PageLane> Ranges<L> {
     /// Makes a range zero: whole pages are discarded, parts of pages overwritten.
     ///
     /// # Errors
-    /// Fails with the error that refuses the request.
+    /// Fails with the error with which the request fails.
     pub fn clear(&mut self, span: Span, places: impl Places) -> Result<(), Errno> {
         let Ranges { requests, pages, pool } = self;
         let request = Request { op: Op::Discard, span, fua: false };

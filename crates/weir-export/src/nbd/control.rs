@@ -349,7 +349,8 @@ impl<'e, E: Exports> Control<'e, E> {
         }
         match rustix::net::recv(&pending.socket, &mut input[pending.input..], RecvFlags::DONTWAIT) {
             Ok((0, _)) => {
-                // This is no warning: port scanners and health checks leave in the same way.
+                // Do not log this as a warning: port scanners and health checks leave in the same
+                // way.
                 self.negotiations[at].pending = None;
                 self.log.line(Level::Info, format_args!("a client left while negotiating"));
                 Ok(false)

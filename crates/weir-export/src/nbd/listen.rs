@@ -54,7 +54,7 @@ pub enum ListenError {
     /// The unix socket cannot be made.
     #[error(transparent)]
     Local(#[from] BindError),
-    /// The address would be TCP without TLS, and other machines reach it.
+    /// Other machines could reach the address by TCP without TLS.
     #[error(
         "{address}: {resolved} is not a loopback address, and without TLS anyone who reaches it reads and writes \
          every page; give it a certificate, or listen on 127.0.0.1 or a unix socket"

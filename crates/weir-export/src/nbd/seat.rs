@@ -52,7 +52,7 @@ struct Given<D> {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
-    /// The seat has no thread yet, or no more.
+    /// The seat has no thread yet, or has one no longer.
     Empty,
     Idle,
     Serving,

@@ -59,7 +59,7 @@ pub mod transmission_flag {
     pub const SEND_TRIM: u16 = 1 << 5;
     /// The export takes `WRITE_ZEROES`.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// The export takes the DF flag; only with structured replies.
+    /// The export takes the DF flag. Only clients with structured replies may send that flag.
     pub const SEND_DF: u16 = 1 << 7;
     /// Flush and FUA on one connection cover the writes of every connection.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;

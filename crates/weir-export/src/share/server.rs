@@ -40,7 +40,7 @@ use weir_system::local_socket::{self, BindError, SocketFile};
 const STALL: Duration = Duration::from_millis(1);
 /// Time that a client may take for its greeting.
 const GREETING: Duration = Duration::from_secs(2);
-/// Pause before the next client is accepted, after a failure for want of descriptors or memory.
+/// Pause before the next client is accepted, after the system had no descriptors or memory left.
 const ADMIT_PAUSE: Duration = Duration::from_millis(100);
 /// Largest number of requests of all clients that may wait for slow stores.
 const REQUESTS: u16 = 256;
@@ -54,8 +54,8 @@ const END: Duration = Duration::from_secs(5);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
-/// Marks the event of a client's doorbell. The event of a client's socket has the seat's plain
-/// number.
+/// Marks an event of a client's bell. An event of a client's socket has the plain number of the
+/// seat.
 const BELL: u64 = 1 << 32;
 
 /// The settings of a share server.
@@ -64,9 +64,9 @@ pub struct Config {
     /// The path of the unix socket, which only its owner can use (mode 0600). A socket that a dead
     /// server left is replaced.
     pub path: PathBuf,
-    /// Largest number of clients at a time, up to 16384.
+    /// Largest number of clients at a time; at most 16384.
     pub clients: u32,
-    /// Largest number of frames that a client may have, up to 4096: its quota.
+    /// Largest number of frames that a client may have: its quota; at most 4096.
     pub frames: u32,
     /// Number of entries in a client's rings, a power of two.
     pub entries: u32,
@@ -363,7 +363,7 @@ impl Porter {
             worked |= self.complete();
         }
         // Tell the clients of their completions only after the lane's pin has ended. So no writer
-        // of the volume waits meanwhile.
+        // of the volume waits for the pin while this thread does so.
         if worked {
             for seat in &mut self.seats[..self.used] {
                 if let Seat::Taken { socket, session } = seat {
@@ -423,7 +423,7 @@ impl Porter {
         sessions().for_each(|session| session.set_asleep(false));
     }
 
-    /// Handles the events of sockets and doorbells.
+    /// Handles the events of sockets and bells.
     fn look(&mut self) {
         let mut events = [MaybeUninit::<Event>::uninit(); 64];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

@@ -111,7 +111,7 @@ impl Device {
         let fine = set_up(driver, device, shape).and_then(|()| {
             let recovery = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
             // The driver clears the bits of features that it does not grant. A device that must
-            // survive its server needs all of them.
+            // survive its server needs both of these features.
             if wished & recovery & !info.flags == 0 {
                 return Ok(());
             }

@@ -112,7 +112,8 @@ impl Lane {
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // The epoch in `safe` may be out of date, or was never read. So read it, and try again.
+        // The epoch in `safe` may be out of date, or was never read. So read the present one, and
+        // try again.
         self.refresh_safe();
         if let Some(found) = self.claim_now(page) {
             return Some(found);

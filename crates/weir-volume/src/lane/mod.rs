@@ -155,7 +155,8 @@ enum Work {
 }
 
 impl Lane {
-    /// Opens a lane, for `parts` partial writes of at most `patch` bytes at a time.
+    /// Opens a lane. It can have `parts` partial writes under way at a time, each of at most
+    /// `patch` bytes.
     pub(crate) fn open(volume: Arc<Volume>, parts: usize, patch: usize) -> Result<Self, OpenError> {
         let pool = Arc::clone(volume.pool());
         pool.take_slack(pool.config.lane_slots())?;

@@ -428,8 +428,8 @@ impl Lane {
         }
     }
 
-    /// Returns one of the pages that [`open_up`](Lane::open_up) found, the last first, with its
-    /// slot.
+    /// Returns the last of the pages that [`open_up`](Lane::open_up) found and that are left, with
+    /// its slot.
     pub(crate) fn opened(&mut self) -> Option<(PageNo, Slot)> {
         self.packing.as_mut()?.found.pop()
     }

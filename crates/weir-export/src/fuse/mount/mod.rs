@@ -282,7 +282,7 @@ fn mounted(point: &Path) -> Option<Mounted> {
     let table = std::fs::read("/proc/self/mountinfo").ok()?;
     let escaped = escape(point.as_os_str().as_bytes());
     let mut lines = table.split(|byte| *byte == b'\n').map(|line| line.split(|byte| *byte == b' '));
-    // Of several mounts at one path, the last line is the topmost.
+    // Of several mounts at one path, the last line is that of the topmost.
     let mut top = lines.rfind(|fields| fields.clone().nth(4) == Some(&escaped[..]))?;
     let device = String::from_utf8_lossy(top.nth(2)?).split_once(':')?.1.parse().ok()?;
     top.find(|field| *field == b"-")?;

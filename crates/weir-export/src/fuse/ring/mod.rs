@@ -128,7 +128,8 @@ fn share(processors: usize, threads: usize, thread: usize) -> Range<usize> {
 
 /// A thread's io_uring, with an entry for each queue that it serves.
 pub(super) struct Uring {
-    // Field order: the io_uring closes before the memory that it names is freed.
+    // The order of the fields matters: the io_uring closes before the memory that it names is
+    // freed.
     io: IoUring<squeue::Entry128, cqueue::Entry>,
     memory: Buffer,
     payload: usize,

@@ -52,10 +52,10 @@ pub enum ServeError {
     /// The connection cannot be mounted.
     #[error(transparent)]
     Mount(#[from] MountError),
-    /// The file to mount over cannot be made.
+    /// The server cannot make the file over which it is to mount.
     #[error("cannot make {path}, to mount over it")]
     Point {
-        /// The path of the file to mount over.
+        /// The path of the file over which the server is to mount.
         path: PathBuf,
         /// The system's error.
         #[source]

@@ -147,9 +147,9 @@ impl<L: PageLane> Connection<'_, L> {
     /// Takes completions of slow stores.
     fn collect(&mut self) -> Result<(), Ending> {
         if self.desk.flight.has_writes() {
-            // Check again that the client is there: the next poll publishes writes that their store
-            // has ended. Since the last check the client may have gone, and sent newer writes on
-            // another connection.
+            // Check again that the client is there: the next poll publishes writes that have ended
+            // at their store. Since the last check the client may have gone, and sent newer writes
+            // on another connection.
             self.look_for_client()?;
         }
         let Desk { requests, flight, .. } = &mut *self.desk;
@@ -226,7 +226,7 @@ fn gather_ready<'a>(
         errors +=
             u64::from(entry.error.is_some() && !matches!(entry.work, Work::Read { stream: Some(_), .. }));
         match (entry.work, entry.error) {
-            // The end of the long read reports this piece's error.
+            // The long read reports this piece's error at its end.
             (Work::Read { stream: Some(_), .. }, Some(_)) => {}
             (Work::Read { offset, length, stream }, None) => {
                 let head = if structured {

@@ -43,7 +43,7 @@ pub(super) type Time = Duration;
 #[derive(Debug)]
 pub(super) struct Tree {
     nodes: HashMap<u64, Node>,
-    /// Number of all names: a node may have any number of them.
+    /// Number of the names of all nodes. A node may have any number of names.
     names: usize,
     next: u64,
     room: Room,
@@ -420,8 +420,8 @@ impl Tree {
         self.file(node).map(|file| file.size)
     }
 
-    /// Gives every page of a range of a file a page of the volume. If there is not room for all
-    /// pages, gives none.
+    /// Gives each page in a range of a file a page of the volume. Gives none if there is not room
+    /// for all.
     pub fn reserve(&mut self, node: u64, pages: std::ops::Range<u64>) -> Result<()> {
         let (file, room) = self.file_mut(node)?;
         let most = file.held + u64::from(room.free());
