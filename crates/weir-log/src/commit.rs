@@ -44,7 +44,7 @@ const ATTEMPTS: u32 = 8;
 /// Time until the committer tries to free segments again, after a failed commit.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Makes the commits of a durable log. The cleaner drives it.
+/// Makes the commits of a durable log. The cleaner calls its steps.
 pub(crate) struct Committer {
     lane: Box<dyn Lane>,
     journal: Journal,

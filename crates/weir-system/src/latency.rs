@@ -1,9 +1,9 @@
 //! Keeps processors out of deep sleep while requests come in bursts.
 //!
 //! A processor in deep sleep takes tens of microseconds or more to wake, which delays a sporadic
-//! page fault. Linux lets a process limit that. A process opens `/dev/cpu_dma_latency` and writes a
-//! number of microseconds to it. While the file is open, no processor enters an idle state whose
-//! exit takes longer (Documentation/power/pm_qos_interface.rst). The limit ends with the
+//! page fault. Linux lets a process limit that time. A process opens `/dev/cpu_dma_latency` and
+//! writes a number of microseconds to it. While the file is open, no processor enters an idle state
+//! whose exit takes longer (Documentation/power/pm_qos_interface.rst). The limit ends with the
 //! descriptor, and so with the process.
 //!
 //! The limit affects the whole machine and costs power. So it is in force only during a burst. A

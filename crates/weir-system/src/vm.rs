@@ -27,8 +27,8 @@ impl PageCluster {
         Ok(PageCluster(was))
     }
 
-    /// Restores the value in the file that a killed run has left, unless the machine was booted
-    /// since.
+    /// Gives the setting its earlier value, from the file that a killed run has left, unless the
+    /// machine was booted since.
     ///
     /// # Errors
     /// Fails when this process may not change the setting.

@@ -189,7 +189,7 @@ mod loom_tests {
             };
             map.swap(2, Ordering::SeqCst);
             let retired = epochs.now();
-            // A writer asks for a safe epoch again and again: in the model, twice.
+            // A writer asks for a safe epoch again and again. In the model it asks twice.
             if retired < epochs.safe() || retired < epochs.safe() {
                 content.store(99, Ordering::Relaxed);
             }

@@ -365,7 +365,7 @@ impl Mover {
     fn await_lanes(&mut self, job: &mut Job, now: Instant) -> Result<Step, GiveBackError> {
         let (Phase::Lanes(begun) | Phase::LastLanes(begun)) = job.phase else { unreachable!("it waits") };
         let is_last = matches!(job.phase, Phase::LastLanes(_));
-        // End this mover's own batch first, or its own pin would be waited for too.
+        // End this mover's own batch first. Otherwise the mover would wait for its own pin too.
         self.lane.submit();
         let pool = Arc::clone(self.pool());
         let epoch = begun.unwrap_or_else(|| pool.epochs.now());

@@ -1,8 +1,8 @@
 //! Slots in quarantine: no lane may use them, because a write of a dead daemon may still change
 //! them.
 //!
-//! A slot is in quarantine if its record is in use and the map does not name it: a write of the
-//! dead daemon had claimed it, and was not published. If the slot were used at once, the device
+//! A slot is in quarantine if its record is in use and the map does not name the slot: a write of
+//! the dead daemon had claimed it, and was not published. If the slot were used at once, the device
 //! would decide which of two writes comes last. Slots that the map names, and free slots, are safe:
 //! a write is published, and its old slot freed, only after it has ended.
 //!

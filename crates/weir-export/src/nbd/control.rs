@@ -84,7 +84,8 @@ pub(super) struct Control<'e, E: Exports> {
     /// The time until which no new connections are accepted.
     paused: Option<Instant>,
     log: Throttle,
-    /// Logs that no connection can be accepted. The server tries again ten times a second.
+    /// Limits the log lines that say that no connection can be accepted: the server tries again ten
+    /// times a second.
     shortage: Throttle,
 }
 

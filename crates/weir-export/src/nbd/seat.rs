@@ -195,7 +195,8 @@ impl<D> Seats<D> {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// Waits until every thread has left, or the deadline; returns how many have not.
+    /// Waits until every thread has left, but not beyond the deadline. Returns the number of
+    /// threads that have not left.
     fn empty_by(&self, deadline: Instant) -> usize {
         let mut busy = 0;
         for seat in &self.seats {

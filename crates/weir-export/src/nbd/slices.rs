@@ -96,9 +96,9 @@ impl<'a, const MAX: usize> Slices<'a, MAX> {
         Ok(copied)
     }
 
-    /// Sends the bytes of all slices, except the first `sent` of them, and adds the number of bytes
-    /// sent to `sent`. Returns whether all bytes have been sent. With `wait` it waits until the
-    /// client has taken all of them.
+    /// Sends the bytes of all slices, from byte number `sent` on, and adds the number of bytes sent
+    /// to `sent`. Returns whether all bytes have been sent. With `wait` it waits until the client
+    /// has taken all of them.
     ///
     /// # Errors
     /// Fails when the connection is broken, or the client takes nothing within the socket's

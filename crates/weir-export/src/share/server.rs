@@ -238,7 +238,8 @@ struct Porter {
     /// The channel to the thread that closes sockets to which clients may have sent descriptors.
     closer: Sender<OwnedFd>,
     log: Throttle,
-    /// Logs that no client can be accepted. The server tries again ten times a second.
+    /// Limits the log lines that say that no client can be accepted: the server tries again ten
+    /// times a second.
     shortage: Throttle,
 }
 

@@ -70,7 +70,7 @@ impl Stats {
     }
 }
 
-/// Adds to a counter that only the calling thread writes, so without a locked instruction.
+/// Adds to a counter that only the calling thread writes. So it needs no locked instruction.
 pub(super) fn add(counter: &AtomicU64, more: u64) {
     counter.store(counter.load(Ordering::Relaxed) + more, Ordering::Relaxed);
 }

@@ -119,7 +119,7 @@ impl fmt::Debug for Server {
     }
 }
 
-/// A queue thread's message: it is about to serve, or cannot, for this reason.
+/// A queue thread's message: the thread is about to serve, or the reason why it cannot.
 type Ready = Result<(), (u16, ReadyError)>;
 
 enum ReadyError {

@@ -82,9 +82,9 @@ pub const FEATURE_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 pub const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
 /// The kernel can quiesce a device. Weir does not use that, but the bit shows that the driver
 /// survives its server's death under load (Linux 6.16). In older drivers, completions that are
-/// under way at that moment may outlive their io_uring. The kernel then follows a NULL pointer in
-/// `tctx_task_work_run`. That was seen on Debian's 6.12.95, but not on 6.12.117, which has the
-/// repair and not this bit.
+/// under way when the server dies may outlive their io_uring. The kernel then follows a NULL
+/// pointer in `tctx_task_work_run`. That was seen on Debian's 6.12.95, but not on 6.12.117, which
+/// has the repair and not this bit.
 pub const FEATURE_QUIESCE: u64 = 1 << 12;
 /// The kernel knows `TRY_STOP_DEV`.
 pub const FEATURE_SAFE_STOP: u64 = 1 << 17;

@@ -336,7 +336,8 @@ mod tests {
         let mut worker = volume.mover().expect("a lane");
         let (page, slot, content) = (PageNo(3), Slot(77), unique());
         let records = &volume.tiers[0].records;
-        // Do the first half of a claim, which finds a free slot. Then close the slot's chunk.
+        // The lane does the first half of a claim, which finds a free slot. Then the slot's chunk
+        // is closed.
         late.enter();
         let free = records.claimable(slot, volume.epochs.safe()).expect("a free slot");
         volume.begin_give_back(0, &[0]).expect("room elsewhere");

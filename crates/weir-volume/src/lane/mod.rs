@@ -377,8 +377,8 @@ impl Lane {
     /// page was empty already, a write that another lane began before may still take effect; see
     /// [`zero`](Lane::zero).
     pub fn discard(&mut self, first: PageNo, count: u32) {
-        // When a whole device is discarded, most pages were never written: their part of the map
-        // stays untouched.
+        // Replace no entry that is empty already. When a whole device is discarded, most pages were
+        // never written, and their part of the map stays untouched.
         self.replace_all(first, count, Place::Empty, |was| was != Place::Empty);
         self.metrics().discards.add(u64::from(count));
     }

@@ -24,8 +24,8 @@ pub(super) struct Part {
 
 impl Lane {
     /// Writes a part of a page atomically; `offset + bytes.len()` is at most a page. The rest of
-    /// the page keeps its content, even if another lane writes the page at the same time. It is
-    /// slower than a whole page, so callers align when they can.
+    /// the page keeps its content, even if another lane writes the page at the same time. This
+    /// takes longer than to write a whole page, so callers align when they can.
     pub fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
         let page = self.at(page);
         self.enter();

@@ -139,10 +139,10 @@ impl Lane {
         true
     }
 
-    /// Publishes the page that a slow store has written for `op`. Another lane may have written the
-    /// page meanwhile, for the same client: the client can have left this lane and sent a newer
-    /// write by the other. Then this older write must not replace that one. So the entry gets a new
-    /// generation and is returned, and the next poll tries again, at most [`LOOKS_MAX`] times.
+    /// Publishes the page that a slow store has written for `op`. The client may have left this
+    /// lane meanwhile, and written the page again by another lane. Then this older write must not
+    /// replace the newer one. So if another lane has written the page, the entry gets a new
+    /// generation and is returned. The next poll then tries again, at most [`LOOKS_MAX`] times.
     /// Until then the lane's owner can notice that the client has left.
     pub(super) fn publish_slow(&mut self, op: u32, page: PageNo, mut entry: Entry) -> Option<Entry> {
         while !self.publish(page, entry, None) {

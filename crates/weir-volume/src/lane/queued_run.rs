@@ -101,10 +101,10 @@ impl Run {
 }
 
 impl Lane {
-    /// Begins to read up to `count` pages from `first` on, as one operation if they lie side by
-    /// side in a slow store. Returns how many of the first pages are being read. Read the others by
-    /// [`read`](Lane::read). Each page has a completion of its own, with tickets from `ticket` on,
-    /// in any order among other operations.
+    /// Begins to read pages from `first` on, at most `count`, as one operation: as many as lie side
+    /// by side in a slow store. Returns their number. Read the others by [`read`](Lane::read). Each
+    /// page has a completion of its own, with tickets from `ticket` on. The completions come in any
+    /// order, among those of other operations.
     pub fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
         let first = self.run_at(first, count);
@@ -142,9 +142,9 @@ impl Lane {
         taken
     }
 
-    /// Begins to write pages to `first` and those after it, as one operation: as many of `pages` as
-    /// find slots side by side in a slow store. Returns how many of the first pages are being
-    /// written. Write the others by [`write`](Lane::write). All have one completion together.
+    /// Begins to write `pages` to `first` and the pages after it, as one operation: as many as find
+    /// slots side by side in a slow store. Returns their number. Write the others by
+    /// [`write`](Lane::write). The operation has one completion for all its pages.
     pub fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
         let first = self.run_at(first, pages.len());

@@ -20,7 +20,8 @@ use weir_device::View;
 /// costs little for each. A lane remembers many more freed slots than a group has pages, so it
 /// usually has a slot for each page.
 const GROUP: usize = 16;
-/// Fewer pages in a row than this are read or written one by one just as fast.
+/// Least number of pages in a row for which a run pays. Fewer pages are read or written one by one
+/// just as fast.
 pub(crate) const LEAST: usize = 4;
 
 /// How many pages ahead of the present one a page is prefetched.

@@ -36,7 +36,7 @@ impl Guard<'_> {
     #[inline]
     pub(crate) fn show(&self, located: &Located) -> View<'_> {
         let view = self.find(located);
-        // A page that cannot be shown is read by the caller, and is counted there.
+        // The caller reads a page that cannot be shown, and that read counts the page.
         if !matches!(view, View::Elsewhere) {
             self.shown.add(located.entry.place());
         }

@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The state of a mount's server, as far as it is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Life {
-    /// The server answers, or nothing of FUSE is mounted.
+    /// The server answers, or no FUSE file system is mounted.
     Alive,
     /// The server does not answer now, and may answer later.
     Silent,

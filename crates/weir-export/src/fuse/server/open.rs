@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use weir_core::log::{Level, Log};
 use weir_volume::Volume;
 
-/// A mounted connection, and its parts before there are threads.
+/// A mounted connection, and what else is made before its threads start.
 pub(super) struct Opened {
     pub mount: Mount,
     pub connection: Device,

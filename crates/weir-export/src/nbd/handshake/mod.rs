@@ -42,7 +42,7 @@ pub enum Tls {
     Off,
     /// TLS is required, and has not begun yet.
     Required,
-    /// TLS is active. The handshake gets and gives the plaintext inside it.
+    /// TLS is active. The handshake takes and returns the plaintext that TLS carries.
     Active,
 }
 
