@@ -7,13 +7,13 @@
 //!
 //! The pins of lanes that open later come in new blocks ([`Blocks`]).
 //!
-//! For this reason no slot is reused while a lane may read it. A lane that retires a slot first
-//! unlinks it from the map. *Then* it reads the global epoch, and notes it in the slot's record as
-//! `e`. The slot may be reused when `e < safe`. [`Epochs::safe`] first moves the global epoch past
-//! `e`, then looks at every pin. A lane that is pinned at `e` or before at this look holds the slot
-//! back. A lane that is not pinned at the look pins later, by a store and a full fence. It reads
-//! the map after that, and finds the slot unlinked. The same holds for a lane whose pin did not
-//! exist at the look, because a lane makes its pin before its fence.
+//! No slot is reused while a lane may read it, for the following reason. A lane that retires a slot
+//! first unlinks it from the map. *Then* it reads the global epoch, and notes it in the slot's
+//! record as `e`. The slot may be reused when `e < safe`. [`Epochs::safe`] first moves the global
+//! epoch past `e`, then looks at every pin. A lane that is pinned at `e` or before at this look
+//! holds the slot back. A lane that is not pinned at the look pins later, by a store and a full
+//! fence. It reads the map after that, and finds the slot unlinked. The same holds for a lane whose
+//! pin did not exist at the look, because a lane makes its pin before its fence.
 
 use crate::blocks::{Blocks, Item};
 use crate::sync::{AtomicU64, Ordering, fence};

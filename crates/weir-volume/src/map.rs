@@ -53,8 +53,8 @@ impl Map {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Takes memory for the entries of new pages, which nobody uses yet. The entries are empty.
-    /// Each call begins with another generation. On failure a part of the memory may have been
+    /// Takes memory for the entries of new pages, which nobody uses yet. The entries are empty, and
+    /// each call gives them another first generation. On failure a part of the memory may have been
     /// taken.
     pub fn take(&self, pages: Range<u32>) -> io::Result<()> {
         let (offset, bytes) = words(&pages);
