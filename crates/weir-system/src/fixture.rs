@@ -10,9 +10,9 @@ use std::process::Command;
 const ALONE: &str = "WEIR_TEST_ALONE";
 
 /// Runs the test `name` of this program again, in a process with a mount namespace of its own. In
-/// that process this function calls `mount` and returns `None`. Otherwise it returns what that
-/// process wrote to standard error. `None`, with a line on standard error, if this machine denies
-/// such a namespace.
+/// that process this function calls `mount` and returns `None`. In the first process it returns
+/// what the other one wrote to standard error. It returns `None`, with a line on standard error, if
+/// this machine denies such a namespace.
 ///
 /// # Panics
 /// Panics when the process cannot be started, or its test fails.

@@ -101,8 +101,7 @@ impl<L: PageLane> Ranges<L> {
     /// Answers a read of at most [`IO_MAX`] bytes.
     ///
     /// # Errors
-    /// The outer error is the connection's. The inner one is the error with which the request
-    /// fails.
+    /// The outer error is the connection's. The inner one is the error that answers the request.
     pub fn read(
         &mut self,
         reply: &dyn Reply,
@@ -135,7 +134,7 @@ impl<L: PageLane> Ranges<L> {
     /// each write is flushed, since the kernel leaves that to the server.
     ///
     /// # Errors
-    /// Fails with the error with which the request fails. Some of the request's pages may have been
+    /// Fails with the error that answers the request. Some of the request's pages may have been
     /// written by then.
     pub fn write(&mut self, what: &WriteIn, data: &[u8], places: impl Places) -> Result<(), Errno> {
         let span = Span { offset: what.offset, length: data.len() as u64 };
@@ -149,7 +148,7 @@ impl<L: PageLane> Ranges<L> {
     /// Makes all acknowledged writes as safe as the device can.
     ///
     /// # Errors
-    /// Fails with the error with which the request fails.
+    /// Fails with the error that answers the request.
     pub fn flush(&mut self) -> Result<(), Errno> {
         let Ranges { requests, pages, pool } = self;
         let request = Request { op: Op::Flush, span: Span { offset: 0, length: 0 }, fua: false };
@@ -159,7 +158,7 @@ impl<L: PageLane> Ranges<L> {
     /// Makes a range zero: whole pages are discarded, parts of pages overwritten.
     ///
     /// # Errors
-    /// Fails with the error with which the request fails.
+    /// Fails with the error that answers the request.
     pub fn clear(&mut self, span: Span, places: impl Places) -> Result<(), Errno> {
         let Ranges { requests, pages, pool } = self;
         let request = Request { op: Op::Discard, span, fua: false };
