@@ -243,13 +243,13 @@ impl RawItem {
         // once.
         unplaced.fetch_add(1, Relaxed);
         if self.state.compare_exchange(claimed, claimed | AWAITED, AcqRel, Acquire).is_err() {
-            // The item has its place in the queue by now, or another thread has set AWAITED and
-            // counted the item.
+            // The item has been placed in the queue meanwhile, or another thread has set AWAITED
+            // and counted the item. So take this count back.
             unplaced.fetch_sub(1, Relaxed);
         }
     }
 
-    /// Ends the claim of an item that was not pushed, or that has been taken.
+    /// Ends the claim of an item that was not pushed after all, or that the worker has taken.
     #[inline]
     pub(crate) fn release(&self, unplaced: &Unplaced) {
         let mut state = self.state.load(Relaxed);

@@ -210,9 +210,8 @@ pub trait Lane: Send {
         0
     }
 
-    /// The numbers of writes that cost the least if they are queued together: first before the next
-    /// [`submit`](Lane::submit), then before each later one. `None`: the numbers make no
-    /// difference.
+    /// How many writes to queue before the next [`submit`](Lane::submit), and how many before each
+    /// later one, so that a write costs the least. `None`: the numbers make no difference.
     fn best_runs(&self) -> Option<(usize, usize)> {
         None
     }

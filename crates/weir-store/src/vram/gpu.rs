@@ -396,8 +396,8 @@ impl Gpu {
             return Ok(GpuLane::new(self, pin, None, None, Some(cell)));
         }
         let opened = (|| {
-            // The lane gets a ring of its own if one is free. [`Ring::lane`] pauses all rings
-            // itself while it runs. So pause them for the engine's lane only after that call.
+            // [`Ring::lane`] pauses all rings while it runs. So first open a ring for the lane, if
+            // one is free, and only then pause the rings for the engine.
             let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
                 Some(ring) => {
                     ring.lane(depth).map_err(|fault| fail(OpenErrorKind::Io, format!("no ring: {fault}")))?

@@ -150,7 +150,7 @@ impl ChunkMemory {
         }
     }
 
-    /// Splits the memory into CUDA's mapping and Vulkan's allocation, for another owner.
+    /// Splits the memory into CUDA's mapping and Vulkan's allocation, which the caller then owns.
     pub fn into_parts(self) -> (Option<DeviceMemory>, Option<Allocation>) {
         (self.device, self.mapped)
     }

@@ -193,8 +193,8 @@ impl BatchLane {
         }
     }
 
-    /// Turns waiting operations into copies, one for each run of neighbours, but no more copies
-    /// than one call may name. Returns the number of the first page that is left over.
+    /// Turns waiting operations into copies, one for each run of neighbours, as many as fit one
+    /// batch. Returns the number of the first page that is in none of them.
     fn gather(&mut self) -> u64 {
         self.copies.iter_mut().for_each(Copies::clear);
         let depth = self.operations.len() as u64;

@@ -110,8 +110,8 @@ impl Context {
         let mut handle = ptr::null_mut();
         // SAFETY: the outputs outlive the calls; the flags are set before the context exists.
         let opened = unsafe {
-            // CUDA must not spin in the driver, nor make I/O threads wait for one another: Weir
-            // polls instead.
+            // Set no flag: CUDA must neither spin in the driver nor make I/O threads wait for one
+            // another. Weir polls instead.
             let _ = (driver.context_flags)(device, 0);
             check("cuDeviceGetName", (driver.device_name)(name.as_mut_ptr(), name.len() as c_int, device))
                 .and_then(|()| {

@@ -156,8 +156,8 @@ impl Device {
         self.allocation(bytes, self.card.staging_type, true, false, None)
     }
 
-    /// Maps memory that another process allocated for a chunk, and exported as `fd`. Until it is
-    /// mapped here, that descriptor keeps it alive.
+    /// Maps memory that another process allocated for a chunk, and exported as `fd`. Until the
+    /// memory is mapped here, that descriptor keeps it alive.
     ///
     /// # Errors
     /// Fails with the driver's error.
