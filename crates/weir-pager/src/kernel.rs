@@ -34,6 +34,10 @@ pub(crate) trait Kernel {
 
     fn poison(&mut self, at: usize, bytes: usize) -> Result<(), Stopped>;
 
+    /// Whether the mapping with this page is registered. Fails with `EAGAIN` while the address
+    /// space is changing.
+    fn is_registered(&mut self, page: usize) -> Result<bool, Errno>;
+
     /// Returns the kernel's next event, if there is one.
     fn event(&mut self) -> Option<Event>;
 
@@ -152,6 +156,10 @@ impl Kernel for System {
 
     fn poison(&mut self, at: usize, bytes: usize) -> Result<(), Stopped> {
         self.uffd.poison(at, bytes)
+    }
+
+    fn is_registered(&mut self, page: usize) -> Result<bool, Errno> {
+        self.uffd.is_registered(page)
     }
 
     fn event(&mut self) -> Option<Event> {

@@ -27,6 +27,7 @@ const UFFDIO_WAKE: u64 = request(2, 0x02, size_of::<[u64; 2]>());
 const UFFDIO_COPY: u64 = request(3, 0x03, size_of::<[u64; 5]>());
 const UFFDIO_ZEROPAGE: u64 = request(3, 0x04, size_of::<[u64; 4]>());
 const UFFDIO_MOVE: u64 = request(3, 0x05, size_of::<[u64; 5]>());
+const UFFDIO_CONTINUE: u64 = request(3, 0x07, size_of::<[u64; 4]>());
 const UFFDIO_POISON: u64 = request(3, 0x08, size_of::<[u64; 4]>());
 const USERFAULTFD_IOC_NEW: u64 = API << 8;
 const PAGEMAP_SCAN: u64 = 3 << 30 | 96 << 16 | (b'f' as u64) << 8 | 16;
@@ -148,6 +149,20 @@ impl Uffd {
         let mut argument = [at as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_POISON, &mut argument);
         stopped(result, argument[3])
+    }
+
+    /// Whether the anonymous mapping with this page is registered.
+    ///
+    /// # Errors
+    /// Fails with `EAGAIN` while the address space is changing.
+    pub fn is_registered(&self, page: usize) -> Result<bool, Errno> {
+        // The kernel refuses this request for anonymous memory with `EINVAL`. Before that it looks
+        // whether the mapping is registered, and refuses others with `ENOENT`.
+        match self.ioctl(UFFDIO_CONTINUE, &mut [page as u64, PAGE_SIZE as u64, 0, 0]) {
+            Err(Errno::AGAIN) => Err(Errno::AGAIN),
+            Err(Errno::NOENT) => Ok(false),
+            _ => Ok(true),
+        }
     }
 
     /// Reads one event, if there is one.

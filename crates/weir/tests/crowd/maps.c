@@ -125,6 +125,19 @@ static void act(void) {
     write_some(region, 4);
 }
 
+/* Leaves of a mapping only the pages by which it grew. No event tells the pager of them. */
+static void grow_and_cut(struct region *region) {
+    int before = region->pages;
+    if (before + 2 > MOST) return;
+    move(region, before + 2, MREMAP_MAYMOVE, "mremap to a larger size");
+    must(munmap(region->at, before * PAGE), "munmap of what was there before");
+    region->at += before * PAGE;
+    memmove(region->stamps, region->stamps + before, 2 * sizeof *region->stamps);
+    region->pages = 2;
+    write_some(region, 1);
+    check(region, "growth");
+}
+
 int main(int argc, char **argv) {
     (void)argc;
     double seconds = begin(argv);
@@ -142,6 +155,7 @@ int main(int argc, char **argv) {
     word at_first = resident(), acts = 0;
     for (double end = now() + seconds; now() < end || acts < ACTS_MIN; acts++) act();
     for (int at = 0; at < REGIONS; at++) check(&regions[at], "everything");
+    for (int at = 0; at < REGIONS / 10; at++) grow_and_cut(&regions[choose(REGIONS)]);
     int child = fork(), status;
     if (child < 0) FAIL("fork: %s", strerror(errno));
     for (int at = 0; !child && at < REGIONS; at++) check(&regions[at], "a fork");

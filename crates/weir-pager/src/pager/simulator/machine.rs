@@ -177,6 +177,14 @@ impl Kernel for Machine {
         self.fill(at, bytes, |world, page| world.entries[page].is_poisoned = true)
     }
 
+    fn is_registered(&mut self, page: usize) -> Result<bool, Errno> {
+        self.pass();
+        match self.world.changing {
+            0 => Ok(self.world.area(page_of(page)).is_some_and(|(_, area)| area.is_registered)),
+            _ => Err(Errno::AGAIN),
+        }
+    }
+
     fn event(&mut self) -> Option<Event> {
         self.pass();
         // A userfaultfd hands over page faults before other events.

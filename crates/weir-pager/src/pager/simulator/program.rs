@@ -55,6 +55,8 @@ struct Object {
     /// Pages that a thread is dropping or moving, so that no other thread may use them now.
     busy: Range<usize>,
     is_readonly: bool,
+    /// Number of pages by which the last move enlarged the object. They are its last ones.
+    grown: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -389,7 +391,7 @@ impl Program {
     }
 
     fn new_object(&mut self, at: usize, pages: Vec<Must>) -> usize {
-        let object = Object { at, pages, users: 0, busy: 0..0, is_readonly: false };
+        let object = Object { at, pages, users: 0, busy: 0..0, is_readonly: false, grown: 0 };
         match self.objects.iter().position(Option::is_none) {
             Some(free) if self.last.is_none() => {
                 self.objects[free] = Some(object);
@@ -519,12 +521,23 @@ impl Program {
         if object.users > 0 || pages < 4 * BLOCK_PAGES || object.is_readonly {
             return;
         }
-        let from = 1 + world.random.below(pages as u64 - 700) as usize;
-        let to = from + 1 + world.random.below(698) as usize;
+        let mut from = 1 + world.random.below(pages as u64 - 700) as usize;
+        let mut to = from + 1 + world.random.below(698) as usize;
+        // Of memory that has grown, often nothing stays but the part by which it grew. No event
+        // tells the pager of that part.
+        if object.grown > 0 && world.random.one_in(2) {
+            (from, to) = (0, pages - object.grown);
+        }
         let at = object.at;
         let behind = object.pages.split_off(to);
+        object.grown = 0;
         object.pages.truncate(from);
-        self.new_object(at + to, behind);
+        if from == 0 {
+            object.at = at + to;
+            object.pages = behind;
+        } else {
+            self.new_object(at + to, behind);
+        }
         self.unmap_range(world, thread, at + from, at + to);
     }
 
@@ -544,6 +557,7 @@ impl Program {
             false => (0, pages),
         };
         let grows = if to - from == pages && may_grow { world.random.below(40) as usize } else { 0 };
+        object.grown = 0;
         let at = object.at;
         let Some(place) = self.gap(world, to - from + grows) else { return };
         let end = place + (to - from) + grows;
@@ -575,6 +589,7 @@ impl Program {
         let moved = match to - from == pages {
             true => {
                 object.at = place;
+                object.grown = grows;
                 object.pages.resize(pages + grows, Must::Be(0));
                 number
             }

@@ -304,7 +304,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.look()?;
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
-            self.advise_growth();
+            self.advise_leftovers()?;
             // After an `mremap` with `MREMAP_DONTUNMAP` a mapping is still at the old place.
             for &(start, end) in &self.owed {
                 let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
@@ -337,19 +337,33 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.shared.holds.load(Ordering::SeqCst) > 0
     }
 
-    /// Lets child processes inherit the part by which a mapping grew. This includes mappings that
-    /// are not managed: read-only ones, and those from before the pager.
-    fn advise_growth(&mut self) {
-        let mut grown_to = 0;
-        for mapping in &self.mappings {
-            let known = self.spans.range(..mapping.end).next_back().map_or(0, |(_, &end)| end);
-            // The part by which a mapping grew may have become several mappings by now.
-            if known >= mapping.start || grown_to == mapping.start {
-                let bytes = mapping.end - mapping.start;
-                let _ = self.kernel.advise(mapping.start, bytes, Advice::LinuxDoFork);
-                grown_to = mapping.end;
+    /// Lets child processes inherit mappings that are registered and not managed. When `mremap`
+    /// enlarges a registered mapping, the new part is registered too, and the kernel sends no event
+    /// of it. The program may make that part read-only, or unmap the memory next to it, before the
+    /// pager manages it.
+    fn advise_leftovers(&mut self) -> Result<(), Changed> {
+        for at in 0..self.mappings.len() {
+            let Mapping { start, end, .. } = self.mappings[at];
+            let span = self.spans.range(..=start).next_back();
+            if span.is_some_and(|(_, &last)| last >= end) || self.is_own(start) {
+                continue;
+            }
+            match self.kernel.is_registered(start) {
+                Ok(true) => {
+                    let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
+                }
+                Ok(false) => {}
+                Err(_) => return Err(Changed),
             }
         }
+        Ok(())
+    }
+
+    /// Whether this address is in registered memory of the pager itself, which no child inherits.
+    fn is_own(&self, address: usize) -> bool {
+        let bells = (self.shared.bells.base, BELLS * PAGE_SIZE);
+        let own = [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK), bells];
+        own.into_iter().any(|(at, bytes)| (at..at + bytes).contains(&address))
     }
 
     fn advise_spans(&mut self, advice: Advice) {
