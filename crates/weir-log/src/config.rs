@@ -65,7 +65,7 @@ pub enum LogError {
     /// There is no memory for the log's map or summaries.
     #[error("cannot take memory for the log's map")]
     Memory(#[source] io::Error),
-    /// The store below carries no durable log.
+    /// There is no durable log on the store below.
     #[error("{0} carries no durable log; weir cache create --durable makes one")]
     NoLog(String),
     /// A later version of Weir made the durable log.

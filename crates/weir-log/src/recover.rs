@@ -276,8 +276,8 @@ impl Table {
     }
 }
 
-/// Parses the summary of a segment in use. Fails unless it is this log's, and of the segment's life
-/// in `table`.
+/// Parses the summary of a segment in use. Fails if the summary is another log's, or of a life that
+/// `table` does not name for the segment.
 pub(crate) fn summary_of<'p>(
     superblock: &Superblock,
     table: &Table,
@@ -462,8 +462,8 @@ impl Log {
         let sizes = sizes_of(&superblock, &**below, &config)?;
         let mut table = read_journal(&mut io, &superblock)?;
         let map = Words::new(superblock.pages as usize).map_err(LogError::Memory)?;
-        // If one copy of a superblock is whole, damage to the other does no harm. So forget those
-        // findings.
+        // If one copy of a superblock is whole, damage to the other does no harm. So forget the
+        // findings about the other.
         findings = Findings::default();
         replay(&mut io, &superblock, &mut table, sizes.pass(), &map, &mut findings)?;
         if let Some(finding) = findings.first.into_iter().next() {

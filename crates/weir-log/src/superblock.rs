@@ -13,8 +13,8 @@ pub const MAGIC: &[u8] = b"WEIR DURABLE LOG\n";
 const NOTICE: &[u8] = b"A disk of a durable log of weir cache. weir cache check says how it is.\n";
 /// The version of the format that this program writes.
 pub(crate) const VERSION: u32 = 1;
-/// Smallest number of pages of a segment. So the first segment has room for the copies of the
-/// superblock, and for the confirmations.
+/// Smallest number of pages of a segment. With fewer pages, the first segment would have no room
+/// for the copies of the superblock and for the confirmations.
 pub(crate) const SEGMENT_LEAST: u32 = 8;
 /// Offset of the fields in the superblock's page, in bytes.
 const FIELDS: usize = 512;
@@ -46,7 +46,7 @@ pub(crate) struct Superblock {
 pub(crate) enum NoSuperblock {
     /// The page does not begin with the magic bytes.
     Absent,
-    /// The page cannot be read, or it begins with the magic bytes and its checksum or a field is
+    /// The page cannot be read. Or it begins with the magic bytes, but its checksum or a field is
     /// wrong.
     Damaged,
     /// A later version of Weir wrote the page.

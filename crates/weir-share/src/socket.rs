@@ -80,7 +80,7 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<Ow
     };
     let message = match attempt() {
         // The other side closed before it had read this side's message. The kernel reports that
-        // once, before the message that it still holds for this side: a server's refusal.
+        // once. Then it still delivers the message that it holds for this side: a server's refusal.
         Err(rustix::io::Errno::CONNRESET) => attempt()?,
         received => received?,
     };

@@ -7,8 +7,8 @@ use crate::Machine;
 pub enum Owner {
     /// The process that locked the file runs.
     Living,
-    /// The process has ended, and the file is still locked. The kernel closes the files of an
-    /// io_uring after its process has ended, or another process has inherited the file.
+    /// The process has ended, and the file is still locked. Either the kernel has not closed the
+    /// files of the process's io_uring yet, or another process has inherited the file.
     Ended,
     /// The kernel lists no owner: nobody locked the file, or a process of another PID namespace
     /// did.

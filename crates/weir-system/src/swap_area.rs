@@ -44,8 +44,8 @@ pub fn make(device: &Path, size: ByteSize) -> io::Result<()> {
     write(&file, size.0)
 }
 
-/// Refuses a kernel whose pages do not have 4096 bytes. It would look for the magic bytes at the
-/// end of a page of its own size.
+/// Refuses a kernel whose pages do not have 4096 bytes. Such a kernel would look for the magic
+/// bytes at the end of a page of its own size.
 fn check(page: usize) -> io::Result<()> {
     if page != PAGE_SIZE {
         return Err(io::Error::other(format!("this kernel's pages have {page} bytes, not {PAGE_SIZE}")));

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-/// The name of a file in a run's directory: the numbers of the run's zram devices. A command that
-/// cleans up after a killed run reads it.
+/// The name of the file in a run's directory that has the numbers of the run's zram devices. A
+/// command that cleans up after a killed run reads it.
 pub const NOTE: &str = "zram";
 
 /// A zram device that this process made, removed when dropped.

@@ -46,7 +46,7 @@ impl Seats {
 
     /// Takes the first free seat, for a lane that has its part of the slack.
     pub fn take(&self) -> usize {
-        // At a seat that is taken the exchange fails, and writes nothing to the cache line, which
+        // If the seat is taken, the exchange fails. Then it writes nothing to the cache line, which
         // the seat's lane uses too.
         let free = |seat: &usize| {
             let taken = &self.seat(*seat).taken;

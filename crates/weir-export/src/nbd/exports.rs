@@ -30,7 +30,7 @@ pub trait Exports: Send + Sync + 'static {
     fn find(&self, name: &[u8]) -> Option<(Export, Self::Device)>;
 
     /// Calls `each` with the name and the description of every device, in an order that stays. A
-    /// long list is sent in parts, and each part asks for the whole list again.
+    /// long list is sent in parts, and this function is called again for each part.
     fn list(&self, each: &mut dyn FnMut(&str, &str));
 
     /// Makes a lane without operations under way lead to `device`; `None`: to no device. An I/O

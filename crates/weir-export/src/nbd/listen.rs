@@ -1,5 +1,5 @@
-//! The addresses on which the server listens: a unix socket of its owner's, or TCP, under TLS or
-//! only for this machine.
+//! The addresses on which the server listens: a unix socket that only its owner can use, TCP under
+//! TLS, or TCP within this machine.
 
 use super::tls::Identity;
 use rustix::net::{SocketFlags, SocketType};

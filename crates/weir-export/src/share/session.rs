@@ -82,7 +82,7 @@ pub(super) struct Desk {
     /// The request numbers that are free.
     pub idle: Vec<Id>,
     /// A copy of one page, between a frame and the volume. The client may change its frame at any
-    /// time, so the volume gets the copy.
+    /// time, so the volume gets this copy.
     pub scratch: Box<PageBytes>,
     pub pages: u64,
     /// Whether clients may only read.
@@ -290,8 +290,8 @@ impl Session {
         let area = &self.area;
         let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
         requests.begin(id, Request { op, span, fua: false }, &mut frames);
-        // Each session has taken the answers to its earlier requests. So every answer that comes
-        // now is for this session.
+        // Only this session's answers can come now, because each session has taken the answers to
+        // its earlier requests.
         while let Some(answer) = requests.finished() {
             self.finish(desk, &answer);
         }

@@ -183,7 +183,8 @@ mod tests {
         }
     }
 
-    /// Runs a batch to its end: tags from 0, with their results in the order in which they came.
+    /// Runs a batch to its end; its tags count from 0. Returns the tags with their results, in the
+    /// order in which the results came.
     fn run(engine: &mut Engine, batch: &[Descriptor]) -> (Vec<(u16, i32)>, Counters) {
         let counters = Counters::default();
         for (tag, descriptor) in batch.iter().enumerate() {

@@ -17,8 +17,8 @@ use std::time::Duration;
 use std::{fs, io};
 use weir_system::kernel_release::{FUSE_NAMES_CONNECTIONS, version};
 
-/// Longest wait for a server. A live server answers much faster; a kernel needs some of this time
-/// to close a dead one.
+/// Longest wait for a server. A live server answers much faster. A kernel needs some of this time
+/// to close the connection of a dead server.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The state of a mount's server, as far as it is known.

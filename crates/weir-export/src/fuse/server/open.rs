@@ -100,8 +100,8 @@ pub(super) fn make(point: &Path) -> Result<bool, ServeError> {
 /// Whether the mount's root is a file. Asks only the mount table: a stat would wait for this
 /// process.
 pub(super) fn is_file(point: &Path) -> bool {
-    // With O_PATH the kernel resolves the path without asking the mount's server. It has known the
-    // type of the root inode since the mount.
+    // With O_PATH the kernel resolves the path without asking the mount's server. The kernel has
+    // known the type of the root inode since the mount.
     use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
     let open = rustix::fs::open(point, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
     let kind = open.and_then(|fd| {

@@ -1,5 +1,5 @@
-//! One connection in transmission, served by one thread: it takes all that the client has sent,
-//! does it, and answers it.
+//! One connection in transmission, served by one thread. The thread takes all requests that the
+//! client has sent, does them, and answers them.
 //!
 //! A batch is the bytes of one `recv`. Its writes are done while the bytes are parsed. Its reads
 //! come afterwards. Pages in host memory are sent from where they lie, verified, in the same
