@@ -252,7 +252,8 @@ impl Records {
                 range.start = cursor.0.clamp(range.start, range.end);
             }
             for slot in range.map(Slot) {
-                if self.try_claim(slot, page, safe) {
+                // Records in use are above every epoch. A search of a full store sees nothing else.
+                if self.record(slot).load(Ordering::Relaxed) < safe && self.try_claim(slot, page, safe) {
                     *cursor = Cursor(slot.0 + 1);
                     return Some(slot);
                 }

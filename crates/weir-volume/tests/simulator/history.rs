@@ -55,6 +55,9 @@ pub struct Tally {
     discards: u64,
     zeroes: u64,
     views: u64,
+    /// Answers that a poll handed over, and steps of the mover.
+    answers: u64,
+    moves: u64,
     full: u64,
     waited: u64,
     refused: u64,
@@ -99,6 +102,8 @@ impl Tally {
         self.discards += other.discards;
         self.zeroes += other.zeroes;
         self.views += other.views;
+        self.answers += other.answers;
+        self.moves += other.moves;
         self.full += other.full;
         self.waited += other.waited;
         self.refused += other.refused;
@@ -174,6 +179,15 @@ impl Tally {
             ("a page in a pack", self.packed),
             ("a pack of several pages", self.packed.saturating_sub(self.packs)),
         ]
+    }
+
+    /// The number of events: operations that began, answers that came later, steps of the mover,
+    /// changes of volumes, and deaths. A refusal, a poll without an answer and a fault are none.
+    pub fn count(&self) -> u64 {
+        let operations =
+            self.reads + self.writes + self.parts + self.discards + self.zeroes + self.views + self.answers;
+        let changes = self.made + self.grown + self.shrunk + self.removed + self.unnoted;
+        operations + self.moves + changes + self.taken + self.deaths + self.crashes
     }
 
     fn fault(&mut self, fault: Fault) {
@@ -310,15 +324,21 @@ impl Drop for History {
 }
 
 impl History {
-    /// Plays a seed to its end and returns its events. Panics if a promise is broken.
-    pub fn play(seed: u64) -> Tally {
+    /// Plays a seed to its end and returns its events. Panics if a promise is broken. `least`: the
+    /// history goes on until it has so many events.
+    pub fn play(seed: u64, least: u64) -> Tally {
         let mut history = History::begin(seed);
         let steps = history.chance.within(200, 2000);
-        for step in 0..steps {
-            history.step = step;
+        while history.step < steps || history.tally.count() < least {
             history.step();
+            history.step += 1;
         }
         history.end()
+    }
+
+    /// Whether the daemon may die once more. A daemon that dies often does little else.
+    fn may_die(&self) -> bool {
+        self.tally.crashes < 3 * (1 + u64::from(self.step) / 2000)
     }
 
     fn begin(seed: u64) -> Self {
@@ -425,7 +445,7 @@ impl History {
         if chance.one_in(one_in) {
             let at = chance.within(0, self.volumes.len() as u32) as usize;
             let (pages, room) = (self.volumes[at].pages(), self.pool.free_pages());
-            let dies = self.worker.is_some() && self.tally.crashes < 3;
+            let dies = self.worker.is_some() && self.may_die();
             let fate = match chance.within(0, 16) {
                 0 | 1 => Fate::Fails,
                 2 if dies => Fate::DiesBefore,
@@ -507,7 +527,7 @@ impl History {
         };
         let most = chance.within(1, 20);
         while !mover.remove(&mut removal, most) {
-            if self.worker.is_some() && self.tally.crashes < 3 && chance.one_in(4) {
+            if self.worker.is_some() && self.may_die() && chance.one_in(4) {
                 self.tally.torn_discards += 1;
                 mover.abandon();
                 return self.crash();
@@ -643,11 +663,18 @@ impl History {
                         "full with nothing in flight, and nothing is waited for"
                     );
                     lane.submit();
+                    let under_way = lane.in_flight();
                     if alone {
                         let since = *stalled.get_or_insert(self.clock.now());
                         self.stall(at, since);
                     }
-                    self.poll(at);
+                    // Most polls hand nothing over, and the lane stays as full as it was.
+                    for _ in 0..8 {
+                        self.poll(at);
+                        if alone || self.players[at].lane.in_flight() < under_way {
+                            break;
+                        }
+                    }
                 }
             }
         }
@@ -833,6 +860,7 @@ impl History {
         });
         let waiting = pending.iter().flatten().count();
         assert_eq!(lane.in_flight(), waiting, "what is in flight is what was not handed over");
+        self.tally.answers += finished.len() as u64;
         for (page, operation, since, result, bytes) in finished {
             match (operation, result) {
                 (Pending::Write(_) | Pending::Part { .. }, Err(Fault::Full | Fault::Timeout)) => {
@@ -879,6 +907,7 @@ impl History {
         let mut worker = self.worker.take().expect("nobody else has it");
         worker.begin(task).expect("there is such a store and chunk");
         loop {
+            self.tally.moves += 1;
             match worker.step(self.clock.now()) {
                 Step::More { .. } => {
                     self.interfere();
@@ -921,7 +950,7 @@ impl History {
 
     /// How many steps a task may take: mostly as many as it needs.
     fn steps(&mut self) -> u32 {
-        self.crashes_now = self.tally.crashes < 3 && self.chance.one_in(4);
+        self.crashes_now = self.may_die() && self.chance.one_in(4);
         if self.chance.one_in(4) { self.chance.within(1, 8) } else { u32::MAX }
     }
 
@@ -1061,7 +1090,7 @@ impl History {
     /// Kills the daemon, and another takes its volume over. Writes that were not acknowledged never
     /// happened.
     fn crash(&mut self) {
-        if self.tally.crashes >= 3 {
+        if !self.may_die() {
             return;
         }
         self.tally.crashes += 1;
@@ -1104,7 +1133,7 @@ impl History {
         (self.pool, self.volumes) = (pool, volumes);
         self.check_chunks();
         // Sometimes the next one does it otherwise, or no more.
-        if self.compression.is_some() && self.chance.one_in(4) {
+        if self.compresses && self.chance.one_in(4) {
             let next = [None, Some(Compression::Lz4), Some(Compression::Zstd)];
             self.compression = self.chance.pick(&next);
         }
