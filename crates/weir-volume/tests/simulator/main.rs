@@ -10,8 +10,8 @@
 //! `WEIR_SIMULATOR_SEEDS=1000` plays that many, and `WEIR_SIMULATOR_SEED=17` plays one. A failure
 //! names its seed: add it to `seeds.txt`.
 //!
-//! `tests/torture simulator` plays 100,000 histories of 10,000 events each, in parts of 1,000. Their
-//! seeds are the same each time. `WEIR_SIMULATOR_PART=7` plays one part, and
+//! `tests/torture simulator` plays 100,000 histories of 10,000 events each, in parts of 1,000.
+//! Their seeds are the same each time. `WEIR_SIMULATOR_PART=7` plays one part, and
 //! `WEIR_SIMULATOR_EVENTS=10000` any seed for so long.
 
 mod chance;
