@@ -28,7 +28,7 @@ struct Chance(u64);
 impl Chance {
     fn below(&mut self, below: u32) -> u32 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) * u64::from(below) >> 31) as u32
+        (((self.0 >> 33) * u64::from(below)) >> 31) as u32
     }
 }
 
