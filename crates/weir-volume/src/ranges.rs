@@ -4,8 +4,8 @@
 use std::ops::Range;
 use weir_core::PageNo;
 
-/// Number of the highest page numbers, which belong to no page. In a slot's record each of them
-/// stands for a pack.
+/// Number of page numbers that belong to no page: the highest ones. In a slot's record each of
+/// these stands for a pack.
 pub(crate) const PACKS: u32 = 1 << 13;
 /// Number of pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
 pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
