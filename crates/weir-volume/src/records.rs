@@ -26,7 +26,7 @@ use crate::pack::MEMBERS_MAX;
 use crate::ranges::{PACKS, PAGES_MAX};
 use crate::sync::others_may_run;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use weir_core::{Checksum, Memory, PageNo, Slot};
 
 /// Slots of an extent, which are counted together: 4 MiB of pages, 8 KiB of records.
@@ -49,7 +49,9 @@ const IN_USE: u64 = 1 << 63;
 const PAGE_MASK: u32 = (1 << 31) - 1;
 /// The bit of an extent's count that keeps its slots from being claimed, because its chunk is being
 /// given back.
-const CLOSED: u32 = 1 << 31;
+const CLOSED: u16 = 1 << 15;
+// An extent's count leaves that bit alone, also while lanes free slots that they count first.
+const _: () = assert!(EXTENT_SLOTS < CLOSED as u32 / 2);
 
 /// The content of a slot in use, as its record tells.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,7 +104,7 @@ pub(crate) struct Records {
     slots: u32,
     /// For each extent the number of its free slots, and the bit [`CLOSED`]. The number is never
     /// too low: it rises before a slot is freed, and falls after a slot was claimed.
-    extents: Box<[AtomicU32]>,
+    extents: Box<[AtomicU16]>,
     /// For each slot its number of borrowers, once slots can be lent.
     lent: OnceLock<Lent>,
     /// Whether the store has packs, or can get some. Without packs no search looks for them.
@@ -130,7 +132,7 @@ impl Records {
     /// Takes over records that another process left; [`Records::keep_only`] must follow.
     pub fn over(memory: Memory, slots: u32) -> Self {
         assert!(memory.len() >= slots as usize * 8, "records cover every slot");
-        let extents = (0..slots.div_ceil(EXTENT_SLOTS)).map(|_| AtomicU32::new(0)).collect();
+        let extents = (0..slots.div_ceil(EXTENT_SLOTS)).map(|_| AtomicU16::new(0)).collect();
         Records { memory, slots, extents, lent: OnceLock::new(), packs: AtomicBool::new(false) }
     }
 
@@ -159,7 +161,7 @@ impl Records {
             let free = self
                 .range(extent)
                 .filter(|&slot| self.record(Slot(slot)).load(Ordering::Relaxed) & IN_USE == 0);
-            self.extents[extent as usize].store(free.count() as u32, Ordering::Relaxed);
+            self.extents[extent as usize].store(free.count() as u16, Ordering::Relaxed);
         }
     }
 
@@ -210,19 +212,22 @@ impl Records {
     /// Number of free slots, with the retired ones that wait for their epoch; exact while nothing
     /// changes.
     pub fn free(&self) -> u32 {
-        self.extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
+        self.free_in(0..self.extents.len() as u32)
     }
 
     /// Number of free slots in open extents for which `may` is true.
     pub fn open_free(&self, may: impl Fn(u32) -> bool) -> u32 {
         let counts = (0..).zip(&self.extents).map(|(extent, free)| (extent, free.load(Ordering::Relaxed)));
-        counts.filter(|&(extent, free)| free & CLOSED == 0 && may(extent)).map(|(_, free)| free).sum()
+        counts
+            .filter(|&(extent, free)| free & CLOSED == 0 && may(extent))
+            .map(|(_, free)| u32::from(free))
+            .sum()
     }
 
     /// Number of [free](Records::free) slots in these extents.
     pub fn free_in(&self, extents: std::ops::Range<u32>) -> u32 {
         let extents = &self.extents[extents.start as usize..extents.end as usize];
-        extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
+        extents.iter().map(|extent| u32::from(extent.load(Ordering::Relaxed) & !CLOSED)).sum()
     }
 
     /// Claims a free slot for `page` in an extent for which `may` is true. The search goes from
