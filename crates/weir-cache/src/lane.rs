@@ -6,7 +6,7 @@ use crate::{Cache, Mode};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Release, SeqCst};
+use std::sync::atomic::Ordering::Release;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, PageNo, Slot};
 use weir_device::{Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
@@ -584,18 +584,8 @@ impl Parts {
     }
 }
 
-impl PageLane for CacheLane {
-    type Guard<'a> = Elsewhere;
-
-    /// A cache clears no pages: its home could only write zeros, which costs as much as any write.
-    const CLEARS: bool = false;
-    const FLUSHES: bool = true;
-
-    fn pages(&self) -> u32 {
-        self.parts.cache.pages()
-    }
-
-    fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
+impl CacheLane {
+    fn begin_read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
         let Some(at) = self.parts.next() else { return Progress::Full };
         let cache = Arc::clone(&self.parts.cache);
         let held = match cache.directory.share(page) {
@@ -651,11 +641,7 @@ impl PageLane for CacheLane {
         progress
     }
 
-    fn read_run(&mut self, _first: PageNo, _out: &mut [PageBytes]) -> usize {
-        0
-    }
-
-    fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
+    fn begin_write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         let Some(at) = self.parts.next() else { return Progress::Full };
         let cache = Arc::clone(&self.parts.cache);
         let shared = self.write_shared(at, ticket, page, |frames, at, frame| frames.write(at, frame, bytes));
@@ -683,7 +669,7 @@ impl PageLane for CacheLane {
         }
     }
 
-    fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
+    fn begin_write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
         let Some(at) = self.parts.next() else { return Progress::Full };
         let patch: Range<usize> = offset..offset + bytes.len();
         let shared = self
@@ -725,6 +711,40 @@ impl PageLane for CacheLane {
             self.parts.complete(at, held, patch, &content);
         }
         queued
+    }
+}
+
+impl PageLane for CacheLane {
+    type Guard<'a> = Elsewhere;
+
+    /// A cache clears no pages: its home could only write zeros, which costs as much as any write.
+    const CLEARS: bool = false;
+    const FLUSHES: bool = true;
+
+    fn pages(&self) -> u32 {
+        self.parts.cache.pages()
+    }
+
+    fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
+        let progress = self.begin_read(ticket, page, out);
+        self.parts.cache.recorder.note(page, progress);
+        progress
+    }
+
+    fn read_run(&mut self, _first: PageNo, _out: &mut [PageBytes]) -> usize {
+        0
+    }
+
+    fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
+        let progress = self.begin_write(ticket, page, bytes);
+        self.parts.cache.recorder.note(page, progress);
+        progress
+    }
+
+    fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
+        let progress = self.begin_write_part(ticket, page, offset, bytes);
+        self.parts.cache.recorder.note(page, progress);
+        progress
     }
 
     fn write_run(&mut self, _first: PageNo, _pages: &[PageBytes]) -> usize {
@@ -771,18 +791,13 @@ impl PageLane for CacheLane {
         home.settled(&mut |slot| parts.settled(slot, done));
         frames.poll(now, &mut |frame_done| parts.frame_answered(&frame_done, &mut **home, done));
         self.go_on(done);
-        let answered = self.parts.cache.flush_done.load(SeqCst);
-        let result =
-            if answered & 1 == 1 { Ok(()) } else { Err(Fault::Io(rustix::io::Errno::IO.raw_os_error())) };
         let parts = &mut self.parts;
         let counters = &parts.cache.seats[parts.seat].counters;
         parts.flushes.retain(|&(ticket, number)| {
-            let waits = number > answered / 2;
-            if !waits {
-                counters.faults.add(u64::from(result.is_err()));
-                done(Done { ticket, result, page: None });
-            }
-            waits
+            let Some(result) = parts.cache.flush_result(number) else { return true };
+            counters.faults.add(u64::from(result.is_err()));
+            done(Done { ticket, result, page: None });
+            false
         });
         self.submit();
     }

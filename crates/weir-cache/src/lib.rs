@@ -23,11 +23,13 @@ mod entry;
 mod lane;
 mod status;
 mod stream;
+mod trace;
 mod write_back;
 
 pub use directory::{Directory, WAYS};
 pub use lane::CacheLane;
 pub use status::CacheStatus;
+pub use trace::Trace;
 pub use write_back::{Next, WriteBack};
 
 use rustix::event::EventfdFlags;
@@ -38,8 +40,9 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use stream::Streams;
+use trace::Recorder;
 use weir_core::{ByteSize, PAGE_SIZE};
-use weir_device::PageDevice;
+use weir_device::{Fault, PageDevice};
 use weir_store::{OpenError, OpenErrorKind, Store};
 use weir_volume::{CreateError, Volume};
 
@@ -156,6 +159,7 @@ pub struct Cache {
     config: Config,
     mode: AtomicU8,
     streams: Streams,
+    recorder: Arc<Recorder>,
     seats: Box<[Seat]>,
     write_back: status::WriteBackCounters,
     /// Number of the last flush that was asked for.
@@ -216,6 +220,7 @@ impl Cache {
             config,
             mode: AtomicU8::new(config.mode as u8),
             streams: Streams::new(config.stream_pages),
+            recorder: Arc::default(),
             seats: (0..lanes).map(|_| Seat::default()).collect(),
             write_back: status::WriteBackCounters::default(),
             flush_wanted: AtomicU64::new(0),
@@ -260,6 +265,12 @@ impl Cache {
         self.ring();
     }
 
+    /// Begins to record which pages requests use. `None`: another trace is being recorded. The
+    /// first call takes memory for the recorder.
+    pub fn trace(&self) -> Option<Trace> {
+        self.recorder.begin()
+    }
+
     /// Whether all dirty pages must go home.
     fn must_clean(&self) -> bool {
         self.drains.load(Ordering::Relaxed) || self.mode() != Mode::WriteBack
@@ -301,10 +312,20 @@ impl Cache {
         self.bell.as_fd()
     }
 
-    fn ask_for_flush(&self) -> u64 {
+    /// Asks the write-back for a flush: every page written before goes home, and the home flushes.
+    /// Returns the flush's number, for [`flush_result`](Cache::flush_result).
+    pub fn ask_for_flush(&self) -> u64 {
         let number = self.flush_wanted.fetch_add(1, Ordering::SeqCst) + 1;
         self.ring();
         number
+    }
+
+    /// The result of flush `number`, or `None` while it is under way.
+    pub fn flush_result(&self, number: u64) -> Option<Result<(), Fault>> {
+        let answered = self.flush_done.load(Ordering::SeqCst);
+        let result =
+            if answered & 1 == 1 { Ok(()) } else { Err(Fault::Io(rustix::io::Errno::IO.raw_os_error())) };
+        (number <= answered / 2).then_some(result)
     }
 }
 

@@ -108,6 +108,13 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
     ("weir-cache-status", &[("weir cache status", "What is cached, dirty, and written to the disk.")]),
     ("weir-cache-flush", &[("weir cache flush", "Returns once every page is at the disk.")]),
     ("weir-cache-mode", &[("weir cache mode write-through", "From now on each write is at the disk too.")]),
+    (
+        "weir-cache-trace",
+        &[(
+            "weir cache trace day --seconds 60",
+            "Then weir bench policy --trace day: what a cache can gain.",
+        )],
+    ),
     ("weir-cache-detach", &[("weir cache detach", "Every page goes to the disk, then the cache ends.")]),
     (
         "weir-run",

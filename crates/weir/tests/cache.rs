@@ -8,6 +8,8 @@ use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::Duration;
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 4096;
@@ -121,6 +123,12 @@ fn pages_of(path: &Path) -> Vec<u64> {
         .collect()
 }
 
+fn eventually(mut is: impl FnMut() -> bool) {
+    while !is() {
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 #[test]
 fn what_was_written_through_a_cache_is_at_home_once_it_was_flushed_or_detached() {
     let mut scene = Scene::new("detach");
@@ -171,6 +179,65 @@ fn a_flush_and_a_detach_draw_a_bar_on_a_terminal_and_nothing_into_a_pipe() {
     let (code, drawn) = on_a_terminal("bar", &scene.command(&["detach"])).unwrap();
     assert!(code == Some(0) && has_bar(&drawn, "detaching "), "{drawn:?}");
     scene.ended();
+}
+
+#[test]
+fn a_trace_of_a_running_cache_has_its_requests_and_the_policy_replays_it() {
+    let mut scene = Scene::new("trace");
+    if !scene.start("trace", &["--stream", "0"]) {
+        return;
+    }
+    let trace = scene.directory.join("trace").display().to_string();
+    let file = open(&scene.file());
+    let read = |page: u64| file.read_exact_at(&mut [0; PAGE], page * PAGE as u64).unwrap();
+    read(1);
+    let mut recorder = scene.command(&["trace", &trace, "--requests", "20000"]);
+    let mut recorder = recorder.stdout(Stdio::piped()).spawn().unwrap();
+    eventually(|| {
+        read(9);
+        fs::read_to_string(&trace).is_ok_and(|pages| !pages.is_empty())
+    });
+    let other = scene.directory.join("other").display().to_string();
+    for (file, words) in
+        [(&other, "another trace of this cache is being recorded"), (&trace, "name a new file")]
+    {
+        let refused = scene.ask(&["trace", file, "--seconds", "0"]);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(1) && said.contains(words), "{said}");
+    }
+    assert!(!Path::new(&other).exists(), "what was refused leaves no file");
+    let used: Vec<u64> = (0..300).map(|at| at % 100 * 7 + 10).collect();
+    used.iter().for_each(|page| read(*page));
+    eventually(|| {
+        (0..1000).for_each(|_| read(9));
+        recorder.try_wait().unwrap().is_some()
+    });
+    let output = recorder.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success() && said.contains("trace has 20000 requests; weir bench policy"),
+        "{said}"
+    );
+    let pages = fs::read_to_string(&trace).unwrap();
+    let pages: Vec<u64> = pages.lines().map(|page| page.parse().unwrap()).collect();
+    assert_eq!(pages.len(), 20_000);
+    assert_eq!(pages.iter().copied().filter(|page| *page != 9).collect::<Vec<_>>(), used);
+    let mut policy = Command::new(env!("CARGO_BIN_EXE_weir"));
+    let policy = policy.args(["bench", "policy", "--trace", &trace, "--room", "100"]).output().unwrap();
+    assert!(policy.status.success(), "{policy:?}");
+    // A trace that runs when the cache ends has what came before.
+    let late = scene.directory.join("late").display().to_string();
+    let recorder = scene.command(&["trace", &late]).stdout(Stdio::piped()).spawn().unwrap();
+    eventually(|| {
+        read(9);
+        fs::read_to_string(&late).is_ok_and(|pages| pages.starts_with("9\n"))
+    });
+    drop(file);
+    scene.done(&["detach"]);
+    scene.ended();
+    let output = recorder.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(fs::read_to_string(&late).unwrap().lines().all(|page| page == "9"));
 }
 
 #[test]

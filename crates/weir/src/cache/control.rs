@@ -4,6 +4,8 @@
 //! `{"schema":1,"request":"status"}` is answered by a [`Report`] on one line. `flush`, `detach` and
 //! `{"request":"mode","mode":"..."}` are answered by any number of lines
 //! `{"schema":1,"dirty_bytes":N}` and a last one: `{"schema":1}`, or `{"schema":1,"error":"..."}`.
+//! `{"request":"trace","requests":N,"seconds":N}` is answered by any number of lines
+//! `{"schema":1,"pages":[N,...]}`, and a last one `{"schema":1,"lost":N}`.
 
 use super::report::Report;
 use crate::failure;
@@ -39,6 +41,14 @@ pub enum Request {
     },
     /// Write all dirty pages home, and end.
     Detach,
+    /// Record which pages requests use.
+    Trace {
+        /// Largest number of requests to record.
+        requests: u64,
+        /// Longest time to record, in seconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        seconds: Option<u32>,
+    },
 }
 
 /// One line of the cache's answer to a request.
@@ -48,6 +58,12 @@ pub struct Answer {
     /// Bytes that must still be written home. The last line of an answer has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dirty_bytes: Option<u64>,
+    /// Pages that requests have used, in order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pages: Option<Vec<u32>>,
+    /// Number of requests that a trace lacks. Only the last line of a trace has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lost: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
@@ -64,7 +80,20 @@ pub trait Service: Send + Sync + 'static {
     /// Reports the cache's status.
     fn report(&self) -> Report;
 
-    /// Serves any request but `status`. Calls `tell` with the number of bytes that are still dirty.
+    /// Records which pages requests use, and hands them to `tell` in parts. Ends once `tell`
+    /// returns false, the number of requests or seconds is reached, or the cache ends. Returns the
+    /// number of requests that came too fast to be recorded.
+    ///
+    /// # Errors
+    /// The error is one line: what is wrong, and the next step.
+    fn trace(
+        &self,
+        requests: u64,
+        seconds: Option<u32>,
+        tell: &mut dyn FnMut(Vec<u32>) -> bool,
+    ) -> Result<u64, String>;
+
+    /// Serves any other request. Calls `tell` with the number of bytes that are still dirty.
     ///
     /// # Errors
     /// The error is one line: what is wrong, and the next step.
@@ -109,12 +138,19 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
         Ok(Envelope { schema: SCHEMA, request: Request::Status }) => {
             return write_line(client, &service.report());
         }
+        Ok(Envelope { schema: SCHEMA, request: Request::Trace { requests, seconds } }) => {
+            let line = |pages| Answer { schema: SCHEMA, pages: Some(pages), ..Answer::default() };
+            let result =
+                service.trace(requests, seconds, &mut |pages| write_line(client, &line(pages)).is_ok());
+            let (lost, error) = (result.as_ref().ok().copied(), result.err());
+            return write_line(client, &Answer { schema: SCHEMA, lost, error, ..Answer::default() });
+        }
         Ok(Envelope { schema: SCHEMA, request }) => {
             // Once the client has failed to read a line, send it no more progress: each line could
             // delay the work by all the time that a client may take.
             let mut reads = true;
             let mut tell = |dirty| {
-                let progress = Answer { schema: SCHEMA, dirty_bytes: Some(dirty), error: None };
+                let progress = Answer { schema: SCHEMA, dirty_bytes: Some(dirty), ..Answer::default() };
                 reads = reads && write_line(client, &progress).is_ok();
             };
             service.serve(&request, &mut tell).err()
@@ -122,7 +158,7 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
         Ok(Envelope { schema, .. }) => Some(format!("schema {schema} is not spoken here; use {SCHEMA}")),
         Err(error) => Some(format!("no request of a cache: {error}")),
     };
-    write_line(client, &Answer { schema: SCHEMA, dirty_bytes: None, error })
+    write_line(client, &Answer { schema: SCHEMA, error, ..Answer::default() })
 }
 
 fn write_line(mut client: &UnixStream, message: &impl Serialize) -> io::Result<()> {
@@ -159,6 +195,29 @@ pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<
         }
     }
     Err(unreachable(path, &io::ErrorKind::UnexpectedEof.into()))
+}
+
+/// Has the cache at `path` record which pages requests use, and calls `tell` with the pages of each
+/// line. Returns the number of requests that the trace lacks. `None`: the cache has ended
+/// meanwhile.
+///
+/// # Errors
+/// Fails when no cache answers at `path`, with the cache's own error, or with that of `tell`.
+pub fn trace(
+    path: &Path,
+    options: (u64, Option<u32>),
+    tell: &mut dyn FnMut(&[u32]) -> Result<(), Failure>,
+) -> Result<Option<u64>, Failure> {
+    let (requests, seconds) = options;
+    for line in send(path, &Request::Trace { requests, seconds })?.lines() {
+        let line = line.and_then(|line| Ok(serde_json::from_str::<Answer>(&line)?));
+        match line.map_err(|error| unreachable(path, &error))? {
+            Answer { error: Some(error), .. } => return Err(Failure::Failed(error)),
+            Answer { lost: Some(lost), .. } => return Ok(Some(lost)),
+            Answer { pages, .. } => tell(&pages.unwrap_or_default())?,
+        }
+    }
+    Ok(None)
 }
 
 fn send(path: &Path, request: &Request) -> Result<BufReader<UnixStream>, Failure> {

@@ -4,6 +4,7 @@ use super::control::{self, Request, Service};
 use super::home::{Home, HomeUrl};
 use super::options::{CacheOptions, CreateOptions};
 use super::report::Report;
+use super::trace;
 use crate::{failure, progress};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::fmt::Display;
@@ -15,12 +16,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
-use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
+use weir_cache::{Cache, Config, Mode, WriteBack};
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{self, Level, Log as Logger};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_daemon::{Start, bug, core_dump, warn_of_unlocked_memory};
-use weir_device::{PageDevice as _, PageLane as _, Progress};
 use weir_export::fuse;
 use weir_log::{Cleaner, Log};
 use weir_store::Room;
@@ -48,8 +48,8 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
-    // One lane more for the cache's write-back, and one for requests at the control socket.
-    let lanes = u32::from(options.threads) + 2;
+    // One lane more for the cache's write-back.
+    let lanes = u32::from(options.threads) + 1;
     let mut start =
         Start::new(progress::show(&log), || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
     let url: &dyn Display = match &options.home {
@@ -73,7 +73,7 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     }
     let store = opened.map_err(failure::of)?;
     let config = Config {
-        lanes: usize::from(options.threads) + 1,
+        lanes: options.threads.into(),
         depth: DEPTH,
         mode: options.mode,
         stream_pages: u32::try_from(options.stream.0 / PAGE_SIZE as u64).unwrap_or(u32::MAX),
@@ -86,7 +86,6 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     let cache = Cache::create(store, behind, config).map_err(|error| failed(&error))?;
     let cleaner = home.log.as_ref().map(Background::clean).transpose()?;
     let write_back = Background::write_back(&cache)?;
-    let lane = cache.open().map_err(|error| failed(&error))?;
     let fuse = fuse::Config { threads: usize::from(options.threads), ..fuse::Config::default() };
     let server = fuse::Server::start_device(&cache, cache.bytes(), &fuse, &options.fuse, &log)
         .map_err(|error| failed(&error))?;
@@ -98,7 +97,6 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
         home,
         cache,
         server: Mutex::new(Some(server)),
-        lane: Mutex::new(lane),
         is_detached: AtomicBool::new(false),
         tell,
     });
@@ -161,8 +159,6 @@ struct Daemon {
     home: Home,
     cache: Arc<Cache>,
     server: Mutex<Option<fuse::Server>>,
-    /// A lane for flushes that a request at the control socket asks for.
-    lane: Mutex<CacheLane>,
     is_detached: AtomicBool,
     /// Wakes the thread that waits for the cache's end.
     tell: UnixStream,
@@ -173,22 +169,20 @@ impl Daemon {
     /// number of bytes that are still dirty. Bytes that are dirty afterwards were written
     /// meanwhile.
     fn flush(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
-        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         let mut tell = || tell(u64::from(self.cache.dirty()) * PAGE_SIZE as u64);
         tell();
         let mut told = Instant::now();
-        let mut result = None;
-        if let Progress::Done(done) = lane.flush(0) {
-            result = Some(done);
-        }
-        while result.is_none() {
-            lane.poll(Instant::now(), &mut |done| result = Some(done.result));
+        let number = self.cache.ask_for_flush();
+        let result = loop {
+            if let Some(result) = self.cache.flush_result(number) {
+                break result;
+            }
             thread::sleep(Duration::from_millis(1));
             if told.elapsed() >= TELL_EVERY {
                 tell();
                 told = Instant::now();
             }
-        }
+        };
         tell();
         let failed = |fault| {
             let home = &self.names[0];
@@ -196,7 +190,7 @@ impl Daemon {
                 "not every page is safe at {home} ({fault}); weir cache status says how many failed, the kernel's log why"
             )
         };
-        result.unwrap_or(Ok(())).map_err(failed)
+        result.map_err(failed)
     }
 
     /// Unmounts the file if nothing uses it, and brings every page home. May be called again after
@@ -277,9 +271,19 @@ impl Service for Daemon {
         Report::new(&self.cache.status(), self.names.clone(), log.as_ref(), &self.home.traffic())
     }
 
+    fn trace(
+        &self,
+        requests: u64,
+        seconds: Option<u32>,
+        tell: &mut dyn FnMut(Vec<u32>) -> bool,
+    ) -> Result<u64, String> {
+        let ends = || self.is_detached.load(Ordering::SeqCst);
+        trace::record(&self.cache, requests, seconds, ends, tell)
+    }
+
     fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         match request {
-            Request::Status => Ok(()),
+            Request::Status | Request::Trace { .. } => Ok(()),
             Request::Flush => self.flush(tell),
             Request::Mode { mode } => {
                 let mode: Mode = mode.parse()?;

@@ -11,6 +11,7 @@ mod home;
 mod marks;
 mod options;
 mod report;
+mod trace;
 
 pub use options::CacheCommand;
 
@@ -37,6 +38,7 @@ pub fn run(command: &CacheCommand) -> Result<(), Failure> {
         CacheCommand::Mode { mode, control } => {
             ask(&control.path(), &Request::Mode { mode: mode.to_string() }, &mut |_| {})
         }
+        CacheCommand::Trace(options) => trace::run(options),
         CacheCommand::Detach { control } => ask_and_show(control, &Request::Detach, "detaching"),
     }
 }

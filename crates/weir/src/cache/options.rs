@@ -59,12 +59,34 @@ pub enum CacheCommand {
         control: Control,
     },
 
+    /// Record which pages requests read and write from now on, for weir bench policy --trace FILE.
+    /// Ends after so many requests, after so many seconds, or at Ctrl-C.
+    Trace(TraceOptions),
+
     /// Unmount the file, write all dirty pages home, and end. Refused while something uses the
     /// file.
     Detach {
         #[command(flatten)]
         control: Control,
     },
+}
+
+/// A trace to be recorded.
+#[derive(Debug, Clone, Args)]
+pub struct TraceOptions {
+    /// The file to make: a page number a line, of at most 11 bytes.
+    pub file: PathBuf,
+
+    /// End after this many requests.
+    #[arg(long, value_name = "N", default_value_t = 10_000_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+    pub requests: u64,
+
+    /// End after this many seconds.
+    #[arg(long, value_name = "N")]
+    pub seconds: Option<u32>,
+
+    #[command(flatten)]
+    pub control: Control,
 }
 
 /// The cache that a subcommand asks.
