@@ -190,3 +190,10 @@ fn threads_that_give_up_fork_and_move_one_memory_at_once_lose_none_of_it() {
     let said = crowd.ends_well();
     assert!(number(&said, " moves") > 10 && number(&said, " forks") > 1, "{said}");
 }
+
+#[test]
+fn memory_and_what_moves_to_its_old_place_before_the_pager_knows_of_its_move_are_both_kept() {
+    let Some(crowd) = Crowd::start("memory_and_what_moves", "places", 2) else { return };
+    let said = crowd.ends_well();
+    assert!(number(&said, " rounds") > 2, "{said}");
+}

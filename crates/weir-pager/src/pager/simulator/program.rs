@@ -3,7 +3,7 @@
 
 use super::random::Random;
 use super::store::Said;
-use super::world::{Area, Entry, OWN, PAGES, World, address, page_of};
+use super::world::{Area, Entry, OWN, PAGES, World, address};
 use crate::pager::{BELLS, Shared};
 use crate::uffd::Event;
 use crate::{BLOCK, BLOCK_PAGES};
@@ -57,6 +57,9 @@ struct Object {
     is_readonly: bool,
     /// Number of pages by which the last move enlarged the object. They are its last ones.
     grown: usize,
+    /// Whether `mremap` with MREMAP_DONTUNMAP is leaving this mapping behind. Until the call is
+    /// over, no other thread changes the mapping.
+    is_left: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -90,6 +93,9 @@ enum Action {
     Done,
     Unmapped(usize),
     Moved(usize),
+    Left(usize),
+    /// The thread does not run for so many steps.
+    Pause(u64),
     Hold(bool),
     Fork,
     /// The child of a fork ends, or a simulated device stops using pages.
@@ -135,12 +141,8 @@ pub struct Program {
     bell: usize,
     is_forking: bool,
     is_adopting: bool,
-    /// The place that memory left in the last move whose event was sent to the pager.
+    /// The old place of the memory that moved last. The pager may not have heard of that move yet.
     left: usize,
-    /// The places that memory has moved away from, while the events of these moves are not sent
-    /// yet. No other memory moves there: the pager would confuse the two. See the known defects in
-    /// docs/pager.md.
-    leaving: Vec<Range<usize>>,
     last: Option<(usize, usize)>,
     sigbus: u64,
 }
@@ -169,7 +171,6 @@ impl Program {
             is_forking: false,
             is_adopting: false,
             left: FIRST,
-            leaving: Vec::new(),
             last: None,
             sigbus: 0,
         }
@@ -391,7 +392,7 @@ impl Program {
     }
 
     fn new_object(&mut self, at: usize, pages: Vec<Must>) -> usize {
-        let object = Object { at, pages, users: 0, busy: 0..0, is_readonly: false, grown: 0 };
+        let object = Object { at, pages, users: 0, busy: 0..0, is_readonly: false, grown: 0, is_left: false };
         match self.objects.iter().position(Option::is_none) {
             Some(free) if self.last.is_none() => {
                 self.objects[free] = Some(object);
@@ -415,7 +416,7 @@ impl Program {
     fn plan_change(&mut self, world: &mut World, thread: usize) {
         let Some(object) = (0..8).find_map(|_| {
             let at = world.random.below(self.objects.len() as u64) as usize;
-            self.objects[at].as_ref().filter(|object| object.busy.is_empty()).map(|_| at)
+            self.objects[at].as_ref().filter(|object| object.busy.is_empty() && !object.is_left).map(|_| at)
         }) else {
             return;
         };
@@ -511,6 +512,7 @@ impl Program {
             world.changing += 1;
             let event = Event::Unmap(address(start), address(end));
             self.threads[thread].todo.extend([Action::Done, Action::Send(event)]);
+            self.pause(world, thread);
         }
     }
 
@@ -560,10 +562,6 @@ impl Program {
         object.grown = 0;
         let at = object.at;
         let Some(place) = self.gap(world, to - from + grows) else { return };
-        let end = place + (to - from) + grows;
-        if self.leaving.iter().any(|range| range.start < end && place < range.end) {
-            return;
-        }
         let areas = world.take_areas(at + from, at + to);
         // `mremap` moves memory of one mapping only.
         if areas.len() != 1 || areas[0].1.is_locked {
@@ -573,6 +571,7 @@ impl Program {
             return;
         }
         let area = areas[0].1;
+        self.left = at + from;
         world.say(at + from..at + to, format_args!("moved to {place}"));
         world.say(place..place + (to - from) + grows, format_args!("moved from {}", at + from));
         let entries: Vec<(Entry, u64)> =
@@ -615,10 +614,9 @@ impl Program {
         if stays {
             world.say(at + from..at + to, "stays mapped");
             world.insert(at + from, Area { end: at + to, ..area });
-            self.new_object(at + from, vec![Must::Be(0); to - from]);
-        }
-        if area.is_registered {
-            self.leaving.push(at + from..at + to);
+            let left = self.new_object(at + from, vec![Must::Be(0); to - from]);
+            self.object(left).is_left = true;
+            self.threads[thread].todo.push(Action::Left(left));
         }
         let todo = &mut self.threads[thread].todo;
         if area.is_registered && stays {
@@ -626,6 +624,7 @@ impl Program {
             let bytes = (to - from) * weir_core::PAGE_SIZE;
             let event = Event::Remap(address(at + from), address(place), bytes);
             todo.extend([Action::Done, Action::Send(event)]);
+            self.pause(world, thread);
         } else if area.is_registered {
             world.changing += 2;
             let bytes = (to - from) * weir_core::PAGE_SIZE;
@@ -633,8 +632,20 @@ impl Program {
             // The pager gets the event of the move first, and then the one that unmaps the old
             // place. A thread takes its actions from the end of `todo`, so they are pushed in
             // reverse.
-            todo.extend([Action::Done, Action::Send(Event::Unmap(old, old + bytes)), Action::Done]);
-            todo.push(Action::Send(Event::Remap(old, address(place), bytes)));
+            todo.extend([Action::Done, Action::Send(Event::Unmap(old, old + bytes))]);
+            self.pause(world, thread);
+            let event = Event::Remap(old, address(place), bytes);
+            self.threads[thread].todo.extend([Action::Done, Action::Send(event)]);
+            self.pause(world, thread);
+        }
+    }
+
+    /// Lets the kernel stop a thread now and then between a change of the address space and the
+    /// event of that change.
+    fn pause(&mut self, world: &mut World, thread: usize) {
+        if world.random.one_in(5) {
+            let steps = world.random.below(300);
+            self.threads[thread].todo.push(Action::Pause(steps));
         }
     }
 
@@ -686,19 +697,30 @@ impl Program {
                 }
             }
             Action::Send(event) => {
-                if let Event::Remap(from, ..) = event {
-                    self.left = page_of(from);
-                    self.leaving.retain(|range| range.start != page_of(from));
-                }
                 world.events.push_back((event, thread));
                 self.threads[thread].waits_for_event = true;
             }
             Action::Done => world.changing -= 1,
             Action::Unmapped(object) => self.objects[object] = None,
-            Action::Moved(object) => {
-                let object = self.object(object);
+            Action::Moved(number) => {
+                let object = self.object(number);
                 object.busy = 0..0;
                 object.users -= 1;
+                // Another thread may be paused before the event of an earlier change of this place.
+                if self.budget > 0 && world.random.one_in(4) {
+                    match world.random.below(4) {
+                        0 => self.unmap(world, thread, number),
+                        1 => self.give_up(world, thread, number),
+                        2 => self.cut(world, thread, number),
+                        _ => self.remap(world, thread, number),
+                    }
+                }
+            }
+            Action::Left(object) => self.object(object).is_left = false,
+            Action::Pause(0) => {}
+            Action::Pause(steps) => {
+                todo.push(Action::Pause(steps - 1));
+                return false;
             }
             Action::Hold(true) => {
                 self.shared.holds.fetch_add(1, Ordering::SeqCst);

@@ -5,6 +5,7 @@
 mod background;
 mod eviction;
 mod moves;
+mod order;
 mod singles;
 mod space;
 
@@ -34,6 +35,8 @@ const READY_MAX: usize = 2;
 const TRIES: usize = 16;
 /// Number of zero pages that a page fault outside of any block brings.
 const WINDOW: usize = 16;
+/// Longest wait for an event. Without it, the order of the events that were read is not certain.
+const PAUSE: Duration = Duration::from_micros(20);
 /// Time between two looks for new memory, and the least size of a mapping to manage.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 const SPAN_MIN: usize = 2 * BLOCK;
@@ -88,9 +91,8 @@ pub(super) struct Work<K: Kernel, S> {
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Memory that was removed from the tables, although the event of its `munmap` is still to
-    /// come. After an `mremap`, the kernel sends such an event for the old place. By then another
-    /// thread may have moved other memory there, which must stay in the tables.
+    /// Old places of memory that moved and whose `munmap` was not heard. After `mremap` with
+    /// `MREMAP_DONTUNMAP` a mapping stays at the old place.
     owed: Vec<(usize, usize)>,
     /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
     /// its own memory. If only a part of one of the program's mappings were managed, the kernel
@@ -118,6 +120,11 @@ pub(super) struct Work<K: Kernel, S> {
     rooms: usize,
     /// Events that were read, and are not handled yet.
     events: VecDeque<Event>,
+    /// Number of events, from the first one on, that are in the order of the changes.
+    ordered: usize,
+    /// Moves of memory whose order is not certain, each with the mappings at the time when the
+    /// event was read.
+    views: Vec<(Event, Vec<Mapping>)>,
     /// Whether an event is being handled. Meanwhile a block in the tables may have no memory, or
     /// that of another block.
     is_heeding: bool,
@@ -180,6 +187,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             eviction: None,
             rooms: 0,
             events: VecDeque::new(),
+            ordered: 0,
+            views: Vec::new(),
             is_heeding: false,
             faults: VecDeque::new(),
             has_ended_all: false,
@@ -196,7 +205,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let heard = self.kernel.now();
             self.hear();
             let is_idle = self.events.is_empty() && self.faults.is_empty();
+            if !self.put_in_order() {
+                self.attend();
+                self.kernel.wait(Some(PAUSE));
+                continue;
+            }
             for _ in 0..self.events.len() {
+                self.ordered = self.ordered.saturating_sub(1);
                 match self.events.pop_front() {
                     Some(Event::Fault(address)) => self.faults.push_back((address, heard)),
                     Some(event) => {

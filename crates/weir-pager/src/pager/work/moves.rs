@@ -115,39 +115,24 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// The present address of memory that the tables still have at `address`: follows it through
     /// the events that were read and are not handled yet. `None`: the program has dropped the
     /// content.
-    pub(super) fn now_at(&self, address: usize) -> Option<usize> {
-        if !self.has_changed() {
-            return Some(address);
+    pub(super) fn now_at(&mut self, address: usize) -> Option<usize> {
+        while !self.put_in_order() {
+            self.kernel.wait(Some(PAUSE));
+            self.hear();
         }
-        let (mut at, mut owed) = (address, self.owed.clone());
-        for (number, event) in self.events.iter().enumerate() {
+        let mut at = address;
+        for event in &self.events {
             match *event {
-                Event::Remap(from, to, bytes) if (from..from + bytes).contains(&at) => {
-                    at = at - from + to;
-                    owed.push((from, from + bytes));
-                    if self.is_in_span(at) && !self.events.range(..number).any(|event| takes(event, at)) {
-                        owed.push((at, at + 1));
-                    }
-                }
-                // The block's memory here was unmapped before other memory moved to its place. The
-                // event of the unmapping comes later.
+                Event::Remap(from, to, bytes) if (from..from + bytes).contains(&at) => at = at - from + to,
+                // The block's memory here is gone, although no event says so.
                 Event::Remap(_, to, bytes) if (to..to + bytes).contains(&at) => return None,
-                Event::Remap(from, _, bytes) => owed.push((from, from + bytes)),
-                Event::Remove(start, end) if (start..end).contains(&at) => return None,
-                Event::Unmap(start, end) if (start..end).contains(&at) => {
-                    let is_owed = owed.iter().position(|(first, last)| (*first..*last).contains(&at))?;
-                    owed.swap_remove(is_owed);
+                Event::Remove(start, end) | Event::Unmap(start, end) if (start..end).contains(&at) => {
+                    return None;
                 }
                 _ => {}
             }
         }
         Some(at)
-    }
-
-    pub(super) fn hear(&mut self) {
-        while let Some(event) = self.kernel.event() {
-            self.events.push_back(event);
-        }
     }
 
     /// Moves a block's pages from their place into a slot. Where the block has no page, the slot
@@ -320,15 +305,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.blocks.get_mut(id).state = State::Stored;
             self.leave(slot);
         }
-    }
-}
-
-/// Whether an event means that the memory at `at` was moved away or unmapped.
-fn takes(event: &Event, at: usize) -> bool {
-    match *event {
-        Event::Unmap(start, end) => (start..end).contains(&at),
-        Event::Remap(from, _, bytes) => (from..from + bytes).contains(&at),
-        Event::Fault(_) | Event::Remove(..) => false,
     }
 }
 

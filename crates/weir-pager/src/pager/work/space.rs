@@ -7,14 +7,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
         match event {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
-            Event::Unmap(start, end) => self.unmapped(start, end),
+            Event::Unmap(start, end) => {
+                self.forget_owed(start, end);
+                self.forget_all(start, end);
+            }
             Event::Remap(from, to, bytes) => {
-                self.overtook(to, to + bytes);
-                self.cut(from, from + bytes, Some(to));
-                self.blocks.shift(from, to, bytes);
+                // Nothing is there, unless an event is missing.
+                self.forget_all(to, to + bytes);
+                // The spans change first, since the pager may read and order further events below.
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
+                self.forget_owed(from, from + bytes);
                 self.owed.push((from, from + bytes));
+                self.cut(from, from + bytes, Some(to));
+                self.blocks.shift(from, to, bytes);
                 // An earlier move may have taken a part of a block away, and so have dissolved the
                 // block. This move may bring that part back. So look for whole blocks without a
                 // record.
@@ -23,60 +29,26 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Handles the `munmap` of `start..end`: forgets that memory. Parts in `owed` are left out: the
-    /// pager has forgotten them already, and other memory may lie there by now.
-    fn unmapped(&mut self, start: usize, end: usize) {
-        let mut parts = vec![(start, end)];
-        for (first, last) in std::mem::take(&mut self.owed) {
-            let (from, to) = (first.max(start), last.min(end));
-            if from >= to {
-                self.owed.push((first, last));
-                continue;
-            }
-            self.owed.extend([(first, from), (to, last)].into_iter().filter(|(start, end)| start < end));
-            parts = parts
-                .into_iter()
-                .flat_map(|(start, end)| [(start, end.min(from)), (start.max(to), end)])
-                .filter(|(start, end)| start < end)
-                .collect();
-        }
-        for (start, end) in parts {
-            self.forget_all(start, end);
-        }
+    fn forget_owed(&mut self, start: usize, end: usize) {
+        let owed = std::mem::take(&mut self.owed).into_iter().map(|(first, last)| first..last).collect();
+        self.owed =
+            order::without(owed, &(start..end)).into_iter().map(|part| (part.start, part.end)).collect();
     }
 
     fn forget_all(&mut self, start: usize, end: usize) {
+        self.forget_span(start, end);
         self.cut(start, end, None);
         while let Some(id) = self.blocks.first_in(start, end) {
             self.forget(id);
         }
-        self.forget_span(start, end);
     }
 
-    /// Prepares the tables for memory that the program moves to `start..end`. If the tables still
-    /// have memory there, the program unmapped that memory before, and the event of the unmapping
-    /// comes later. This forgets the old memory now, so that the late event does not remove the new
-    /// memory.
-    fn overtook(&mut self, start: usize, end: usize) {
-        let mut from = start;
-        while from < end {
-            let before = self.spans.range(..=from).next_back().filter(|(_, last)| **last > from);
-            let next = before.or_else(|| self.spans.range(from..end).next());
-            let Some((first, last)) = next.map(|(&first, &last)| (first.max(start), last.min(end))) else {
-                break;
-            };
-            self.forget_all(first, last);
-            self.owed.push((first, last));
-            from = last;
-        }
-    }
-
-    /// Empties `owed`, the list of expected `munmap` events, once the address space does not change
-    /// any more: by then the pager has read every event. An event that never came belongs to an
-    /// `mremap` with `MREMAP_DONTUNMAP`. Such a call leaves a mapping at the old place, without
-    /// pages. That mapping still has the registration and the advice of the memory that moved, so a
-    /// child would not inherit it. Therefore the pager manages the mapping too, or takes the advice
-    /// back.
+    /// Empties `owed`, the list of old places whose `munmap` was not heard. Does so once the
+    /// address space does not change any more: by then the pager has read every event. An event
+    /// that never came belongs to an `mremap` with `MREMAP_DONTUNMAP`. Such a call leaves a mapping
+    /// at the old place, without pages. That mapping still has the registration and the advice of
+    /// the memory that moved, so a child would not inherit it. Therefore the pager manages the
+    /// mapping too, or takes the advice back.
     pub(super) fn is_settled(&mut self) {
         if self.owed.is_empty() || !self.events.is_empty() || self.kernel.is_changing() {
             return;
@@ -224,36 +196,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     pub(super) fn add_span(&mut self, start: usize, end: usize) {
-        let (mut start, mut end) = (start, end);
-        if let Some((&before, &its_end)) = self.spans.range(..=start).next_back()
-            && its_end >= start
-        {
-            start = before;
-            end = end.max(its_end);
-        }
-        while let Some((&after, &its_end)) = self.spans.range(start..=end).next() {
-            end = end.max(its_end);
-            self.spans.remove(&after);
-        }
-        self.spans.insert(start, end);
-    }
-
-    pub(super) fn is_in_span(&self, at: usize) -> bool {
-        self.spans.range(..=at).next_back().is_some_and(|(_, end)| *end > at)
+        order::add(&mut self.spans, start..end);
     }
 
     pub(super) fn forget_span(&mut self, start: usize, end: usize) {
-        while let Some((&first, &last)) =
-            self.spans.range(..end).next_back().filter(|(_, last)| **last > start)
-        {
-            self.spans.remove(&first);
-            if first < start {
-                self.spans.insert(first, start);
-            }
-            if last > end {
-                self.spans.insert(end, last);
-            }
-        }
+        order::forget(&mut self.spans, start..end);
     }
 
     /// Looks for new memory if the size of the address space has changed since the last look.
@@ -376,9 +323,14 @@ mod tests {
         // The kernel sends a second event for each move: it unmaps the old place. Here both of
         // these come after the second move.
         let ends = [Event::Unmap(old, old + BLOCK), Event::Unmap(other, other + BLOCK)];
-        moves.into_iter().chain(ends).for_each(|event| work.apply(event));
+        work.events.extend(moves.into_iter().chain(ends));
+        assert!(work.put_in_order());
+        while let Some(event) = work.events.pop_front() {
+            work.apply(event);
+        }
         assert_eq!([new, old, other].map(|at| work.blocks.at(at)), [Some(ids[0]), Some(ids[1]), None]);
-        assert_eq!([new, old, other].map(|at| work.is_in_span(at)), [true, true, false]);
+        let spans: Vec<(usize, usize)> = work.spans.clone().into_iter().collect();
+        assert_eq!(spans, [(old, old + BLOCK), (new, new + BLOCK)]);
     }
 
     #[test]

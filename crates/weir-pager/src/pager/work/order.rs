@@ -1,0 +1,371 @@
+//! Finds the order in which the kernel changed the address space, from events in another order.
+//!
+//! A thread changes the address space first, and sends the event afterwards. In between, the kernel
+//! may stop that thread, and other threads may change the address space and send their events. So
+//! the move of memory to a place may be heard before the move that has made the place free. The
+//! tables would then give the pages of one memory to the other.
+//!
+//! Therefore the pager carries out no move before it has read the events of all changes so far. The
+//! kernel tells when that is so. Until then it refuses to fill any page, so no page fault waits
+//! longer for this.
+
+use super::*;
+use std::ops::Range;
+
+/// Largest number of moves for which the pager keeps a list of the mappings.
+const VIEWS_MAX: usize = 64;
+
+/// A change of the address space that is not carried out in the tables yet.
+#[derive(Debug)]
+struct Change {
+    event: Event,
+    /// Whether another event says that the old place of a move was unmapped at the end of the move.
+    has_end: bool,
+    /// The mappings of the process at the time when the event was read.
+    view: Option<Vec<Mapping>>,
+}
+
+impl Change {
+    /// The memory that is changed, at the address that it had before the change.
+    fn from(&self) -> Range<usize> {
+        match self.event {
+            Event::Fault(_) => 0..0,
+            Event::Remap(from, _, bytes) => from..from + bytes,
+            Event::Remove(start, end) | Event::Unmap(start, end) => start..end,
+        }
+    }
+
+    /// The place to which the memory moves, or an empty range.
+    fn to(&self) -> Range<usize> {
+        match self.event {
+            Event::Remap(_, to, bytes) => to..to + bytes,
+            _ => 0..0,
+        }
+    }
+
+    /// Whether this change was before `move_in`, whose event was read earlier. Both concern the
+    /// place to which `move_in` moves memory. `after` are the events that were read later than this
+    /// one.
+    fn is_before(&self, move_in: &Change, spans: &BTreeMap<usize, usize>, after: &[Change]) -> bool {
+        let (place, from) = (move_in.to(), self.from());
+        match self.event {
+            Event::Fault(_) | Event::Remove(..) => false,
+            // One `mremap` moves one mapping. So it has not moved what `move_in` brought and other
+            // memory together. And the thread of `move_in` was still in its call when its event was
+            // read. If this move's target was mapped by then, this move was already done.
+            Event::Remap(_, to, _) => {
+                from.start < place.start
+                    || move_in
+                        .view
+                        .iter()
+                        .flatten()
+                        .any(|mapping| mapping.is_plain && (mapping.start..mapping.end).contains(&to))
+            }
+            // Something has freed the place before `move_in`. This has, if no later event can have.
+            Event::Unmap(..) => {
+                let mut held = held_in(spans, from.start.max(place.start)..from.end.min(place.end));
+                for (at, later) in after.iter().enumerate() {
+                    let frees = match later.event {
+                        Event::Remap(..) => {
+                            meet(&later.from(), &place) && later.is_before(move_in, spans, &after[at + 1..])
+                        }
+                        Event::Unmap(..) => true,
+                        _ => false,
+                    };
+                    if frees {
+                        held = without(held, &later.from());
+                    }
+                }
+                !held.is_empty()
+            }
+        }
+    }
+}
+
+fn meet(one: &Range<usize>, other: &Range<usize>) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
+/// Removes `range` from each of the parts.
+pub(super) fn without(parts: Vec<Range<usize>>, range: &Range<usize>) -> Vec<Range<usize>> {
+    let rest =
+        |part: Range<usize>| [part.start..part.end.min(range.start), part.start.max(range.end)..part.end];
+    parts.into_iter().flat_map(rest).filter(|part| part.start < part.end).collect()
+}
+
+/// The parts of `range` that are in a span.
+fn held_in(spans: &BTreeMap<usize, usize>, range: Range<usize>) -> Vec<Range<usize>> {
+    let before = spans.range(..range.start).next_back();
+    let all = before.into_iter().chain(spans.range(range.start..range.end.max(range.start)));
+    all.map(|(&start, &end)| start.max(range.start)..end.min(range.end))
+        .filter(|part| part.start < part.end)
+        .collect()
+}
+
+pub(super) fn add(spans: &mut BTreeMap<usize, usize>, range: Range<usize>) {
+    let Range { mut start, mut end } = range;
+    if let Some((&before, &its_end)) = spans.range(..=start).next_back()
+        && its_end >= start
+    {
+        start = before;
+        end = end.max(its_end);
+    }
+    while let Some((&after, &its_end)) = spans.range(start..=end).next() {
+        end = end.max(its_end);
+        spans.remove(&after);
+    }
+    spans.insert(start, end);
+}
+
+pub(super) fn forget(spans: &mut BTreeMap<usize, usize>, range: Range<usize>) {
+    while let Some((&first, &last)) =
+        spans.range(..range.end).next_back().filter(|(_, last)| **last > range.start)
+    {
+        spans.remove(&first);
+        if first < range.start {
+            spans.insert(first, range.start);
+        }
+        if last > range.end {
+            spans.insert(range.end, last);
+        }
+    }
+}
+
+fn carry_out(spans: &mut BTreeMap<usize, usize>, event: &Event) {
+    match *event {
+        Event::Fault(_) | Event::Remove(..) => {}
+        Event::Unmap(start, end) => forget(spans, start..end),
+        Event::Remap(from, to, bytes) => {
+            forget(spans, from..from + bytes);
+            forget(spans, to..to + bytes);
+            add(spans, to..to + bytes);
+        }
+    }
+}
+
+/// Whether the change `rest[at]` can be the next one. All changes before it in `rest` must wait.
+fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
+    let (before, after) = (&rest[..at], &rest[at + 1..]);
+    let change = &rest[at];
+    let (from, to) = (change.from(), change.to());
+    let is_moved_over = |later: &Change| {
+        let part = later.from();
+        matches!(later.event, Event::Remap(..)) && meet(&part, &to) && part.start < to.start
+    };
+    if !held_in(spans, to.clone()).is_empty() || after.iter().any(is_moved_over) {
+        return false;
+    }
+    let mut is_older = false;
+    for waiting in before {
+        if meet(&waiting.from(), &to) || meet(&waiting.to(), &to) {
+            return false;
+        }
+        if is_older {
+            continue;
+        }
+        if meet(&waiting.from(), &from) {
+            return false;
+        }
+        if meet(&waiting.to(), &from) {
+            if !change.is_before(waiting, spans, after) {
+                return false;
+            }
+            is_older = true;
+        }
+    }
+    true
+}
+
+/// Puts a complete list of events into the order of the changes. Directly behind each move comes
+/// the event that its old place was unmapped, if there is one.
+fn in_order(mut rest: Vec<Change>, mut spans: BTreeMap<usize, usize>) -> Vec<Event> {
+    let mut events = Vec::with_capacity(rest.len());
+    while !rest.is_empty() {
+        let next = (0..rest.len()).find(|&at| is_next(&rest, at, &spans));
+        // Without a list of the mappings at that time, the first event for the place must do.
+        let next = next.or_else(|| {
+            let held = held_in(&spans, rest[0].to());
+            (1..rest.len()).find(|&at| {
+                let change = &rest[at];
+                let frees = !matches!(change.event, Event::Remove(..))
+                    && held.iter().any(|part| meet(part, &change.from()));
+                frees && held_in(&spans, change.to()).is_empty()
+            })
+        });
+        // The event of the change that has made the place free never came, since its thread was
+        // killed. The memory that the tables have there is gone.
+        let change = rest.remove(next.unwrap_or(0));
+        carry_out(&mut spans, &change.event);
+        events.push(change.event);
+        if change.has_end {
+            let from = change.from();
+            events.push(Event::Unmap(from.start, from.end));
+        }
+    }
+    events
+}
+
+/// Takes the event that ends a move out of the list, for each move that has one.
+fn take_ends(changes: &mut Vec<Change>) {
+    let mut at = 0;
+    while at < changes.len() {
+        let from = changes[at].from();
+        if matches!(changes[at].event, Event::Remap(..))
+            && let Some(end) =
+                (at + 1..changes.len()).find(|&end| changes[end].event == Event::Unmap(from.start, from.end))
+        {
+            changes.remove(end);
+            changes[at].has_end = true;
+        }
+        at += 1;
+    }
+}
+
+impl<K: Kernel, S: Store> Work<K, S> {
+    pub(super) fn hear(&mut self) {
+        while let Some(event) = self.kernel.event() {
+            if let Event::Remap(_, to, bytes) = event
+                && self.views.len() < VIEWS_MAX
+                && self.may_be_held(to..to + bytes)
+            {
+                let mut view = Vec::new();
+                if self.kernel.read_mappings(&mut view) {
+                    self.views.push((event, view));
+                }
+            }
+            self.events.push_back(event);
+        }
+    }
+
+    /// Whether the tables may have memory in `range` once all events that were read are handled.
+    fn may_be_held(&self, range: Range<usize>) -> bool {
+        let (mut is_held, mut is_free) = (!held_in(&self.spans, range.clone()).is_empty(), false);
+        for event in &self.events {
+            match *event {
+                Event::Remap(_, to, bytes) => is_held |= meet(&(to..to + bytes), &range),
+                Event::Unmap(start, end) => is_free |= start <= range.start && range.end <= end,
+                _ => {}
+            }
+        }
+        is_held && !is_free
+    }
+
+    /// Puts the events that were read into the order of the changes. Returns false if there is a
+    /// move among them, and events of earlier changes may be missing.
+    pub(super) fn put_in_order(&mut self) -> bool {
+        let is_move = |event: &Event| matches!(event, Event::Remap(..));
+        if !self.events.range(self.ordered..).any(is_move) {
+            return true;
+        }
+        if self.kernel.is_changing() {
+            return false;
+        }
+        let read: Vec<Event> = self.events.drain(self.ordered..).collect();
+        let (faults, read): (Vec<Event>, Vec<Event>) =
+            read.into_iter().partition(|event| matches!(event, Event::Fault(_)));
+        let mut changes = Vec::with_capacity(read.len());
+        for event in read {
+            let view = self.views.iter().position(|(of, _)| *of == event);
+            let view = view.map(|at| self.views.remove(at).1);
+            changes.push(Change { event, has_end: false, view });
+        }
+        self.views.clear();
+        take_ends(&mut changes);
+        let mut spans = self.spans.clone();
+        self.events.iter().for_each(|event| carry_out(&mut spans, event));
+        self.events.extend(faults);
+        self.events.extend(in_order(changes, spans));
+        self.ordered = self.events.len();
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BYTES: usize = 4 * PAGE_SIZE;
+    // Memory is at the first three of these places.
+    const OLD: usize = 1 << 20;
+    const SECOND: usize = 2 << 20;
+    const THIRD: usize = 3 << 20;
+    const TO: usize = 4 << 20;
+    const OTHER: usize = 5 << 20;
+
+    fn moved(from: usize, to: usize) -> Event {
+        Event::Remap(from, to, BYTES)
+    }
+
+    fn unmapped(at: usize) -> Event {
+        Event::Unmap(at, at + BYTES)
+    }
+
+    /// Orders these events. Memory is at the first three places. By the time when the pager read of
+    /// a move to one of these, memory was at `mapped` too.
+    fn ordered(mapped: usize, events: &[Event]) -> Vec<Event> {
+        let view = [OLD, SECOND, THIRD, mapped];
+        let view = view.map(|start| Mapping { start, end: start + BYTES, is_plain: true });
+        let view = |event: &Event| matches!(*event, Event::Remap(_, to, _) if to < TO).then(|| view.to_vec());
+        let change = |event| Change { event, has_end: false, view: view(&event) };
+        let mut changes = events.iter().copied().map(change).collect();
+        take_ends(&mut changes);
+        in_order(changes, [OLD, SECOND, THIRD].map(|start| (start, start + BYTES)).into())
+    }
+
+    #[test]
+    fn a_move_waits_for_the_one_that_has_made_its_place_free() {
+        let (first, second) = ([moved(OLD, TO), unmapped(OLD)], [moved(SECOND, OLD), unmapped(SECOND)]);
+        let third = [moved(THIRD, SECOND), unmapped(THIRD)];
+        let right = [first, second, third].concat();
+        assert_eq!(ordered(TO, &[second, first, third].concat()), right);
+        assert_eq!(ordered(TO, &[third, second, first].concat()), right);
+        // The ends of the moves come after all three.
+        let mixed = [third[0], second[0], first[0], second[1], first[1], third[1]];
+        assert_eq!(ordered(TO, &mixed), right);
+    }
+
+    #[test]
+    fn memory_that_moves_on_is_not_taken_for_the_memory_that_was_there_before() {
+        let (second, second_on) =
+            ([moved(SECOND, OLD), unmapped(SECOND)], [moved(OLD, OTHER), unmapped(OLD)]);
+        let first = [moved(OLD, TO), unmapped(OLD)];
+        let read = [second, second_on, first].concat();
+        assert_eq!(ordered(TO, &read), [first, second, second_on].concat());
+        // Here the first memory had moved to the other place by the time of the first event.
+        assert_eq!(ordered(OTHER, &read), [second_on, second, first].concat());
+    }
+
+    #[test]
+    fn an_unmapping_frees_a_place_for_a_move_only_if_nothing_else_has() {
+        let second = [moved(SECOND, OLD), unmapped(SECOND)];
+        assert_eq!(ordered(TO, &[&second[..], &[unmapped(OLD)]].concat())[0], unmapped(OLD));
+        let first = [moved(OLD, TO), unmapped(OLD)];
+        let read = [&second[..], &[unmapped(OLD)], &first].concat();
+        assert_eq!(ordered(TO, &read), [&first[..], &second, &[unmapped(OLD)]].concat());
+        // The second memory is cut before the first one is heard to be unmapped.
+        let part = Event::Unmap(OLD, OLD + PAGE_SIZE);
+        let read = [second[0], second[1], part, unmapped(OLD)];
+        assert_eq!(ordered(TO, &read), [unmapped(OLD), second[0], second[1], part]);
+        // It gives its content up.
+        let drop = Event::Remove(OLD, OLD + BYTES);
+        let read = [second[0], second[1], drop, first[0], first[1]];
+        assert_eq!(ordered(TO, &read), [first[0], first[1], second[0], second[1], drop]);
+    }
+
+    #[test]
+    fn memory_that_has_grown_does_not_take_along_what_moves_to_where_its_new_part_was() {
+        let behind = OLD + BYTES;
+        let grown = [Event::Remap(OLD, TO, 2 * BYTES), Event::Unmap(OLD, OLD + 2 * BYTES)];
+        let second = [moved(SECOND, behind), unmapped(SECOND)];
+        assert_eq!(ordered(TO, &[second, grown].concat()), [grown, second].concat());
+    }
+
+    #[test]
+    fn a_move_goes_on_though_the_event_that_frees_its_place_never_comes() {
+        let second = [moved(SECOND, OLD), unmapped(SECOND)];
+        assert_eq!(ordered(TO, &second), second);
+        // There is no list of the mappings.
+        let first = [moved(OLD, TO), unmapped(OLD)];
+        assert_eq!(ordered(0, &[second, first].concat()), [first, second].concat());
+    }
+}
