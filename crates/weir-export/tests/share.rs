@@ -448,6 +448,28 @@ fn nothing_that_a_client_does_to_the_descriptors_it_shares_stops_the_server() {
     within_a_minute("the server's end", move || drop(server));
 }
 
+/// A read could block for ever, since the client can empty the bell first, and make it blocking.
+#[test]
+fn the_server_never_reads_the_bell_by_which_its_client_wakes_it() {
+    let volume = tight_volume();
+    let config = Config { clients: 1, frames: 16, entries: 64, ..Config::at(socket("bell")) };
+    let server = Server::start(&volume, &config, to_stderr(Level::Warning)).unwrap();
+    let mut raw = Raw::connect(server.path());
+    for request in 0..50 {
+        raw.push(Submission { op: Op::Discard, tag: 0, page: 0, token: 0, count: 1 });
+        eventually("the answer", || {
+            raw.area.as_ref().unwrap().written(Ring::Completions).load(Ordering::SeqCst) > request
+        });
+        raw.area.as_ref().unwrap().read(Ring::Completions).store(request + 1, Ordering::SeqCst);
+        // The server looks for what has woken it, and goes to sleep.
+        std::thread::sleep(Duration::from_millis(5));
+        let mut rings = [0; 8];
+        rustix::io::read(&raw.fds[1], &mut rings).expect("the ring is there still");
+        assert_eq!(u64::from_ne_bytes(rings), 1, "request {request}");
+    }
+    drop(server);
+}
+
 /// A descriptor whose last close takes as long as its owner likes: TCP with unread data and
 /// SO_LINGER. Also returns the end that does not read.
 fn lingering() -> (OwnedFd, std::net::TcpStream) {

@@ -598,6 +598,18 @@ mod tests {
         assert_eq!(error.to_string(), "it said \"please 1\"");
     }
 
+    /// The children of this process that run this program, or are about to.
+    fn running(program: &Path) -> Vec<Pid> {
+        let own = std::process::id().to_string();
+        let child = |pid: i32| {
+            let of = |file| std::fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+            let is_own = of("status").lines().any(|line| line.strip_prefix("PPid:\t") == Some(&own));
+            (is_own && of("cmdline").contains(program.to_str()?)).then(|| Pid::from_raw(pid))?
+        };
+        let all = std::fs::read_dir("/proc").unwrap();
+        all.filter_map(|entry| child(entry.unwrap().file_name().to_str()?.parse().ok()?)).collect()
+    }
+
     #[test]
     fn a_panic_over_one_daemon_ends_that_daemon_and_not_the_keeper() {
         let log = weir_core::log::to_stderr(Level::Warning);
@@ -607,8 +619,16 @@ mod tests {
         // over.
         let kept = Kept::Memory(Memory::anonymous(4096).unwrap());
         keeper.kept.insert("map".to_owned(), kept);
-        let error = keeper.one_life(Path::new("/bin/true"), false).map(|life| life.end).unwrap_err();
+        // A daemon that does not end by itself.
+        let program = std::env::temp_dir().join(format!("weir-endless-{}", std::process::id()));
+        std::fs::write(&program, "#!/bin/sh\nwhile :; do sleep 0.1; done\n").unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        let error = keeper.one_life(&program, false).map(|life| life.end).unwrap_err();
         assert_eq!(error.to_string(), "a bug in the keeper, reported above");
+        let left = running(&program);
+        left.iter().for_each(|&daemon| _ = rustix::process::kill_process(daemon, Signal::KILL));
+        std::fs::remove_file(&program).unwrap();
+        assert_eq!(left, [], "it lives on beside the next one");
         keeper.kept.clear();
         assert_eq!(keeper.one_life(Path::new("/bin/true"), false).unwrap().end, End::Exit(0));
     }

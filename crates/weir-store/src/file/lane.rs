@@ -583,6 +583,14 @@ mod tests {
         assert_eq!(ios(&mut lane(&store), 0..64), 4);
     }
 
+    #[test]
+    fn a_store_that_is_opened_answers_within_the_time_that_a_request_has() {
+        let url = FileUrl { size: Some(ByteSize(4 << 20)), ..FileUrl::new(path("in-time")) };
+        let store = FileStore::open(&url).unwrap();
+        std::fs::remove_file(&url.path).unwrap();
+        assert!(lane(&store).limit < ANSWER_WITHIN);
+    }
+
     /// A lane into a pipe, and the pipe's ends. The lane's I/O hangs as long as a test wants.
     fn hanging() -> (FileLane, File, File) {
         let (reading, writing) = rustix::pipe::pipe().unwrap();
