@@ -10,6 +10,7 @@ use super::{Connection, Desk, Ending, HEAD_MAX, OWN_PIECE_MAX, PIECE_MAX, Read, 
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_device::{PageGuard, PageLane, View};
+use weir_request::Span;
 
 /// Longest time that pages stay in place in their store while the client takes them. After that,
 /// the bytes that it has not taken are copied. A client that reads makes room for more within
@@ -259,25 +260,23 @@ enum Found {
 
 /// Adds the bytes of a range to `slices`, page by page, from where they lie.
 fn view_range<'a>(guard: &'a impl PageGuard, offset: u64, length: u32, slices: &mut Slices<'a>) -> Found {
-    let (end, mut at, mut zeros) = (offset + u64::from(length), offset, true);
-    while at < end {
-        let page = at / PAGE_SIZE as u64;
-        let next = end.min((page + 1) * PAGE_SIZE as u64);
-        let within = (at % PAGE_SIZE as u64) as usize;
-        if next + (PAGE_SIZE as u64) < end {
-            guard.prefetch(PageNo(page as u32 + 2));
+    let (span, mut zeros) = (Span { offset, length: length.into() }, true);
+    let pages = span.pages();
+    for number in 0..pages {
+        let piece = span.piece(number);
+        if number + 2 < pages {
+            guard.prefetch(PageNo(piece.page as u32 + 2));
         }
-        let bytes = match guard.view(PageNo(page as u32)) {
+        let bytes = match guard.view(PageNo(piece.page as u32)) {
             View::Bytes(bytes) => {
                 zeros = false;
                 bytes
             }
             View::Fill(0) => &ZEROS,
             View::Fill(_) | View::Elsewhere => return Found::Elsewhere,
-            View::Fault(fault) => return Found::Fault { error: errno(fault), at },
+            View::Fault(fault) => return Found::Fault { error: errno(fault), at: offset + piece.from },
         };
-        slices.push(&bytes[within..within + (next - at) as usize]);
-        at = next;
+        slices.push(&bytes[piece.range()]);
     }
     Found::Bytes { zeros }
 }

@@ -258,11 +258,8 @@ pub(super) fn push_pages<'a>(
     length: u32,
     slices: &mut Slices<'a>,
 ) {
-    let (end, mut at) = (offset + u64::from(length), offset);
-    for number in flight.pages_of(index) {
-        let within = (at % PAGE_SIZE as u64) as usize;
-        let take = (PAGE_SIZE - within).min((end - at) as usize);
-        slices.push(&flight.page(number)[within..within + take]);
-        at += take as u64;
+    let span = Span { offset, length: length.into() };
+    for (at, number) in (0..span.pages()).zip(flight.pages_of(index)) {
+        slices.push(&flight.page(number)[span.piece(at).range()]);
     }
 }
