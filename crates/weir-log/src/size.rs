@@ -112,11 +112,13 @@ impl Sizes {
     pub fn memory(&self) -> u64 {
         let is_durable = self.half > 0;
         let marks = if is_durable { u64::from(self.segments.div_ceil(64)) * 8 } else { 0 };
-        u64::from(self.pages) * 4
+        // Map and summaries take whole pages of memory.
+        (u64::from(self.pages) * 4).next_multiple_of(PAGE_SIZE as u64)
             + u64::from(self.segments) * SEGMENT_BYTES
             + marks
             + self.commit_bytes()
             + u64::from(self.rows) * Rows::row_bytes(self.places, is_durable)
+            + PAGE_SIZE as u64
     }
 
     /// Bytes of memory for the pages of a commit, and for the dead segments that it names.
@@ -145,6 +147,7 @@ impl Sizes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::words::Words;
 
     const GIB: u64 = 1 << 30;
     const TIB: u64 = 1 << 40;
@@ -168,6 +171,17 @@ mod tests {
         for bytes in [GIB, 16 * GIB] {
             let sizes = sizes(bytes, Kind::New);
             assert!(sizes.memory() <= bytes / 1024 + (16 << 20), "{bytes}: {} {sizes:?}", sizes.memory());
+        }
+    }
+
+    #[test]
+    fn what_is_taken_is_no_more_than_was_reckoned() {
+        for mib in 0..4 {
+            let sizes = sizes(64 * GIB + mib * (1 << 20), Kind::Scratch);
+            let map = Words::new(sizes.pages as usize).unwrap().bytes();
+            let rows = Rows::new(sizes.rows, sizes.places, false).unwrap().bytes();
+            let taken = map + rows + u64::from(sizes.segments) * SEGMENT_BYTES;
+            assert!(taken <= sizes.memory() && sizes.memory() <= sizes.bound(), "{taken}: {sizes:?}");
         }
     }
 
