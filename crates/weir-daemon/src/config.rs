@@ -20,6 +20,9 @@ pub struct Config {
     pub backing: Vec<Backing>,
     /// The device's size; `None`: as much as the stores hold.
     pub size: Option<ByteSize>,
+    /// If set, the daemon has no volume of its own, and this is the largest number of volumes that
+    /// are made while it runs. Each then gets a ublk device and a FUSE file, if those are set.
+    pub pool: Option<u16>,
     /// How pages are compressed, if they are.
     pub compress: Option<Compression>,
     /// The export's name for NBD clients, and the file's in a FUSE directory.
@@ -99,6 +102,7 @@ impl Default for Config {
             stores: Vec::new(),
             backing: Vec::new(),
             size: None,
+            pool: None,
             compress: None,
             name: "weir".to_owned(),
             nbd: None,
@@ -129,6 +133,14 @@ impl Fuse {
     pub fn at(file: impl Into<PathBuf>) -> Self {
         Fuse { file: file.into(), threads: 4 }
     }
+
+    /// The file of a pool's volume: the file of the options, with a dot and the volume's name.
+    pub fn file_of(&self, volume: &str) -> PathBuf {
+        let mut file = self.file.clone().into_os_string();
+        file.push(".");
+        file.push(volume);
+        file.into()
+    }
 }
 
 impl Share {
@@ -158,6 +170,9 @@ impl Config {
                 "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH",
             ));
         }
+        if self.pool.is_some() {
+            self.check_pool()?;
+        }
         if self.fuse.is_some() && !fuse::is_file_name(&self.name) {
             let (name, accepted) = (&self.name, fuse::FILE_NAME);
             return refused(format!(
@@ -185,6 +200,27 @@ impl Config {
             ));
         }
         Ok(())
+    }
+
+    /// Refuses what only a daemon with a volume of its own can do.
+    fn check_pool(&self) -> Result<(), Error> {
+        let what = match (&self.size, &self.share, &self.fuse) {
+            (Some(size), _, _) => {
+                format!(
+                    "--size {size} is that of the daemon's own volume, and --pool has none: leave one of them out"
+                )
+            }
+            (_, Some(share), _) => format!(
+                "--share {} serves the daemon's own volume, and --pool has none; accepted with it: --nbd, --ublk, --fuse",
+                share.path.display()
+            ),
+            (_, _, Some(fuse)) if fuse.file.is_dir() => format!(
+                "--fuse {} is a directory, and a volume of --pool gets a file beside: give --fuse FILE",
+                fuse.file.display()
+            ),
+            _ => return Ok(()),
+        };
+        Err(Error::new(ErrorKind::Config, what))
     }
 
     /// The paths of the sockets and mounts in the file system.
@@ -220,6 +256,25 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_needs_the_daemon_s_own_volume_is_refused_with_a_pool() {
+        let pool = Config { pool: Some(2), nbd: Some(Nbd::default()), ..Config::default() };
+        let refused = |config: &Config| config.check().expect_err("refused").to_string();
+        pool.check().expect("volumes by NBD");
+        let said = refused(&Config { size: Some(ByteSize(4096)), ..pool.clone() });
+        assert!(
+            said.starts_with("--size 4KiB is that of the daemon's own volume, and --pool has none"),
+            "{said}"
+        );
+        let said = refused(&Config { share: Some(Share::at("/s")), ..pool.clone() });
+        assert!(said.starts_with("--share /s serves the daemon's own volume, and --pool has none"), "{said}");
+        let said = refused(&Config { fuse: Some(Fuse::at("/")), ..pool.clone() });
+        assert!(said.starts_with("--fuse / is a directory, and a volume of --pool gets a file"), "{said}");
+        let fuse = Fuse::at("/nowhere/disk");
+        assert_eq!(fuse.file_of("a.b"), Path::new("/nowhere/disk.a.b"));
+        Config { fuse: Some(fuse), ..pool }.check().expect("a file for each");
+    }
 
     #[test]
     fn gpu_memory_that_no_store_lies_below_cannot_be_emptied_for_a_sleep() {

@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind};
 use crate::keeper::{Held, Link, read_note};
 use crate::stages::Stages;
 use crate::start::Start;
-use crate::volumes::{MAP, Noted, VOLUMES, Volumes, whole_pages};
+use crate::volumes::{MAP, Noted, VOLUMES, VOLUMES_MOST, Volumes, whole_pages};
 use std::fmt::Display;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -26,6 +26,8 @@ pub struct VolumeOptions<'a> {
     pub name: &'a str,
     /// The device's size; `None`: as much as the stores hold.
     pub size: Option<ByteSize>,
+    /// If set, no volume is made, and at most this many are made later.
+    pub pool: Option<u16>,
     /// The number of threads that will use the volume.
     pub lanes: usize,
     /// Number of pages that each thread moves at a time in slow stores.
@@ -40,16 +42,21 @@ pub struct VolumeOptions<'a> {
 ///
 /// # Errors
 /// Fails when a store cannot be opened, or no volume can have the requested size.
+///
+/// # Panics
+/// Panics when the options ask for a pool alone.
 pub fn create_volume(
     options: &VolumeOptions<'_>,
     start: &mut Start<'_>,
     log: &Log,
 ) -> Result<Arc<Volume>, Error> {
-    open(options, None, &mut Stages::default(), start, log).map(|volumes| Arc::clone(volumes.own()))
+    let volumes = open(options, None, &mut Stages::default(), start, log)?;
+    Ok(Arc::clone(volumes.own().expect("the options ask for a volume")))
 }
 
-/// Makes the daemon's own volume. With a keeper, the volume outlives this process. If the keeper
-/// holds the volumes of an earlier process, takes all of these over instead.
+/// Makes the daemon's pool, and its own volume unless the options ask for a pool alone. With a
+/// keeper, the volumes outlive this process. If the keeper holds the volumes of an earlier process,
+/// takes all of these over instead.
 ///
 /// # Errors
 /// Fails when a store cannot be opened, the requested size is invalid, or the keeper's pages do not
@@ -62,30 +69,49 @@ pub(crate) fn open(
     log: &Log,
 ) -> Result<Volumes, Error> {
     let volumes = match keeper {
-        None => Volumes::new(options.name, create(options, start)?, Vec::new(), None),
+        None => create(options, None, start)?,
         Some((link, held)) if held.is_empty() => {
-            let volume = create(options, start)?;
-            let volumes = Volumes::new(options.name, Arc::clone(&volume), Vec::new(), Some(link.clone()));
-            volumes.note().and_then(|()| keep(&volume, link)).map_err(unkept)?;
+            let volumes = create(options, Some(link), start)?;
+            volumes.note().and_then(|()| keep(volumes.pool(), link)).map_err(unkept)?;
             volumes
         }
         Some((link, held)) => take_over(options, link, held, stages, log)?,
     };
-    let volume = volumes.own();
+    let pool = volumes.pool();
     if let Some(compression) = options.compress {
-        volume.compress(compression);
+        pool.compress(compression);
     }
-    volume.time_with(Instant::now);
+    pool.time_with(Instant::now);
     Ok(volumes)
 }
 
-fn create(options: &VolumeOptions<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Error> {
+/// The registry of the volumes of `pool`, of which the first may be the daemon's own.
+fn registry(
+    options: &VolumeOptions<'_>,
+    pool: &Arc<Pool>,
+    volumes: Vec<(String, Arc<Volume>)>,
+    keeper: Option<&Link>,
+) -> Volumes {
+    let most = options.pool.map_or(VOLUMES_MOST, usize::from);
+    Volumes::new(pool, options.pool.is_none(), volumes, most, keeper.cloned())
+}
+
+fn create(
+    options: &VolumeOptions<'_>,
+    keeper: Option<&Link>,
+    start: &mut Start<'_>,
+) -> Result<Volumes, Error> {
     let stores = stores(options, |_, url, asked| {
         weir_store::open_watched(url, options.room, &mut start.watch(asked))
     })?;
     let (config, pages) = config(options, &stores)?;
-    let made = Pool::create(config, stores).and_then(|pool| pool.volume(pages));
-    made.map_err(|error| Error::of(ErrorKind::Volume, error))
+    let refused = |error| Error::of(ErrorKind::Volume, error);
+    let pool = Pool::create(config, stores).map_err(refused)?;
+    let volumes = match options.pool {
+        Some(_) => Vec::new(),
+        None => vec![(options.name.to_owned(), pool.volume(pages).map_err(refused)?)],
+    };
+    Ok(registry(options, &pool, volumes, keeper))
 }
 
 fn take_over(
@@ -118,15 +144,21 @@ fn take_over(
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
     let (config, pages) = config(options, &stores)?;
     let refused = |error| Error::of(ErrorKind::Volume, error);
-    let own = own(options, pages, &noted).map_err(|what| refused(CreateError::Kept(what)))?;
+    let own = match options.pool {
+        Some(_) => None,
+        None => Some(own(options, pages, &noted).map_err(|what| refused(CreateError::Kept(what)))?),
+    };
     // Hand the stores to the keeper before the volume is opened. The volume continues the dead
     // daemon's give-back, and the keeper must hear of that.
     keep_stores(&stores, link, true).map_err(unkept)?;
-    let (_, volumes, lost) = Pool::take_over(config, stores, kept, &ranges).map_err(refused)?;
-    let mut others: Vec<_> = noted.into_iter().map(|noted| noted.name).zip(volumes).collect();
-    let (_, volume) = others.remove(own);
+    let (pool, volumes, lost) = Pool::take_over(config, stores, kept, &ranges).map_err(refused)?;
+    let mut volumes: Vec<_> = noted.into_iter().map(|noted| noted.name).zip(volumes).collect();
+    if let Some(own) = own {
+        let (_, volume) = volumes.remove(own);
+        volumes.insert(0, (options.name.to_owned(), volume));
+    }
     stages.end("map");
-    let status = volume.status();
+    let status = pool.status();
     (log)(
         if lost == 0 { Level::Info } else { Level::Warning },
         format_args!(
@@ -135,7 +167,7 @@ fn take_over(
             status.filled
         ),
     );
-    Ok(Volumes::new(options.name, volume, others, Some(link.clone())))
+    Ok(registry(options, &pool, volumes, Some(link)))
 }
 
 /// Finds this daemon's own volume among those of the daemon before: the one of its name, or the
@@ -158,13 +190,13 @@ fn own(options: &VolumeOptions<'_>, pages: u32, noted: &[Noted]) -> Result<usize
 }
 
 /// Hands the keeper everything that [`take_over`] needs, besides the list of volumes.
-fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
-    let fds = volume.kept_fds();
+fn keep(pool: &Pool, link: &Link) -> std::io::Result<()> {
+    let fds = pool.kept_fds();
     link.hold_memory(MAP, fds.map)?;
     for (index, fd) in fds.records.into_iter().enumerate() {
         link.hold_memory(&records_name(index), fd)?;
     }
-    keep_stores(volume.stores(), link, false)
+    keep_stores(pool.stores(), link, false)
 }
 
 /// Hands the keeper the stores' memory. With `held` the keeper has the memory already, and gets
@@ -320,7 +352,6 @@ mod tests {
     use crate::environment::tests::quiet;
     use crate::keeper::played::Keeper;
     use crate::keeper::write_note;
-    use crate::volumes::VOLUMES_MOST;
     use crate::worker::{self, Worker};
     use std::ops::Range;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -337,12 +368,22 @@ mod tests {
     }
 
     fn start(keeper: &Keeper, held: &mut Held, size: Option<u64>) -> Result<Volumes, Error> {
+        start_with(keeper, held, size, None)
+    }
+
+    fn start_with(
+        keeper: &Keeper,
+        held: &mut Held,
+        size: Option<u64>,
+        pool: Option<u16>,
+    ) -> Result<Volumes, Error> {
         let stores = ["host:4MiB".parse().expect("a store")];
         let options = VolumeOptions {
             stores: &stores,
             backing: &[],
             name: "disk",
             size: size.map(|pages| ByteSize(pages * PAGE_SIZE as u64)),
+            pool,
             lanes: 2 + worker::lanes(quiet().processors),
             depth: 16,
             compress: None,
@@ -351,6 +392,10 @@ mod tests {
         let log: Log = Arc::new(|_, _| {});
         let link = keeper.link();
         open(&options, Some((&link, held)), &mut Stages::default(), &mut Start::silent(), &log)
+    }
+
+    fn own(volumes: &Volumes) -> &Arc<Volume> {
+        volumes.own().expect("it has one")
     }
 
     fn write(volume: &Arc<Volume>, numbers: Range<u32>) {
@@ -379,7 +424,7 @@ mod tests {
     }
 
     fn worker(volumes: &Volumes) -> Worker {
-        Worker::start(volumes.own(), &[false], &quiet()).expect("threads")
+        Worker::start(volumes.pool(), &[false], &quiet()).expect("threads")
     }
 
     #[test]
@@ -388,7 +433,7 @@ mod tests {
         let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
         let worker = worker(&volumes);
         let named = |name: &str| volumes.find(name.as_bytes()).expect("it is there").1;
-        write(volumes.own(), 0..100);
+        write(own(&volumes), 0..100);
         for (name, pages) in [("a", 50), ("gone", 60), ("small", 40), ("large", 20)] {
             volumes.create(name, size(pages), &worker).expect("there is room");
             write(&named(name), 1000 + pages..1000 + 2 * pages);
@@ -406,13 +451,44 @@ mod tests {
             volumes.list().into_iter().map(|it| (it.name, it.bytes / PAGE_SIZE as u64)).collect();
         let expected = [("disk", 100), ("a", 50), ("small", 10), ("large", 30)];
         assert_eq!(list, expected.map(|(name, pages)| (name.to_owned(), pages)));
-        assert_eq!((volumes.free_bytes(), volumes.own().status().stored), (free, 100 + 50 + 10 + 20));
+        assert_eq!((volumes.free_bytes(), volumes.pool().status().stored), (free, 100 + 50 + 10 + 20));
         let named = |name: &str| volumes.find(name.as_bytes()).expect("it is there").1;
         let some = |range: Range<u32>| range.map(Some).collect::<Vec<_>>();
-        assert_eq!(numbers(volumes.own()), some(0..100));
+        assert_eq!(numbers(own(&volumes)), some(0..100));
         assert_eq!(numbers(&named("a")), some(1050..1100));
         assert_eq!(numbers(&named("small")), some(1040..1050));
         assert_eq!(numbers(&named("large")), [some(1020..1040), vec![None; 10]].concat());
+    }
+
+    #[test]
+    fn a_pool_begins_and_goes_on_without_a_volume_and_has_no_more_than_it_was_asked_for() {
+        let keeper = Keeper::default();
+        let volumes = start_with(&keeper, &mut Held::default(), None, Some(2)).expect("a pool");
+        let all = volumes.free_bytes();
+        assert!(all >= 4 << 20 && volumes.list().is_empty() && volumes.find(b"").is_none());
+        drop(volumes);
+        let next = || start_with(&keeper, &mut keeper.held(), None, Some(2)).expect("the pool");
+        let volumes = next();
+        assert_eq!((volumes.free_bytes(), volumes.list()), (all, vec![]), "it had no volume");
+        let worker = worker(&volumes);
+        for name in ["a", "b"] {
+            volumes.create(name, size(50), &worker).expect("there is room");
+        }
+        let more = volumes.create("c", size(1), &worker).expect_err("there are two");
+        assert!(more.to_string().starts_with("there are 2 volumes, and this daemon has no more"), "{more}");
+        write(&volumes.find(b"a").expect("it is there").1, 0..50);
+        volumes.remove("b", &worker, &mut |_| {}).expect("nobody has it");
+        drop((worker, volumes));
+        let volumes = next();
+        assert!(volumes.find(b"").is_none(), "none is the daemon's own");
+        let a = volumes.find(b"a").expect("it is there").1;
+        assert_eq!(numbers(&a), (0..50).map(Some).collect::<Vec<_>>());
+        drop(a);
+        let worker = self::worker(&volumes);
+        volumes.remove("a", &worker, &mut |_| {}).expect("also the first can go");
+        assert_eq!(volumes.free_bytes(), all);
+        drop((worker, volumes));
+        assert_eq!(next().list(), [], "nor is there one after the last has gone");
     }
 
     #[test]
@@ -473,7 +549,7 @@ mod tests {
         }
         let one_more = volumes.create("more", size(1), &worker).expect_err("there are too many");
         assert!(
-            one_more.to_string().starts_with("there are 256 volumes, and a daemon has no more"),
+            one_more.to_string().starts_with("there are 256 volumes, and this daemon has no more"),
             "{one_more}"
         );
         worker.stop();
@@ -549,7 +625,7 @@ mod tests {
     fn volumes_that_a_daemon_would_not_serve_as_they_are_stay_as_they_are() {
         let keeper = Keeper::default();
         let volumes = start(&keeper, &mut Held::default(), Some(PAGES.into())).expect("a volume");
-        write(volumes.own(), 0..PAGES);
+        write(own(&volumes), 0..PAGES);
         drop(volumes);
         let disk = |first, pages| Noted { name: "disk".to_owned(), first, pages };
         let sized =
@@ -583,7 +659,7 @@ mod tests {
             assert!(refused.to_string().contains(&said), "--size {other:?}: {refused}");
         }
         let volumes = start(&keeper, &mut keeper.held(), Some(PAGES.into())).expect("its volume");
-        assert_eq!(numbers(volumes.own()), (0..PAGES).map(Some).collect::<Vec<_>>());
+        assert_eq!(numbers(own(&volumes)), (0..PAGES).map(Some).collect::<Vec<_>>());
     }
 
     #[test]

@@ -64,7 +64,8 @@ fn serve(
     let keeper = keeper::Link::open().map_err(unkept)?;
     let is_kept = options.keeper || (keeper.is_none() && (keeper::is_copy() || needs_keeper(options, log)));
     if is_kept && keeper.is_none() {
-        let left = options.fuse.as_ref().map(|fuse| fuse::Left::before(&fuse.file));
+        let fuse = options.fuse.as_ref();
+        let left = fuse.filter(|_| options.pool.is_none()).map(|fuse| fuse::Left::before(&fuse.file));
         let code = keeper::run(log, file, options.swap).map_err(|error| {
             let what = format!(
                 "--keeper: no daemon can be started: {error}; look at the limits on open files and processes"
@@ -75,6 +76,9 @@ fn serve(
         // that mount here.
         if let Some(left) = left {
             left.clear();
+        }
+        if let Some(fuse) = fuse.filter(|_| options.pool.is_some()) {
+            fuse::Left::beside(&fuse.file).into_iter().for_each(fuse::Left::clear);
         }
         return Ok(code as u8);
     }
@@ -136,15 +140,16 @@ fn serve(
         }
     })?;
     let backing = options.backing.iter().map(|backing| format!("{backing} below"));
+    let what = if options.pool.is_some() { "volumes of up to " } else { "" };
     let stores: Vec<String> = options.stores.iter().map(ToString::to_string).chain(backing).collect();
     let addresses: Vec<String> = daemon.status().exports.into_iter().map(|export| export.address).collect();
+    let at = if addresses.is_empty() { String::new() } else { format!(" at {}", addresses.join(", ")) };
     log(
         Level::Info,
         format_args!(
-            "serving {} on {} at {}; status at {}",
+            "serving {what}{} on {}{at}; status at {}",
             ByteSize(daemon.bytes()),
             stores.join(", "),
-            addresses.join(", "),
             path.display()
         ),
     );

@@ -1,5 +1,5 @@
-//! The daemon's volumes: one of its own, which its options name, and others that are made, resized
-//! and removed while the daemon runs.
+//! The daemon's volumes: one of its own, which its options name, unless they ask for a pool alone;
+//! and others that are made, resized and removed while the daemon runs.
 //!
 //! A keeper has every volume in its list before a client can write to the volume. The keeper takes
 //! a volume off its list before the volume's first page is discarded. So if a daemon dies between
@@ -30,7 +30,7 @@ type Tell<'a> = &'a mut dyn FnMut(Progress);
 
 /// The description of each export, for people.
 const DESCRIPTION: &str = "Weir volume";
-/// Largest number of volumes of a daemon.
+/// Largest number of volumes of a daemon with a volume of its own.
 pub const VOLUMES_MOST: usize = 256;
 /// Longest name of a volume, in bytes.
 const NAME_MOST: usize = 64;
@@ -61,9 +61,11 @@ impl Noted {
 #[derive(Debug)]
 pub struct Volumes {
     pool: Arc<Pool>,
-    own: Arc<Volume>,
+    own: Option<Arc<Volume>>,
     /// The volumes in the order of their making. The daemon's own comes first.
     named: Mutex<Vec<Named>>,
+    /// Largest number of volumes.
+    most: usize,
     /// Locked during a change. So changes come one after another, and so do the lists that the
     /// keeper gets.
     changing: Mutex<()>,
@@ -88,18 +90,19 @@ impl Named {
 }
 
 impl Volumes {
-    /// The volumes of a daemon: its own one, called `name`, and the `others`.
+    /// The volumes of a daemon, at most `most` of them. `own` says that the first one is the
+    /// daemon's own.
     pub fn new(
-        name: &str,
-        own: Arc<Volume>,
-        others: Vec<(String, Arc<Volume>)>,
+        pool: &Arc<Pool>,
+        own: bool,
+        volumes: Vec<(String, Arc<Volume>)>,
+        most: usize,
         keeper: Option<Link>,
     ) -> Self {
-        let mut named = vec![Named::new(name, Arc::clone(&own))];
-        named.extend(others.into_iter().map(|(name, volume)| Named::new(&name, volume)));
-        let pool = Arc::clone(own.pool());
+        let own = volumes.first().filter(|_| own).map(|(_, volume)| Arc::clone(volume));
+        let named = volumes.into_iter().map(|(name, volume)| Named::new(&name, volume)).collect();
         let (named, changing, attachments) = (Mutex::new(named), Mutex::new(()), OnceLock::new());
-        Volumes { pool, own, named, changing, keeper, attachments }
+        Volumes { pool: Arc::clone(pool), own, named, most, changing, keeper, attachments }
     }
 
     /// From now on, a volume with a device in this list neither shrinks nor is removed. A count of
@@ -109,9 +112,14 @@ impl Volumes {
         let _ = self.attachments.set(Arc::clone(attachments));
     }
 
-    /// The daemon's own volume, which lives as long as the daemon.
-    pub fn own(&self) -> &Arc<Volume> {
-        &self.own
+    /// The pool of all volumes.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// The daemon's own volume, which lives as long as the daemon; `None`: it has a pool alone.
+    pub fn own(&self) -> Option<&Arc<Volume>> {
+        self.own.as_ref()
     }
 
     /// Hands the keeper the list of volumes.
@@ -128,12 +136,13 @@ impl Volumes {
             let pages = named.volume.as_ref().map(|volume| volume.pages());
             u64::from(pages.or(named.noted.as_ref().map(|noted| noted.pages)).unwrap_or(0)) * PAGE_SIZE as u64
         };
-        let volume = |named: &Named| NamedVolume {
+        let volume = |(at, named): (usize, &Named)| NamedVolume {
             name: named.name.clone(),
             bytes: bytes(named),
+            is_own: at == 0 && self.own.is_some(),
             is_changing: named.volume.is_none(),
         };
-        self.named().iter().map(volume).collect()
+        self.named().iter().enumerate().map(volume).collect()
     }
 
     /// Bytes of all volumes together.
@@ -150,7 +159,7 @@ impl Volumes {
     pub fn find(&self, name: &[u8]) -> Option<(String, Arc<Volume>)> {
         let named = self.named();
         let found = match name {
-            b"" => named.first(),
+            b"" => named.first().filter(|_| self.own.is_some()),
             name => named.iter().find(|named| named.name.as_bytes() == name),
         };
         found.and_then(|found| Some((found.name.clone(), Arc::clone(found.volume.as_ref()?))))
@@ -168,8 +177,9 @@ impl Volumes {
         if self.named().iter().any(|named| named.name == name) {
             return Err(refused(format!("there is a volume {name} already; weir volume list shows all")));
         }
-        if self.named().len() >= VOLUMES_MOST {
-            return Err(refused(format!("there are {VOLUMES_MOST} volumes, and a daemon has no more")));
+        let most = self.most;
+        if self.named().len() >= most {
+            return Err(refused(format!("there are {most} volumes, and this daemon has no more")));
         }
         let volume = self.pool.volume(pages).map_err(unmade)?;
         let range = volume.range();
@@ -251,7 +261,7 @@ impl Volumes {
         let Some(at) = named.iter().position(|named| named.name == name) else {
             return Err(refused(format!("there is no volume {name}; weir volume list shows all")));
         };
-        if at == 0 {
+        if at == 0 && self.own.is_some() {
             return Err(refused(format!(
                 "{name} is the daemon's own volume, whose size is --size; it cannot be {change} while the daemon runs"
             )));
@@ -259,6 +269,11 @@ impl Volumes {
         // If the volume is not here, an earlier change of it has not ended. Only the end of the
         // daemon interrupts a change.
         named[at].volume.clone().ok_or_else(stopping)
+    }
+
+    /// Whether a client has the volume of this name, which can be removed.
+    pub fn is_in_use(&self, name: &str) -> bool {
+        self.changeable(name, "removed").is_ok_and(|volume| Arc::strong_count(&volume) > 2)
     }
 
     /// Makes a volume unavailable to clients, so that it can lose pages. Fails if a client has the

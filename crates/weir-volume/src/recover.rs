@@ -89,7 +89,7 @@ impl Pool {
     /// Takes over the pool that an earlier daemon left. That daemon must have ended: nothing here
     /// keeps it from writing. `stores` must be that daemon's, in the same order, and `volumes` the
     /// [ranges](Volume::range) of its volumes. Other pages belong to volumes that were being made
-    /// or removed, and are dropped.
+    /// or removed, and are dropped: without `volumes` every page is.
     ///
     /// Returns the pool, its volumes in the order of `volumes`, and the number of lost pages.
     ///
@@ -110,9 +110,6 @@ impl Pool {
         if kept.map.len() != Map::BYTES {
             let what = format!("its page map has {} bytes, and one has {}", kept.map.len(), Map::BYTES);
             return Err(CreateError::Kept(what));
-        }
-        if volumes.is_empty() {
-            return Err(CreateError::Kept("it had no volume, and pages of none are dropped".to_owned()));
         }
         let mut ranges = Ranges::default();
         if let Some(volume) = volumes.iter().find(|volume| !ranges.insert((*volume).clone())) {

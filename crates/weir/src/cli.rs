@@ -168,6 +168,12 @@ pub struct ServeOptions {
     #[arg(long, value_parser = whole_pages)]
     pub size: Option<ByteSize>,
 
+    /// Begin without a volume. weir volume create makes volumes while the daemon runs, at most N.
+    /// Each has an NBD export of its name, with --ublk a device, and with --fuse FILE the file
+    /// FILE.NAME.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub pool: Option<u16>,
+
     /// Where pages are kept, the fastest first: vram:, vram:0?size=8GiB, host:8GiB,
     /// file:/path?size=64GiB, sim:seed=1,read_error=1e-4. May be repeated.
     #[arg(long, value_name = "URL", required_unless_present = "config")]

@@ -189,6 +189,7 @@ fn volume(
             backing: &[],
             lanes,
             depth: DEPTH,
+            pool: None,
             compress: None,
             room: Room::Reserved,
         },

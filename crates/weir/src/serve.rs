@@ -48,6 +48,7 @@ fn daemon(options: ServeOptions) -> Result<Config, Failure> {
         stores: options.store,
         backing: options.backing,
         size: options.size,
+        pool: options.pool,
         compress: options.compress.map(Into::into),
         name: options.name,
         nbd: (!nbd.addresses.is_empty()).then_some(nbd),

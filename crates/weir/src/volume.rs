@@ -11,16 +11,20 @@ use weir_daemon::control::{self, Request, Status};
 pub fn run(command: VolumeCommand) -> Result<(), Failure> {
     match command {
         VolumeCommand::Create { name, size, control } => {
-            let did = format!("made {name}, {size}; NBD clients ask for the export {name}");
-            change(&control, Request::VolumeCreate { name, bytes: size.0 }, &did)
+            change(&control, Request::VolumeCreate { name: name.clone(), bytes: size.0 })?;
+            let status = control::status(&control.socket()).map_err(failure::of)?;
+            println!("made {name}, {size}; {}", way(&status, &name));
+            Ok(())
         }
         VolumeCommand::Resize { name, size, control } => {
-            let did = format!("{name} has {size} now");
-            change(&control, Request::VolumeResize { name, bytes: size.0 }, &did)
+            change(&control, Request::VolumeResize { name: name.clone(), bytes: size.0 })?;
+            println!("{name} has {size} now");
+            Ok(())
         }
         VolumeCommand::Remove { name, control } => {
-            let did = format!("removed {name}");
-            change(&control, Request::VolumeRemove { name }, &did)
+            change(&control, Request::VolumeRemove { name: name.clone() })?;
+            println!("removed {name}");
+            Ok(())
         }
         VolumeCommand::List { json, control } => {
             list(&control::status(&control.socket()).map_err(failure::of)?, json)
@@ -28,7 +32,17 @@ pub fn run(command: VolumeCommand) -> Result<(), Failure> {
     }
 }
 
-fn change(control: &Control, request: Request, did: &str) -> Result<(), Failure> {
+/// The way to a new volume: its own device or file, or else its NBD export.
+fn way(status: &Status, name: &str) -> String {
+    let its = status.exports.iter().filter(|export| export.volume.as_deref() == Some(name));
+    let devices: Vec<&str> = its.map(|export| &*export.address).collect();
+    match devices.is_empty() {
+        true => format!("NBD clients ask for the export {name}"),
+        false => format!("it is {}", devices.join(" and ")),
+    }
+}
+
+fn change(control: &Control, request: Request) -> Result<(), Failure> {
     let mut shown = Shown::new("discarding", |far, left| eprintln!("discarding: {far}{left}"));
     let outcome = control::ask_for(&control.socket(), request, |far| {
         // Before the daemon begins to discard pages, its lines of progress only show that it is
@@ -38,9 +52,7 @@ fn change(control: &Control, request: Request, did: &str) -> Result<(), Failure>
         }
     });
     drop(shown);
-    outcome.map_err(failure::of)?;
-    println!("{did}");
-    Ok(())
+    outcome.map(drop).map_err(failure::of)
 }
 
 fn list(status: &Status, json: bool) -> Result<(), Failure> {
@@ -52,9 +64,9 @@ fn list(status: &Status, json: bool) -> Result<(), Failure> {
         return Ok(());
     }
     let width = status.volumes.iter().map(|volume| volume.name.len()).max().unwrap_or(0);
-    for (at, volume) in status.volumes.iter().enumerate() {
-        let note = match (at, volume.is_changing) {
-            (0, _) => "  the daemon's own",
+    for volume in &status.volumes {
+        let note = match (volume.is_own, volume.is_changing) {
+            (true, _) => "  the daemon's own",
             (_, true) => "  is losing pages",
             _ => "",
         };

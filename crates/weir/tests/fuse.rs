@@ -6,6 +6,7 @@
 mod common;
 
 use common::{Daemon, Ends, KILLS, PATIENCE, Stalls, allow_cores, kill, kills, number};
+use rustix::process::Signal;
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
@@ -85,10 +86,75 @@ fn the_file_appears_and_goes_with_the_daemon() {
 }
 
 #[test]
+fn each_volume_of_a_pool_has_a_file_that_outlives_its_daemon_and_goes_with_the_volume() {
+    allow_cores();
+    let flags = ["--pool", "2", "--keeper", "--store", "host:8MiB", "--fuse-threads", "2"];
+    let mut scene = Daemon::spawn("fuse-pool", &flags, |command, directory| {
+        command.arg("--fuse").arg(directory.join("disk"));
+    });
+    assert!(scene.comes_up(Daemon::listens), "it needs no mount to start");
+    let directory = scene.directory.clone();
+    let file = |name: &str| directory.join(format!("disk.{name}"));
+    let ask = |arguments: &[&str]| {
+        let output = scene.weir(&[&["volume"], arguments].concat());
+        (
+            output.status.success(),
+            String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
+        )
+    };
+    let made = ask(&["create", "a", "4MiB"]);
+    if !made.0 && !rustix::process::geteuid().is_root() {
+        return println!("\nskipped: no FUSE mount here: {}", made.1);
+    }
+    assert_eq!(made, (true, format!("made a, 4MiB; it is {}\n", file("a").display())));
+    assert!(ask(&["create", "b.a", "2MiB"]).0);
+    let (_, said) = ask(&["create", "c", "4KiB"]);
+    assert!(said.contains("there are 2 volumes, and this daemon has no more"), "{said}");
+    let open = |name: &str| OpenOptions::new().read(true).write(true).open(file(name)).unwrap();
+    let (a, b) = (open("a"), open("b.a"));
+    assert_eq!([&a, &b].map(|it| it.metadata().unwrap().len()), [4 << 20, 2 << 20]);
+    let write =
+        |file: &File, generation| file.write_all_at(&stamped(3, generation), 3 * PAGE as u64).unwrap();
+    let read = |file: &File| {
+        let mut back = vec![0; PAGE];
+        file.read_exact_at(&mut back, 3 * PAGE as u64).unwrap();
+        back
+    };
+    write(&a, 1);
+    write(&b, 2);
+    let (_, said) = ask(&["resize", "a", "8MiB"]);
+    assert!(said.contains("volume a has a device of its size"), "{said}");
+    for _ in 0..2 {
+        let daemon = scene.daemon().unwrap();
+        kill(daemon, Signal::KILL);
+        let begun = Instant::now();
+        while scene.daemon().is_none_or(|next| next == daemon) || !scene.listens() {
+            assert!(begun.elapsed() < PATIENCE);
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!((read(&a), read(&b)), (stamped(3, 1), stamped(3, 2)), "each file has its own page");
+    }
+    let exports = scene.status()["exports"].clone();
+    assert_eq!((&exports[0]["volume"], &exports[1]["volume"]), (&"a".into(), &"b.a".into()), "{exports}");
+    drop(a);
+    assert_eq!(ask(&["remove", "a"]), (true, "removed a\n".to_owned()));
+    assert!(!is_mounted(&file("a")) && !file("a").exists(), "its file goes with it");
+    assert!(ask(&["create", "a", "4MiB"]).0, "a name is free again");
+    assert_eq!((read(&open("a")), read(&b)), (vec![0; PAGE], stamped(3, 2)), "nothing old is in it");
+    assert_eq!(scene.status()["protection"]["io_allocations"], 0);
+    // The keeper also removes the mounts that its daemon leaves when both end at once.
+    drop(b);
+    assert_eq!(scene.terminate(), Some(0));
+    for name in ["a", "b.a"] {
+        assert!(!is_mounted(&file(name)) && !file(name).exists(), "{name}");
+    }
+}
+
+#[test]
 fn nothing_stays_mounted_if_the_keeper_is_told_to_end_while_a_daemon_starts() {
     let Some(mut scene) = start("early", &["--keeper", "--store", "host:8MiB"]) else { return };
     let daemon = scene.daemon().unwrap();
-    rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
+    rustix::process::kill_process(daemon, Signal::KILL).unwrap();
     // The next daemon may not handle signals yet, may do so already, or may not exist yet.
     let begun = Instant::now();
     while scene.daemon().is_none_or(|next| next == daemon) && begun.elapsed() < PATIENCE {

@@ -3,8 +3,9 @@
 //! A request is `{"schema":1,"request":NAME,...}`. Its name decides on the answer:
 //!
 //! - `status`: a [`Status`] on one line;
-//! - `give-back` and `take` (with `"bytes":N`, or without: all), `sleep` and `wake`: any number of
-//!   lines `{"schema":1,"progress":{...}}`, then one line `{"schema":1,"result":{...}}`;
+//! - `give-back` and `take` (with `"bytes":N`, or without: all), `give-back-spare`, `sleep` and
+//!   `wake`: any number of lines `{"schema":1,"progress":{...}}`, then one line
+//!   `{"schema":1,"result":{...}}`;
 //! - `volume-create` and `volume-resize` (with `"name":NAME,"bytes":N`), `volume-remove` (with
 //!   `"name":NAME`): the same;
 //! - `attached` (with the fields of an [`Attachment`]) and `detached` (with `"device":N`):
@@ -71,6 +72,8 @@ pub enum Request {
         #[serde(default)]
         bytes: Option<u64>,
     },
+    /// Give back all memory that no volume needs.
+    GiveBackSpare,
     /// Take `bytes` of memory again, or all that was given back.
     Take {
         /// Number of bytes; `None`: all.
@@ -131,6 +134,12 @@ pub trait Service: Send + Sync + 'static {
     /// # Errors
     /// Fails with one line: the thing that is missing, and the next step.
     fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
+
+    /// Gives back all memory that no volume needs.
+    ///
+    /// # Errors
+    /// Fails as [`give_back`](Service::give_back) does.
+    fn give_back_spare(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
     /// Asks the daemon to take memory again.
     ///

@@ -90,6 +90,7 @@ fn answer(client: UnixStream, service: &Arc<dyn Service>, long: &Arc<AtomicUsize
         Ok(Request::GiveBack { bytes }) => {
             at_length(client, long, move |tell| service.give_back(bytes, tell))
         }
+        Ok(Request::GiveBackSpare) => at_length(client, long, move |tell| service.give_back_spare(tell)),
         Ok(Request::Take { bytes }) => at_length(client, long, move |tell| service.take(bytes, tell)),
         Ok(Request::Sleep) => at_length(client, long, move |tell| service.sleep(tell)),
         Ok(Request::Wake) => at_length(client, long, move |tell| service.wake(tell)),

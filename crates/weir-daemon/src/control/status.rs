@@ -28,7 +28,7 @@ pub struct Status {
     pub uptime_s: u64,
     /// The sizes and pages of all volumes together.
     pub volume: Volume,
-    /// Each volume by name, the daemon's own first.
+    /// Each volume by name, the daemon's own first, if it has one.
     #[serde(default)]
     pub volumes: Vec<NamedVolume>,
     /// Bytes that further volumes may have together.
@@ -91,6 +91,9 @@ pub struct NamedVolume {
     pub name: String,
     /// The volume's size in bytes.
     pub bytes: u64,
+    /// Whether the volume is the daemon's own, which lives as long as the daemon.
+    #[serde(default)]
+    pub is_own: bool,
     /// Whether the volume is losing pages, so that no client can have it now.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_changing: bool,
@@ -259,6 +262,9 @@ struct Look {
 pub struct Export {
     /// The front end's kind: `nbd`, `ublk`, `fuse` or `share`.
     pub kind: String,
+    /// The name of the volume that it serves, if that is one of a pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volume: Option<String>,
     /// The front end's address, as `--nbd`, `--fuse` or `--share` took it, or the block device.
     pub address: String,
     /// Number of connections in use now; for a block device, of its queues.
@@ -542,9 +548,14 @@ impl Status {
             size(free),
             ByteSize(map_bytes)
         )?;
-        if let [own, _, ..] = &self.volumes[..] {
-            let (count, own, room) = (self.volumes.len(), &own.name, ByteSize(self.free_bytes));
-            writeln!(f, "volumes   {count}, of which {own} is the daemon's own; room for {room} more")?;
+        let (count, room) = (self.volumes.len(), ByteSize(self.free_bytes));
+        match self.volumes.iter().find(|volume| volume.is_own) {
+            Some(own) if count > 1 => {
+                let own = &own.name;
+                writeln!(f, "volumes   {count}, of which {own} is the daemon's own; room for {room} more")?;
+            }
+            None if count > 0 => writeln!(f, "volumes   {count}; room for {room} more")?,
+            _ => {}
         }
         if let Some(compress) = compress {
             write!(f, "{compress}")?;
@@ -569,7 +580,7 @@ impl Status {
         }
         write!(f, "{}", self.background)?;
         for export in &self.exports {
-            let Export { kind, address, connections, connections_most, requests, errors } = export;
+            let Export { kind, address, connections, connections_most, requests, errors, .. } = export;
             writeln!(
                 f,
                 "{kind:<10}{address}: {connections} of {connections_most} connections; {requests} requests, {errors} failed"

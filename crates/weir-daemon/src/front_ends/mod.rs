@@ -1,8 +1,10 @@
-//! A daemon's front ends: each serves the volume to one kind of client, with lanes of its own.
+//! A daemon's front ends: each serves volumes to one kind of client, with lanes of its own.
 
+mod each;
 mod ublk;
 
-pub use ublk::PreparedUblk;
+pub use each::Each;
+pub use ublk::{NUMBER, PreparedUblk};
 
 use crate::address::Address;
 use crate::config::{self, Config};
@@ -11,6 +13,7 @@ use crate::error::{Error, ErrorKind};
 use crate::keeper::{Held, Link};
 use crate::volumes::Volumes;
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use weir_core::log::{Level, Log};
@@ -20,6 +23,9 @@ use weir_export::share;
 use weir_system::device_use;
 use weir_system::loop_device::LoopDevice;
 use weir_volume::Volume;
+
+/// Time that requests under way may take when a front end stops.
+pub const GRACE: Duration = Duration::from_secs(2);
 
 /// A running front end.
 pub trait FrontEnd: fmt::Debug + Send {
@@ -43,12 +49,38 @@ pub trait FrontEnd: fmt::Debug + Send {
     /// Answers received requests for at most `grace`, then disconnects its clients. Nothing of the
     /// front end is left in the file system.
     fn stop(self: Box<Self>, grace: Duration);
+
+    /// Does what [`stop`](FrontEnd::stop) does, while the daemon goes on: the keeper holds nothing
+    /// of the front end any more.
+    fn end(self: Box<Self>, grace: Duration) {
+        self.stop(grace);
+    }
 }
 
-/// Number of lanes that all requested front ends take together.
+/// A front end with what it serves.
+#[derive(Debug)]
+pub struct Served {
+    /// The volume of a pool that the front end serves. `None`: it serves the daemon's own volume,
+    /// or every volume by its name.
+    pub volume: Option<String>,
+    /// The front end.
+    pub front_end: Box<dyn FrontEnd>,
+}
+
+impl Served {
+    /// The front end's address and number of connections, for status.
+    pub fn exports(&self) -> impl Iterator<Item = Export> {
+        let exports = self.front_end.exports().into_iter();
+        exports.map(|export| Export { volume: self.volume.clone(), ..export })
+    }
+}
+
+/// Number of lanes that the front ends take together, without ublk and without those that each
+/// volume of a pool has.
 pub fn lanes(options: &Config) -> usize {
     let nbd = options.nbd.as_ref().map_or(0, |nbd| usize::from(nbd.connections));
-    let fuse = options.fuse.as_ref().map_or(0, |fuse| usize::from(fuse.threads));
+    let fuse = options.fuse.as_ref().filter(|_| options.pool.is_none());
+    let fuse = fuse.map_or(0, |fuse| usize::from(fuse.threads));
     let share = match &options.share {
         None => 0,
         // A volume keeps some slots free for each lane. Pages on loan to clients take slots too, so
@@ -128,6 +160,7 @@ impl FrontEnd for Nbd {
         let stats = self.0.stats();
         let export = |address: &Listen| Export {
             kind: "nbd".to_owned(),
+            volume: None,
             address: address.to_string(),
             connections: stats.connected,
             connections_most: stats.connections_max,
@@ -142,24 +175,36 @@ impl FrontEnd for Nbd {
     }
 }
 
-/// The volume as a file, by FUSE.
-#[derive(Debug)]
-pub struct Fuse(fuse::Server);
+/// A volume as a file, by FUSE.
+pub struct Fuse {
+    server: fuse::Server,
+    /// The keeper, and the start of the names under which it holds the mount.
+    kept: Option<(Link, String)>,
+}
+
+impl fmt::Debug for Fuse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.server.fmt(f)
+    }
+}
+
+/// The start of the names under which the keeper holds the mount of the daemon's own volume.
+pub const FUSE: &str = "fuse.";
 
 impl Fuse {
     /// Mounts over `file`; or takes over the mount of a daemon that was killed, if the keeper has
-    /// it.
+    /// it under names that begin with `prefix`.
     ///
     /// # Errors
     /// Fails when the file cannot be mounted, or the kernel's FUSE is too old.
     pub fn start(
         volume: &Arc<Volume>,
         options: &Config,
-        fuse: &config::Fuse,
+        (fuse, file): (&config::Fuse, &Path),
+        prefix: &str,
         keeper: Option<(&Link, &mut Held)>,
         log: &Log,
     ) -> Result<Self, Error> {
-        let file = fuse.file.as_path();
         let config = fuse::Config {
             name: options.name.clone(),
             threads: usize::from(fuse.threads),
@@ -174,28 +219,32 @@ impl Fuse {
         };
         let failed = |error: fuse::ServeError| Error::because(ErrorKind::FrontEnd, "--fuse", error);
         let Some((link, held)) = keeper else {
-            return fuse::Server::start(volume, &config, file, log).map(Fuse).map_err(failed);
+            let server = fuse::Server::start(volume, &config, file, log).map_err(failed)?;
+            return Ok(Fuse { server, kept: None });
         };
-        let name = |kept: &str| format!("fuse.{kept}");
-        if held.any(|kept| kept.starts_with("fuse.")) {
+        let kept = Some((link.clone(), prefix.to_owned()));
+        let name = |kept: &str| format!("{prefix}{kept}");
+        if held.any(|kept| kept.starts_with(prefix)) {
             let mut take = |kept: &str| held.take(&name(kept));
-            return fuse::Server::take_over(volume, &config, file, &mut take, log).map(Fuse).map_err(failed);
+            let server = fuse::Server::take_over(volume, &config, file, &mut take, log).map_err(failed)?;
+            return Ok(Fuse { server, kept });
         }
         let server = fuse::Server::start(volume, &config, file, log).map_err(failed)?;
         for handoff in server.handoffs() {
             let held = link.hold_open(&name(&handoff.name), handoff.fd);
             held.map_err(|error| Error::of(ErrorKind::Keeper, error))?;
         }
-        Ok(Fuse(server))
+        Ok(Fuse { server, kept })
     }
 }
 
 impl FrontEnd for Fuse {
     fn exports(&self) -> Vec<Export> {
-        let stats = self.0.stats();
+        let stats = self.server.stats();
         vec![Export {
             kind: "fuse".to_owned(),
-            address: self.0.file().display().to_string(),
+            volume: None,
+            address: self.server.file().display().to_string(),
             connections: stats.threads,
             connections_most: stats.threads,
             requests: stats.requests,
@@ -208,7 +257,7 @@ impl FrontEnd for Fuse {
     fn in_use(&self) -> Option<String> {
         // The kernel reports the path of a loop device's file with the directory's symbolic links
         // resolved. So resolve them here too; the file itself is no link.
-        let file = self.0.file();
+        let file = self.server.file();
         let directory = file.parent().and_then(|parent| parent.canonicalize().ok());
         let file =
             directory.zip(file.file_name()).map_or(file.to_owned(), |(parent, name)| parent.join(name));
@@ -219,7 +268,17 @@ impl FrontEnd for Fuse {
     }
 
     fn stop(self: Box<Self>, grace: Duration) {
-        self.0.stop(grace);
+        self.server.stop(grace);
+    }
+
+    fn end(self: Box<Self>, grace: Duration) {
+        // The keeper lets go first. If this daemon died after the unmount, the next one could not
+        // take over a connection without a mount.
+        if let Some((link, prefix)) = &self.kept {
+            let names: Vec<String> = self.server.handoffs().into_iter().map(|it| it.name).collect();
+            names.iter().for_each(|name| drop(link.let_go(&format!("{prefix}{name}"))));
+        }
+        self.server.stop(grace);
     }
 }
 
@@ -261,6 +320,7 @@ impl FrontEnd for Share {
         let stats = self.server.stats();
         vec![Export {
             kind: "share".to_owned(),
+            volume: None,
             address: format!("unix:{}", self.server.path().display()),
             connections: stats.sessions() - stats.sessions_ended(),
             connections_most: self.clients,

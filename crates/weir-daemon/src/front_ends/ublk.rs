@@ -18,8 +18,8 @@ use weir_export::ublk::{Config, Device, Found, Server};
 use weir_system::device_use;
 use weir_volume::Volume;
 
-/// The keeper's name for the page with the device's number.
-const NUMBER: &str = "ublk";
+/// The keeper's name for the page with the number of the device of the daemon's own volume.
+pub const NUMBER: &str = "ublk";
 
 /// Largest number of queues by default. More would take memory that a desktop's swap does not need.
 const QUEUES_MOST: usize = 4;
@@ -30,6 +30,8 @@ pub struct PreparedUblk {
     config: Config,
     found: Option<Found>,
     number: Option<Number>,
+    /// The keeper, and its name for the page with the number.
+    kept: Option<(Link, String)>,
 }
 
 /// A page that outlives the daemon and holds its device's number plus one; 0 if there is no device.
@@ -54,19 +56,21 @@ impl Number {
 }
 
 impl PreparedUblk {
-    /// Looks for a device of an earlier daemon, to take it over. Call this before the volume is
-    /// made: a device that is taken over has as many queues as before, and each takes a lane.
+    /// Looks for a device of an earlier daemon, to take it over: the keeper holds its number under
+    /// `name`. Call this before the volume is made: a device that is taken over has as many queues
+    /// as before, and each takes a lane.
     ///
     /// # Errors
     /// Fails when the driver is missing or does not hand over the device.
     pub fn new(
         options: &config::Config,
         ublk: &config::Ublk,
+        name: &str,
         keeper: Option<(&Link, &mut Held)>,
         environment: &Environment,
     ) -> Result<Self, Error> {
         let config = Config {
-            queues: ublk.queues.unwrap_or(environment.processors.min(QUEUES_MOST) as u16),
+            queues: Self::queues(ublk, environment) as u16,
             depth: ublk.depth,
             spin: options.spin,
             swap: options.swap,
@@ -75,13 +79,14 @@ impl PreparedUblk {
             ..Config::default()
         };
         let unkept = |error: std::io::Error| Error::of(ErrorKind::Keeper, error);
+        let kept = keeper.as_ref().map(|(link, _)| ((*link).clone(), name.to_owned()));
         let number = match keeper {
             None => None,
-            Some((link, held)) => Some(match held.take(NUMBER) {
+            Some((link, held)) => Some(match held.take(name) {
                 Some(fd) => Number(Memory::adopt(fd).map_err(unkept)?),
                 None => {
                     let page = Memory::shared("weir-ublk", PAGE_SIZE).map_err(unkept)?;
-                    link.hold_memory(NUMBER, page.fd().expect("shared memory has a descriptor"))
+                    link.hold_memory(name, page.fd().expect("shared memory has a descriptor"))
                         .map_err(unkept)?;
                     Number(page)
                 }
@@ -92,7 +97,12 @@ impl PreparedUblk {
                 .map_err(|error| Error::of(ErrorKind::FrontEnd, error))?,
             None => None,
         };
-        Ok(PreparedUblk { config, found, number })
+        Ok(PreparedUblk { config, found, number, kept })
+    }
+
+    /// Number of queues of a new device, each of which takes a lane.
+    pub fn queues(ublk: &config::Ublk, environment: &Environment) -> usize {
+        ublk.queues.map_or(environment.processors.min(QUEUES_MOST), usize::from)
     }
 
     /// Number of the volume's lanes that the device takes.
@@ -105,7 +115,7 @@ impl PreparedUblk {
     /// # Errors
     /// Fails when a thread cannot be had, or the driver refuses.
     pub fn start(self, volume: &Arc<Volume>, log: &Log) -> Result<Ublk, Error> {
-        let PreparedUblk { config, found, number } = self;
+        let PreparedUblk { config, found, number, kept } = self;
         let server = match found {
             Some(found) => {
                 let server = Server::take_over(volume, &config, found, log);
@@ -118,7 +128,7 @@ impl PreparedUblk {
             }),
         };
         let server = server.map_err(|error| Error::because(ErrorKind::FrontEnd, "--ublk", error))?;
-        Ok(Ublk { server, log: Arc::clone(log) })
+        Ok(Ublk { server, log: Arc::clone(log), kept })
     }
 }
 
@@ -126,6 +136,8 @@ impl PreparedUblk {
 pub struct Ublk {
     server: Server,
     log: Log,
+    /// The keeper, and its name for the page with the device's number.
+    kept: Option<(Link, String)>,
 }
 
 impl std::fmt::Debug for Ublk {
@@ -139,6 +151,7 @@ impl FrontEnd for Ublk {
         let stats = self.server.stats();
         vec![Export {
             kind: "ublk".to_owned(),
+            volume: None,
             address: self.server.device().to_string(),
             connections: self.server.queues() as u64,
             connections_most: self.server.queues() as u64,
@@ -164,6 +177,16 @@ impl FrontEnd for Ublk {
         let device = self.server.device();
         if let Err(error) = self.server.remove() {
             (self.log)(Level::Warning, format_args!("{device} is not removed: {}", chain(&error)));
+        }
+    }
+
+    fn end(self: Box<Self>, grace: Duration) {
+        let kept = self.kept.clone();
+        self.stop(grace);
+        // The keeper lets go last. Without the number, nobody would find a device that this daemon
+        // leaves if it dies before.
+        if let Some((link, name)) = kept {
+            let _ = link.let_go(&name);
         }
     }
 }

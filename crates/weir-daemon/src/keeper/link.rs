@@ -81,6 +81,11 @@ impl Held {
         self.0.keys().any(|name| like(name))
     }
 
+    /// The names under which the keeper holds descriptors.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
     /// Takes the descriptor that the keeper held under `name`.
     pub fn take(&mut self, name: &str) -> Option<OwnedFd> {
         self.0.remove(name)

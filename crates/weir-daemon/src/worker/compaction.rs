@@ -6,7 +6,7 @@ use super::workers::Workers;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use weir_queue::{Item, Work, has_item};
-use weir_volume::{GiveBackError, Sparse, Task, Volume};
+use weir_volume::{GiveBackError, Pool, Sparse, Task};
 
 /// Time for which one run of the job moves pages before it lets other jobs run. With the pauses
 /// while the volume is in use, compaction takes a tenth of one processor.
@@ -60,11 +60,11 @@ impl Compaction {
     /// Makes `workers` run the compaction from now on. It runs at once for the packs of an earlier
     /// daemon, and after each report that pages left a pack.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
-        if workers.volume().compression().is_none() {
+        if workers.pool().compression().is_none() {
             return;
         }
         let this = Arc::clone(self);
-        workers.volume().when_packs_are_left(Box::new(move || {
+        workers.pool().when_packs_are_left(Box::new(move || {
             if let Some(workers) = this.workers.upgrade() {
                 workers.queue().schedule(&this);
             }
@@ -75,15 +75,15 @@ impl Compaction {
     /// Moves pages for [`TURN`]; returns whether there are more to move.
     fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        let volume = workers.volume();
+        let pool = workers.pool();
         let began = workers.clock().now();
         if at.sweep.is_none() {
-            if !volume.packs_were_left(&mut at.looked) {
+            if !pool.packs_were_left(&mut at.looked) {
                 return false;
             }
-            at.sweep = sweep_from(volume, 0);
+            at.sweep = sweep_from(pool, 0);
             at.swept = at.sweep.is_some();
-            at.operations = volume.operations();
+            at.operations = pool.operations();
         }
         let mut mover = workers.mover(0);
         while let Some(Sweep { store, slot, sparse }) = at.sweep {
@@ -92,7 +92,7 @@ impl Compaction {
             at.sweep = match drive(&mut mover, task, |_| !workers.is_stopping()) {
                 Ok(done) if done.more => Some(Sweep { store, slot: mover.next(), sparse }),
                 Err(GiveBackError::Stopped) => return false,
-                Ok(_) | Err(_) => sweep_from(volume, store + 1),
+                Ok(_) | Err(_) => sweep_from(pool, store + 1),
             };
             if began.elapsed() >= TURN {
                 break;
@@ -105,19 +105,19 @@ impl Compaction {
             }
             return false;
         }
-        let moved = volume.operations().wrapping_sub(at.operations);
+        let moved = pool.operations().wrapping_sub(at.operations);
         drop(at);
         if is_in_use(moved, workers.clock().now() - began) {
             workers.clock().sleep(REST);
         }
-        self.at.lock().unwrap_or_else(PoisonError::into_inner).operations = volume.operations();
+        self.at.lock().unwrap_or_else(PoisonError::into_inner).operations = pool.operations();
         true
     }
 }
 
 /// Begins a pass over the slots of a store that wastes too much room in packs: the first such store
 /// from number `first` on.
-fn sweep_from(volume: &Volume, first: usize) -> Option<Sweep> {
-    (first..volume.stores().count())
-        .find_map(|store| Some(Sweep { store, slot: 0, sparse: volume.sparse(store)? }))
+fn sweep_from(pool: &Pool, first: usize) -> Option<Sweep> {
+    (first..pool.stores().count())
+        .find_map(|store| Some(Sweep { store, slot: 0, sparse: pool.sparse(store)? }))
 }

@@ -15,6 +15,8 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum JobKind {
     GiveBack,
+    /// Give back the memory that no volume needs, and no more.
+    Spare,
     Take,
     /// Give all memory back until the machine has slept.
     Sleep,

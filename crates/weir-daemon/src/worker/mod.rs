@@ -19,13 +19,13 @@ use governor::Governor;
 use job::{Job, JobKind};
 pub use removal::stopping;
 use std::sync::{Arc, Mutex, PoisonError};
-use weir_volume::{Removal, Volume};
+use weir_volume::{Pool, Removal, Volume};
 use workers::Workers;
 
 /// Largest number of threads that empty chunks. On the measured GPUs two or three fill the bus.
 const THREADS_MOST: usize = 4;
 
-/// Number of the volume's lanes that the workers take: one a thread.
+/// Number of the pool's lanes that the workers take: one a thread.
 pub fn lanes(processors: usize) -> usize {
     (processors / 4).clamp(1, THREADS_MOST)
 }
@@ -42,13 +42,9 @@ impl Worker {
     /// its memory back on request.
     ///
     /// # Errors
-    /// Fails when the volume has no lane left, or no thread can be started.
-    pub fn start(
-        volume: &Arc<Volume>,
-        gives_back: &[bool],
-        environment: &Environment,
-    ) -> Result<Self, Error> {
-        let workers = Workers::start(volume, gives_back, environment)?;
+    /// Fails when the pool has no lane left, or no thread can be started.
+    pub fn start(pool: &Arc<Pool>, gives_back: &[bool], environment: &Environment) -> Result<Self, Error> {
+        let workers = Workers::start(pool, gives_back, environment)?;
         let governor = Mutex::new(Governor::start(&workers, &environment.log)?);
         Ok(Worker { workers, governor })
     }
@@ -60,6 +56,14 @@ impl Worker {
     /// The error is one line: what is missing, and the next step.
     pub fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         Job::new(&self.workers, JobKind::GiveBack, bytes).run_on(&self.workers, tell)
+    }
+
+    /// Gives back all memory that no volume needs. It is no error if no chunk is to spare.
+    ///
+    /// # Errors
+    /// Fails as [`give_back`](Worker::give_back) does.
+    pub fn give_back_spare(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
+        Job::new(&self.workers, JobKind::Spare, None).run_on(&self.workers, tell)
     }
 
     /// Takes `bytes` of the memory that was given back; `None`: all of it. Promotes pages

@@ -55,7 +55,7 @@ impl Promotion {
         *at = Progress {
             store: 1,
             slot: 0,
-            operations: workers.volume().operations(),
+            operations: workers.pool().operations(),
             looked: workers.clock().now(),
         };
         drop(at);
@@ -70,10 +70,10 @@ impl Promotion {
     /// Moves pages for [`TURN`]; returns whether there are more to move.
     fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        if at.store == 0 || at.store >= workers.volume().stores().count() {
+        if at.store == 0 || at.store >= workers.pool().stores().count() {
             return false;
         }
-        let operations = workers.volume().operations();
+        let operations = workers.pool().operations();
         let now = workers.clock().now();
         let in_use = is_in_use(operations.wrapping_sub(at.operations), now - at.looked);
         (at.operations, at.looked) = (operations, now);

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use weir_core::{ByteSize, PAGE_SIZE, Slot, chain};
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
-use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Task, Volume};
+use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Pool, Task};
 
 /// The next step for a user whose memory cannot be given back: the other stores have no room for
 /// its pages.
@@ -22,7 +22,7 @@ const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, an
 /// The threads, their movers, and their counts.
 #[derive(Debug)]
 pub struct Workers {
-    volume: Arc<Volume>,
+    pool: Arc<Pool>,
     /// The first queue takes the jobs. The other queues help it to empty chunks.
     queues: OnceLock<Box<[Queue]>>,
     movers: Box<[Mutex<OpenMover>]>,
@@ -75,7 +75,7 @@ impl Total {
 /// A card on which a store lies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Card {
-    /// The store's index in the volume's order.
+    /// The store's index in the pool's order.
     pub store: usize,
     /// The card's number among the store's members.
     pub card: u32,
@@ -149,13 +149,13 @@ impl Discarders for Workers {
 
 impl Workers {
     pub fn start(
-        volume: &Arc<Volume>,
+        pool: &Arc<Pool>,
         gives_back: &[bool],
         environment: &Environment,
     ) -> Result<Arc<Self>, Error> {
         let threads = super::lanes(environment.processors);
         let movers = (0..threads)
-            .map(|_| Ok(Mutex::new(OpenMover(volume.mover()?))))
+            .map(|_| Ok(Mutex::new(OpenMover(pool.mover()?))))
             .collect::<Result<_, weir_store::OpenError>>()
             .map_err(|error| Error::of(ErrorKind::Volume, error))?;
         let queue = |thread: usize| {
@@ -165,7 +165,7 @@ impl Workers {
         let queues: Result<Box<[Queue]>, _> = (0..threads).map(queue).collect();
         let queues = queues.map_err(|error| Error::of(ErrorKind::System, error))?;
         let workers = Arc::new_cyclic(|workers: &Weak<Workers>| Workers {
-            volume: Arc::clone(volume),
+            pool: Arc::clone(pool),
             queues: OnceLock::new(),
             movers,
             gives_back: gives_back.into(),
@@ -195,8 +195,8 @@ impl Workers {
         &*self.clock
     }
 
-    pub fn volume(&self) -> &Arc<Volume> {
-        &self.volume
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
     }
 
     /// The queue that takes the jobs.
@@ -210,7 +210,7 @@ impl Workers {
 
     /// Notes that stores have more room than before, so that pages may be promoted.
     pub fn room_was_made(&self) {
-        let stores = self.volume.status().stores;
+        let stores = self.pool.status().stores;
         let below = stores.iter().skip(1).any(|store| store.used > 0);
         if below && stores.iter().rev().skip(1).any(|store| store.used < store.slots) {
             self.promotion.begin(self);
@@ -231,11 +231,11 @@ impl Workers {
             longest = queue.longest.max(longest);
             wakes += queue.wakes;
         }
-        let volume = self.volume.status();
+        let status = self.pool.status();
         Background {
-            moved_out: volume.moved_out,
-            moved_up: volume.moved_up,
-            compacted: volume.compacted,
+            moved_out: status.moved_out,
+            moved_up: status.moved_up,
+            compacted: status.compacted,
             given_back_bytes: read(&self.given_back.bytes),
             give_back_bytes_per_s: read(&self.given_back.bytes_per_s),
             taken_bytes: read(&self.taken.bytes),
@@ -251,25 +251,25 @@ impl Workers {
     /// Runs a job on the worker's thread.
     pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, Error> {
         match job.kind {
-            JobKind::GiveBack | JobKind::Sleep => self.give_back(job),
+            JobKind::GiveBack | JobKind::Spare | JobKind::Sleep => self.give_back(job),
             JobKind::Take | JobKind::Wake => self.take(job),
         }
     }
 
     fn card(&self, chunk: &Chunk) -> Card {
-        let store = self.volume.stores().nth(chunk.store);
+        let store = self.pool.stores().nth(chunk.store);
         Card { store: chunk.store, card: store.map_or(0, |store| member(&**store, chunk.chunk)) }
     }
 
     /// The free memory of a card, which its owner can use. `None`: the card does not report it.
     pub fn room(&self, card: Card) -> Option<Headroom> {
-        self.volume.stores().nth(card.store)?.reclaim()?.headroom(card.card)
+        self.pool.stores().nth(card.store)?.reclaim()?.headroom(card.card)
     }
 
     /// The cards that report their free memory. Cards of stores that give no memory back are left
     /// out.
     pub fn cards(&self) -> impl Iterator<Item = Card> {
-        let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.gives_back[at]);
+        let stores = self.pool.stores().enumerate().filter(|&(at, _)| self.gives_back[at]);
         stores.flat_map(|(store, it)| {
             let says = move |&card: &u32| it.reclaim().is_some_and(|it| it.headroom(card).is_some());
             (0..it.members()).filter(says).map(move |card| Card { store, card })
@@ -289,10 +289,10 @@ impl Workers {
     /// left out.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
-        for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.gives_back[at]) {
+        for (store, it) in self.pool.stores().enumerate().filter(|&(at, _)| self.gives_back[at]) {
             let wanted =
                 |chunk: u32| only.is_none_or(|only| only == Card { store, card: member(&**it, chunk) });
-            let chunks = self.volume.chunks(store);
+            let chunks = self.pool.chunks(store);
             let governed = Note { unasked: true, asleep: false };
             let mine = |note| note == governed || only.is_none() || state != ChunkState::GivenBack;
             let mut chunks: Vec<_> = chunks
@@ -309,9 +309,10 @@ impl Workers {
         let began = self.clock.now();
         let held = self.chunks(ChunkState::Held, job.only);
         let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
-        let spare = bytes(self.volume.spare_slots());
-        let device = ByteSize(bytes(self.volume.pool().pages()));
+        let spare = bytes(self.pool.spare_slots());
+        let device = ByteSize(bytes(self.pool.pages()));
         let wanted = match job.bytes {
+            _ if job.kind == JobKind::Spare => fitting(held, spare),
             Some(wanted) if job.only.is_some() => {
                 upto(&held, |sum, next| sum < wanted && sum + next.bytes() <= spare)
             }
@@ -326,7 +327,7 @@ impl Workers {
             None => upto(&held, |sum, next| sum + next.bytes() <= spare),
         };
         let total: u64 = wanted.iter().map(|chunk| chunk.bytes()).sum();
-        if total > spare || (wanted.is_empty() && there > 0) {
+        if total > spare || (wanted.is_empty() && there > 0 && job.kind != JobKind::Spare) {
             let asked = ByteSize(job.bytes.unwrap_or(there));
             let seen = if spare == 0 {
                 format!("the device of {device} needs all that its stores hold")
@@ -338,7 +339,7 @@ impl Workers {
             };
             return Err(unmoved(format!("cannot give back {asked}: {seen}; {MORE_ROOM}")));
         }
-        if job.only.is_none() && job.bytes.is_none() {
+        if job.only.is_none() && job.bytes.is_none() && job.kind != JobKind::Spare {
             let mut away = self.chunks(ChunkState::GivenBack, None);
             if job.kind == JobKind::Sleep {
                 // The governor may take no chunk before the machine has slept, and never one that a
@@ -353,14 +354,14 @@ impl Workers {
         }
         job.reach.total_bytes.store(total, Ordering::Relaxed);
         self.promotion.end();
-        let before = self.volume.status().moved_out;
+        let before = self.pool.status().moved_out;
         let trouble = self.empty_all(job, wanted);
         let given = job.reach.bytes.load(Ordering::Relaxed);
         let seconds = (self.clock.now() - began).as_secs_f64();
         self.given_back.add(given, seconds);
-        let pages = self.volume.status().moved_out.wrapping_sub(before);
+        let pages = self.pool.status().moved_out.wrapping_sub(before);
         let moved = Moved { bytes: given, left_bytes: 0, pages, seconds };
-        let asked = job.bytes.map_or(there, |_| total);
+        let asked = if job.kind == JobKind::Spare { total } else { job.bytes.map_or(there, |_| total) };
         match trouble {
             _ if given >= asked => Ok(moved),
             Some(trouble) => {
@@ -375,17 +376,17 @@ impl Workers {
     }
 
     fn note(&self, chunks: &[Chunk], note: impl Fn(Note) -> Note) {
-        chunks.iter().for_each(|it| self.volume.note(it.store, &[it.chunk], note(it.note)));
+        chunks.iter().for_each(|it| self.pool.note(it.store, &[it.chunk], note(it.note)));
     }
 
     /// Closes all `chunks`, then empties them with every thread. If a chunk could not be given
     /// back, returns the reason.
     fn empty_all(self: &Arc<Self>, job: &Arc<Job>, chunks: Vec<Chunk>) -> Option<String> {
-        for (at, store) in self.volume.stores().enumerate() {
+        for (at, store) in self.pool.stores().enumerate() {
             let of_store: Vec<u32> = chunks.iter().filter(|it| it.store == at).map(|it| it.chunk).collect();
-            if let Err(error) = self.volume.begin_give_back(at, &of_store) {
+            if let Err(error) = self.pool.begin_give_back(at, &of_store) {
                 let closed = chunks.iter().filter(|chunk| chunk.store < at);
-                closed.for_each(|chunk| self.volume.cancel_give_back(chunk.store, chunk.chunk));
+                closed.for_each(|chunk| self.pool.cancel_give_back(chunk.store, chunk.chunk));
                 return Some(format!("{}: {error}", store.name()));
             }
         }
@@ -409,7 +410,7 @@ impl Workers {
         }
         // The daemon stops, so no thread came to these chunks.
         for chunk in &list.chunks {
-            self.volume.cancel_give_back(chunk.store, chunk.chunk);
+            self.pool.cancel_give_back(chunk.store, chunk.chunk);
         }
         list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -442,7 +443,7 @@ impl Workers {
                     bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
                 }
                 Err(error) => {
-                    let store = self.volume.stores().nth(chunk.store).map_or("", |store| store.name());
+                    let store = self.pool.stores().nth(chunk.store).map_or("", |store| store.name());
                     let what = format!("chunk {} of {store} stays: {}", chunk.chunk, chain(&error));
                     list.trouble.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(what);
                 }
@@ -480,7 +481,7 @@ impl Workers {
                 }
                 Err(GiveBackError::Store(Fault::Full)) if room.is_some() => {}
                 Err(error) => {
-                    let store = self.volume.stores().nth(chunk.store).map_or("", |store| store.name());
+                    let store = self.pool.stores().nth(chunk.store).map_or("", |store| store.name());
                     let again = if job.kind == JobKind::Wake { "--sleep" } else { "all" };
                     trouble = Some(format!(
                         "{store} has no more now ({}); end what uses it, then weir take {again}",
@@ -537,6 +538,19 @@ fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
     chunks.iter().take_while(take).copied().collect()
 }
 
+/// Returns chunks that fit into `room` bytes together: the largest ones first, and of these the
+/// first ones of `chunks`.
+fn fitting(mut chunks: Vec<Chunk>, room: u64) -> Vec<Chunk> {
+    chunks.sort_by_key(|chunk| std::cmp::Reverse(chunk.slots));
+    let mut left = room;
+    chunks.retain(|chunk| {
+        let fits = chunk.bytes() <= left;
+        left -= if fits { chunk.bytes() } else { 0 };
+        fits
+    });
+    chunks
+}
+
 fn bytes(slots: u32) -> u64 {
     u64::from(slots) * PAGE_SIZE as u64
 }
@@ -547,8 +561,9 @@ mod tests {
     use super::*;
     use crate::environment::tests::{Quick, quiet};
     use std::time::{Duration, Instant};
-    use weir_store::{Host, OpenError, Reclaim, Sim, SimUrl, State};
-    use weir_volume::{Config, Pool};
+    use weir_core::PageNo;
+    use weir_store::{Host, OpenError, Progress, Reclaim, Sim, SimUrl, State};
+    use weir_volume::{Config, Volume};
 
     const MIB: u64 = 1 << 20;
     const CHUNK: u64 = 4 * MIB;
@@ -782,6 +797,46 @@ mod tests {
         let needs = format!("the device of {} needs all", ByteSize(bytes(config.pages)));
         let why = refused(&workers, JobKind::GiveBack);
         assert!(why.contains(&needs), "{why}");
+        workers.stop();
+    }
+
+    #[test]
+    fn what_no_volume_needs_is_given_back_by_whole_chunks_and_the_small_last_one_is_not_preferred() {
+        const PAGE: [u8; PAGE_SIZE] = [7; PAGE_SIZE];
+        // The store ends with a small chunk, for the slack.
+        let mut config = Config { pages: 1, lanes: 2 + super::super::lanes(quiet().processors), depth: 4 };
+        let chunk = (CHUNK / PAGE_SIZE as u64) as u32;
+        config.pages = 4 * chunk;
+        let size = ByteSize(bytes(config.slots()));
+        let store = Sim::open(SimUrl { size, chunk: Some(ByteSize(CHUNK)), ..SimUrl::default() });
+        let pool = Pool::create(config, vec![Arc::new(store.expect("memory"))]).expect("a pool");
+        let [first, second] = [2 * chunk, 2 * chunk].map(|pages| pool.volume(pages).expect("room"));
+        let workers = Workers::start(&pool, &[true], &quiet()).expect("threads");
+        assert_eq!(ask(&workers, JobKind::Spare, None).bytes, 0, "all of it is needed");
+        let mut lanes = [&first, &second].map(|volume| volume.lane().expect("a lane"));
+        for page in 0..2 * chunk {
+            for lane in &mut lanes {
+                assert_eq!(lane.write(0, PageNo(page), &PAGE), Progress::Done(Ok(())));
+                lane.submit();
+            }
+        }
+        let [of_first, mut lane] = lanes;
+        drop(of_first);
+        pool.close_lanes(Instant::now());
+        let mut removal = first.shrink(0, |_| Ok(())).expect("nobody has it");
+        while !workers.mover(0).remove(&mut removal, chunk) {}
+        drop(removal);
+        assert_eq!(ask(&workers, JobKind::Spare, None).bytes, 2 * CHUNK);
+        assert_eq!(ask(&workers, JobKind::Spare, None).bytes, 0, "the small chunk has the slack");
+        let mut found = [0; PAGE_SIZE];
+        for page in 0..2 * chunk {
+            assert_eq!(lane.read(page, PageNo(page), &mut found), Progress::Done(Ok(())));
+            assert!(found == PAGE, "page {page}");
+        }
+        ask(&workers, JobKind::Take, Some(1));
+        assert_eq!(pool.free_pages(), chunk);
+        let _third = pool.volume(chunk).expect("the chunk that was taken has room for it");
+        assert_eq!(ask(&workers, JobKind::Spare, None).bytes, 0);
         workers.stop();
     }
 

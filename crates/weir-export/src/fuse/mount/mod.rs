@@ -218,6 +218,20 @@ impl Left {
         Left { point: point.to_owned(), vacant: true }
     }
 
+    /// The mounts on files whose name is that of `point` with a dot and more behind. An empty file
+    /// under such a mount counts as one that a server made.
+    pub fn beside(point: &Path) -> Vec<Left> {
+        let Some((parent, name)) = point.parent().zip(point.file_name()) else { return Vec::new() };
+        let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+        // The kernel names mounts by paths without symbolic links.
+        let Ok(parent) = parent.canonicalize() else { return Vec::new() };
+        let begin = [name.as_bytes(), b"."].concat();
+        let entries = std::fs::read_dir(&parent).into_iter().flatten().flatten();
+        let names = entries.map(|entry| entry.file_name()).filter(|name| name.as_bytes().starts_with(&begin));
+        let points = names.map(|name| parent.join(name)).filter(|point| is_mounted(point));
+        points.map(|point| Left { point, vacant: true }).collect()
+    }
+
     /// Removes a dead mount, and the file under it if a server made the file. Call this once every
     /// server is gone.
     pub fn clear(self) {
