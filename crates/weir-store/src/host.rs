@@ -36,6 +36,9 @@ struct Shared {
 }
 
 impl Host {
+    /// The size of a chunk, the least that is given back.
+    pub const CHUNK: ByteSize = ByteSize(CHUNK_SLOTS as u64 * PAGE_SIZE as u64);
+
     /// Takes `slots` pages of RAM.
     ///
     /// # Errors

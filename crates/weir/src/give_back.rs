@@ -18,7 +18,7 @@ pub fn take(options: &MemoryOptions) -> Result<(), Failure> {
 }
 
 fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(on::parts::find);
+    let path = options.control.clone().unwrap_or_else(control::find);
     if let Some(directory) = on::parts::among(&path) {
         let work = if take { on::parts::take } else { on::parts::give_back };
         return work(&directory, options.amount);

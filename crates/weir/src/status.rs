@@ -1,15 +1,15 @@
 //! `weir status`: asks the daemon for its status, and lists bounded programs.
 
 use crate::cli::StatusOptions;
-use crate::on;
 use crate::run::all;
+use crate::{failure, on};
 use serde_json::json;
 use weir_cli::failure::Failure;
-use weir_daemon::control::SCHEMA;
+use weir_daemon::control::{self, SCHEMA};
 
 /// Prints the daemon's answer, and then the programs that `weir run` bounds.
 pub fn run(options: &StatusOptions) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(on::parts::find);
+    let path = options.control.clone().unwrap_or_else(control::find);
     // If the user named a daemon, show no other daemon's programs.
     let programs = if options.control.is_none() { all() } else { Vec::new() };
     if !options.json {
@@ -24,12 +24,8 @@ pub fn run(options: &StatusOptions) -> Result<(), Failure> {
     }
     if let Some(directory) = on::parts::among(&path).filter(|_| !options.json) {
         print!("{}", on::parts::lines(&directory)?);
-        // If the first part is off, the lines above say so, and no daemon answers.
-        if !path.exists() {
-            return Ok(());
-        }
     }
-    let mut status = on::parts::status(&path)?;
+    let mut status = control::status(&path).map_err(failure::of)?;
     if options.json {
         status.programs.extend(programs);
         println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?);

@@ -3,14 +3,16 @@
 
 mod common;
 
-use common::{has_bar, is_plain, on_a_terminal};
+use common::{Ends, has_bar, is_plain, on_a_terminal};
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
+use weir_daemon::control::{self, Status};
 
 /// Settings of the kernel affect all tests, so one runs at a time.
 static MACHINE: Mutex<()> = Mutex::new(());
@@ -46,6 +48,41 @@ impl Host {
     fn on(&self) -> Command {
         let options = ["--front", "fuse", "--store", "host", "--size", "64MiB", "--unsafe-no-flusher"];
         self.weir("on", &[&options[..], &["--allow-hibernation"]].concat())
+    }
+
+    /// Parts of the least size that host memory can be given back in: a chunk of 128 MiB.
+    fn on_in_parts(&self, parts: u64) -> Command {
+        let (size, parts) = (format!("{}MiB", parts * 128), parts.to_string());
+        let options = ["--front", "fuse", "--store", "host", "--size", &size, "--parts", &parts];
+        self.weir("on", &[&options[..], &["--unsafe-no-flusher", "--allow-hibernation"]].concat())
+    }
+
+    /// Asks the daemon of this directory for an amount of memory.
+    fn ask(&self, command: &str, amount: &str) -> Command {
+        let mut weir = Command::new(&self.weir);
+        weir.args([command, amount, "--control"]).arg(self.directory.join("control.sock"));
+        weir
+    }
+
+    /// The daemon's status, once it answers.
+    fn status(&self) -> Status {
+        let begun = Instant::now();
+        loop {
+            match control::status(&self.directory.join("control.sock")) {
+                Ok(status) => return status,
+                Err(error) => assert!(begun.elapsed() < Duration::from_secs(60), "{error}"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Number of processes that run with this directory's configuration: keepers and daemons.
+    fn processes(&self) -> usize {
+        let config = self.directory.join("weir.toml");
+        let config = config.to_str().expect("text");
+        let of = |entry: fs::DirEntry| fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let runs = |line: &Vec<u8>| line.split(|byte| *byte == 0).any(|word| word == config.as_bytes());
+        fs::read_dir("/proc").expect("proc").flatten().map(of).filter(runs).count()
     }
 
     fn off(&self) -> Output {
@@ -409,25 +446,22 @@ fn off_removes_no_directory_that_it_did_not_make() {
 fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     let Some(host) = Host::new("parts") else { return };
     let before = (host.swaps(), settings());
-    let on = host.on().args(["--parts", "3"]).output().expect("weir runs");
+    let on = host.on_in_parts(3).output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     let ours = || host.swaps().len();
     assert_eq!(ours(), 3);
     let ask = |command: &str, amount: &str| {
-        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
-        weir.args([command, amount, "--control"]).arg(host.directory.join("control.sock"));
-        let output = weir.output().expect("weir runs");
+        let output = host.ask(command, amount).output().expect("weir runs");
         (output.status.code(), text(&output))
     };
     let refused = ask("give-back", "1GiB");
     assert!(refused.0 == Some(1) && refused.1.contains("ask for that, or for all"), "{refused:?}");
-    // A third of 64 MiB is 21.3 MiB, so 30 MiB are two parts.
     for (command, amount, left) in [
-        ("give-back", "30MiB", 1),
+        ("give-back", "129MiB", 1),
         ("take", "1MiB", 2),
         ("give-back", "all", 0),
         ("take", "all", 3),
-        ("give-back", "21MiB", 2),
+        ("give-back", "128MiB", 2),
         // Memory that was away before a sleep stays away after it.
         ("give-back", "--sleep", 0),
         ("take", "--sleep", 2),
@@ -440,6 +474,9 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
         let asked = ask(command, amount);
         assert!(asked.0 == Some(0), "{command} {amount}: {}", asked.1);
         assert_eq!(ours(), left, "{command} {amount}: {}", asked.1);
+        let status = host.status();
+        let away = 3 - left as u64;
+        assert_eq!((status.volumes.len(), status.stores[0].chunks.given_back), (left, away), "{}", asked.1);
     }
     let off = host.off();
     assert!(off.status.success(), "{}", text(&off));
@@ -447,20 +484,164 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     assert_eq!(host.left(), Vec::<String>::new());
 }
 
+/// Memory that a thread pages out and reads back again and again, until it is told to stop.
+fn page_out_and_verify(megabytes: usize, stop: &AtomicBool) -> u64 {
+    let words = megabytes << 17;
+    let number = |at: usize| (at as u64 ^ 0x5eed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let memory: Vec<u64> = (0..words).map(number).collect();
+    let mut rounds = 0;
+    while !stop.load(Ordering::Relaxed) {
+        page_out(&memory);
+        for (at, word) in memory.iter().enumerate() {
+            assert_eq!(*word, number(at), "word {at} in round {rounds}");
+        }
+        rounds += 1;
+    }
+    rounds
+}
+
+/// Asks the kernel to swap the memory out.
+fn page_out(memory: &[u64]) {
+    // SAFETY: the range belongs to this slice; paging it out does not change its content.
+    unsafe {
+        let from = memory.as_ptr().addr().next_multiple_of(4096) - memory.as_ptr().addr();
+        let start = memory.as_ptr().byte_add(from).cast_mut().cast();
+        let bytes = (size_of_val(memory) - from) & !4095;
+        rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxPageOut).expect("paged out");
+    }
+}
+
+#[test]
+fn parts_of_one_daemon_come_and_go_under_load_and_every_page_survives_when_it_is_killed() {
+    let Some(host) = Host::new("volumes") else { return };
+    let on = host.on_in_parts(4).output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    assert_eq!((host.swaps().len(), host.processes()), (4, 2), "one daemon and its keeper");
+    // Before Linux 6.9 a FUSE file does not outlive its daemon.
+    let outlives = host.weir("restart", &[]).output().expect("weir runs").status.success();
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let load = scope.spawn(|| page_out_and_verify(48, &stop));
+        let ends = Ends(&stop);
+        let steps = [
+            ("give-back", "256MiB", 2),
+            ("take", "all", 4),
+            ("give-back", "384MiB", 1),
+            ("take", "128MiB", 2),
+            ("take", "all", 4),
+        ];
+        for (round, milliseconds) in [None, Some(0), Some(20), Some(80)].into_iter().enumerate() {
+            let Some(milliseconds) = milliseconds.map_or(Some(None), |it| outlives.then_some(Some(it)))
+            else {
+                break;
+            };
+            for (command, amount, left) in steps {
+                let child = host.ask(command, amount);
+                let child =
+                    { child }.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("weir runs");
+                if let Some(milliseconds) = milliseconds {
+                    let daemon = host.status().pid;
+                    thread::sleep(Duration::from_millis(milliseconds));
+                    signal(daemon, rustix::process::Signal::KILL);
+                }
+                let output = child.wait_with_output().expect("it ends");
+                let said = format!("round {round}, {command} {amount}: {}", text(&output));
+                assert!(output.status.success(), "{said}");
+                assert_eq!((host.swaps().len(), host.status().volumes.len()), (left, left), "{said}");
+            }
+        }
+        drop(ends);
+        assert!(load.join().expect("no page came back wrong") > 0);
+    });
+    assert_eq!((host.swaps().len(), host.processes()), (4, 2));
+    assert!(host.off().status.success());
+    assert_eq!(host.left(), Vec::<String>::new());
+}
+
+#[test]
+fn what_a_killed_give_back_or_take_has_half_done_is_finished_by_the_next_command() {
+    let Some(host) = Host::new("half-part") else { return };
+    let on = host.on_in_parts(2).output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let killed = |command: &str, milliseconds: u64| {
+        let mut child = host.ask(command, "all").stdout(Stdio::null()).spawn().expect("weir runs");
+        thread::sleep(Duration::from_millis(milliseconds));
+        child.kill().expect("killed");
+        child.wait().expect("gone");
+    };
+    for milliseconds in [0, 10, 20, 40, 60, 80, 120, 160, 240] {
+        for (before, after, left) in [("give-back", "take", 2), ("take", "give-back", 0)] {
+            // The other command, so that the killed one has all of it to do.
+            let ready =
+                host.ask(if left == 2 { "take" } else { "give-back" }, "all").output().expect("weir runs");
+            assert!(ready.status.success(), "{}", text(&ready));
+            killed(before, milliseconds);
+            let output = host.ask(after, "all").output().expect("weir runs");
+            let said = format!("{before} killed after {milliseconds} ms: {}", text(&output));
+            assert!(output.status.success(), "{said}");
+            let status = host.status();
+            let found =
+                (host.swaps().len(), status.volumes.len(), status.stores[0].chunks.given_back as usize);
+            assert_eq!(found, (left, left, 2 - left), "{said}");
+        }
+    }
+    assert!(host.off().status.success());
+    assert_eq!(host.left(), Vec::<String>::new());
+}
+
+#[test]
+fn off_ends_the_daemons_of_parts_that_an_earlier_weir_made() {
+    let Some(host) = Host::new("earlier") else { return };
+    // That weir had a daemon for each part, the second one in the directory 2.
+    let second = host.directory.join("2");
+    let on = host.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let other = host.on();
+    let other: Vec<_> = other.get_args().map(std::ffi::OsStr::to_owned).collect();
+    let other = other.into_iter().map(|it| if it == host.directory { second.clone().into() } else { it });
+    let on = Command::new(&host.weir).args(other).output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let read = |directory: &Path| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(directory.join("state.json")).expect("a journal")).expect("JSON")
+    };
+    let (mut state, of_second) = (read(&host.directory), read(&second));
+    let steps = state["steps"].as_array_mut().expect("steps");
+    steps.extend(of_second["steps"].as_array().expect("steps").iter().cloned());
+    steps.push(serde_json::json!({
+        "step": "away", "directory": host.directory.join("3"), "config": "", "front": "fuse", "priority": 7,
+        "bytes": 4096, "asleep": false,
+    }));
+    state["parts"] = 3.into();
+    fs::write(host.directory.join("state.json"), state.to_string()).expect("written");
+    fs::remove_file(second.join("state.json")).expect("it is there");
+    assert_eq!((host.swaps().len(), host.processes()), (2, 2));
+    for command in ["give-back", "take"] {
+        let output = host.ask(command, "all").output().expect("weir runs");
+        assert!(
+            text(&output).contains("weir off, then weir on makes them parts of one"),
+            "{}",
+            text(&output)
+        );
+    }
+    let restart = host.weir("restart", &[]).output().expect("weir runs");
+    assert!(restart.status.success(), "{}", text(&restart));
+    let off = host.off();
+    assert!(off.status.success(), "{}", text(&off));
+    assert_eq!(host.left(), Vec::<String>::new());
+}
+
 #[test]
 fn an_off_that_fails_leaves_every_part_as_it_was_and_forgets_none() {
     let Some(host) = Host::new("forgets") else { return };
     let before = host.swaps();
-    let on = host.on().args(["--parts", "3"]).output().expect("weir runs");
+    let on = host.on_in_parts(3).output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     let ask = |command: &str, amount: &str| {
-        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
-        weir.args([command, amount, "--control"]).arg(host.directory.join("control.sock"));
-        let output = weir.output().expect("weir runs");
+        let output = host.ask(command, amount).output().expect("weir runs");
         assert!(output.status.success(), "{command} {amount}: {}", text(&output));
         host.swaps().len()
     };
-    assert_eq!(ask("give-back", "21MiB"), 2);
+    assert_eq!(ask("give-back", "128MiB"), 2);
     // A user without administrator rights cannot turn swap off.
     let mut off = Command::new("setpriv");
     off.args(["--bounding-set", "-sys_admin", env!("CARGO_BIN_EXE_weir"), "off", "--runtime"]);
@@ -514,7 +695,7 @@ fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
     // A charger that is connected while Weir turns off starts no second run.
     supply("AC", "online", "0\n");
     let mut battery = host.weir("battery", &["--supplies", supplies.to_str().expect("text")]);
-    let mut battery = battery.stdout(std::process::Stdio::piped()).spawn().expect("weir runs");
+    let mut battery = battery.stdout(Stdio::piped()).spawn().expect("weir runs");
     let mut said = String::new();
     let mut lines = BufReader::new(battery.stdout.take().expect("a pipe"));
     lines.read_line(&mut said).expect("text");
@@ -548,13 +729,7 @@ fn a_swapoff_says_where_another_is_at_work_and_every_page_comes_back() {
         ];
         let on = host.weir("on", &options).output().expect("weir runs");
         assert!(on.status.success(), "{}", text(&on));
-        // SAFETY: the range belongs to this vector; paging it out does not change its content.
-        unsafe {
-            let from = memory.as_ptr().addr().next_multiple_of(4096) - memory.as_ptr().addr();
-            let start = memory.as_ptr().byte_add(from).cast_mut().cast();
-            let bytes = (size_of_val(&*memory) - from) & !4095;
-            rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxPageOut).expect("paged out");
-        }
+        page_out(&memory);
         let swap = host.swaps()[0].clone();
         let mut columns = swap.split_whitespace();
         let device = columns.next().expect("a device");
@@ -652,7 +827,7 @@ fn what_a_killed_weir_on_has_done_by_then_is_undone_by_weir_off() {
     let Some(host) = Host::new("killed") else { return };
     let before = (host.swaps(), settings());
     for milliseconds in [0, 5, 10, 20, 40, 60, 80, 120, 160, 240] {
-        let mut on = host.on().stdout(std::process::Stdio::null()).spawn().expect("weir runs");
+        let mut on = host.on().stdout(Stdio::null()).spawn().expect("weir runs");
         thread::sleep(Duration::from_millis(milliseconds));
         on.kill().expect("killed");
         on.wait().expect("gone");

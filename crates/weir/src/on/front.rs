@@ -77,21 +77,26 @@ impl Front {
         self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }
 
-    /// The number of the kernel's own connections: the number in the options that
-    /// [`config`](Front::config) made, without the `SPARE_CONNECTIONS` of the daemon.
-    pub fn connections(self, config: &toml::Table) -> u16 {
+    /// The number of the kernel's own connections for each of `parts` devices: the number in the
+    /// options that [`config`](Front::config) made, without the `SPARE_CONNECTIONS` of the daemon.
+    pub fn connections(self, config: &toml::Table, parts: u8) -> u16 {
         let value = config.get("connections").and_then(Value::as_integer).unwrap_or_default();
-        u16::try_from(value).unwrap_or_default().saturating_sub(SPARE_CONNECTIONS)
+        let all = u16::try_from(value).unwrap_or_default().saturating_sub(SPARE_CONNECTIONS);
+        all / u16::from(parts.max(1))
     }
 
-    /// The options of `weir serve` that make the front end, for a daemon in `directory`.
-    pub fn config(self, directory: &Path, connections: u16) -> Vec<(&'static str, Value)> {
+    /// The options of `weir serve` that make the front end of `parts` devices, for a daemon in
+    /// `directory`.
+    pub fn config(self, directory: &Path, connections: u16, parts: u8) -> Vec<(&'static str, Value)> {
         let text = |path: PathBuf| path.display().to_string();
         match self {
             Front::Ublk => vec![("ublk", Value::Boolean(true))],
             Front::Nbd => vec![
                 ("nbd", service::list([format!("unix:{}", text(nbd_socket(directory)))])),
-                ("connections", Value::Integer(i64::from(connections + SPARE_CONNECTIONS))),
+                (
+                    "connections",
+                    Value::Integer(i64::from(connections * u16::from(parts) + SPARE_CONNECTIONS)),
+                ),
             ],
             Front::Fuse => vec![
                 ("fuse", Value::String(text(fuse_file(directory)))),
@@ -195,7 +200,8 @@ fn modprobe(arguments: &[&str]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Makes a block device of the daemon in `directory`, and returns its name.
+/// Makes a block device of a volume of the daemon in `directory`, and returns its name. Without a
+/// `volume`, it is the daemon's own.
 ///
 /// # Errors
 /// Fails with the kernel's error.
@@ -203,29 +209,38 @@ pub fn attach(
     front: Front,
     directory: &Path,
     connections: u16,
+    volume: Option<&str>,
     status: &Status,
     journal: &mut Journal,
 ) -> Result<PathBuf, Failure> {
+    let name = volume.map(str::to_owned);
+    let exported = || {
+        let export = status.exports.iter().find(|it| it.kind == front.name() && it.volume == name);
+        export.map(|export| PathBuf::from(&export.address)).ok_or_else(|| {
+            let kind = front.name();
+            Failure::Failed(format!("the daemon does not say which {kind} device it has made"))
+        })
+    };
     match front {
         Front::Ublk => {
-            let export = status.exports.iter().find(|export| export.kind == "ublk");
-            let path = export.map(|export| PathBuf::from(&export.address)).ok_or_else(|| {
-                Failure::Failed("the daemon does not say which ublk device it has made".to_owned())
-            })?;
-            journal.intend(Step::Device { path: path.clone(), front, file: None, by: None })?;
+            let path = exported()?;
+            journal.intend(Step::Device { path: path.clone(), front, file: None, by: None, volume: name })?;
             Ok(path)
         }
         Front::Nbd => {
             let path = free_nbd_device()?;
             let (file, by) = (Some(nbd_socket(directory)), Some(std::process::id()));
-            journal.intend(Step::Device { path: path.clone(), front, file, by })?;
-            let options = nbd_options(directory, &path, connections);
+            journal.intend(Step::Device { path: path.clone(), front, file, by, volume: name })?;
+            let options = nbd_options(directory, &path, connections, volume);
             attach::connect(&options, &log::to_stderr(Level::Warning)).map_err(failure::of)?;
             Ok(path)
         }
         Front::Fuse => {
-            let file = fuse_file(directory);
-            let step = |path| Step::Device { path, front, file: Some(file.clone()), by: None };
+            let file = exported()?;
+            let step = |path| {
+                let (file, volume) = (Some(file.clone()), name.clone());
+                Step::Device { path, front, file, by: None, volume }
+            };
             // The kernel picks the loop device, so at first only the file can be recorded.
             journal.intend(step(PathBuf::new()))?;
             let device = LoopDevice::attach(&file).map_err(|error| Failure::Failed(chain(&error)))?;
@@ -241,7 +256,10 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -
         // The daemon has ended before this call, and with it its ublk device.
         Front::Ublk => check_gone(path),
         Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
-        Front::Nbd => attach::detach(path, None).map_err(failure::of),
+        Front::Nbd => {
+            let control = file.and_then(Path::parent).map(control_socket);
+            attach::detach(path, control.as_deref()).map_err(failure::of)
+        }
         Front::Fuse => LoopDevice::over(file.unwrap_or(path))
             .into_iter()
             .try_for_each(|device| device.detach().map_err(|error| Failure::Failed(chain(&error)))),
@@ -260,8 +278,9 @@ fn check_gone(device: &Path) -> Result<(), Failure> {
     )))
 }
 
-fn nbd_options(directory: &Path, device: &Path, connections: u16) -> Attach {
+fn nbd_options(directory: &Path, device: &Path, connections: u16, volume: Option<&str>) -> Attach {
     Attach {
+        name: volume.unwrap_or_default().to_owned(),
         device: Some(device.to_owned()),
         connections,
         control: Some(control_socket(directory)),
@@ -314,8 +333,9 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("weir-front-{}", std::process::id()));
         let mut journal = Journal::open(&directory).expect("a journal");
         let mut status = Status::example(0);
-        let attach =
-            |status: &Status, journal: &mut Journal| attach(Front::Ublk, &directory, 1, status, journal);
+        let attach = |status: &Status, journal: &mut Journal| {
+            attach(Front::Ublk, &directory, 1, None, status, journal)
+        };
         let Err(Failure::Failed(said)) = attach(&status, &mut journal) else { panic!("it has NBD alone") };
         assert_eq!(said, "the daemon does not say which ublk device it has made");
         assert_eq!(journal.state().steps, []);

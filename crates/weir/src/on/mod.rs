@@ -113,22 +113,26 @@ fn turn_on(options: &OnOptions, plan: &OnPlan, journal: &mut Journal) -> Result<
         journal.intend(Step::File { path: path.clone() })?;
         off::make_own_directory(path)?;
     }
+    let directory = &options.runtime;
+    let (status, part) = start(options, plan, journal)?;
     let mut devices = Vec::new();
-    let mut bytes = 0;
-    let mut cards = Vec::new();
-    for part in 0..options.parts {
-        let directory = directory(&options.runtime, part);
-        let status = start(options, plan, &directory, journal)?;
-        let size = ByteSize(status.volume.bytes);
+    let front = (plan.front.front, plan.connections);
+    let bytes = if options.parts == 1 {
         interrupt::check()?;
-        let device = front::attach(plan.front.front, &directory, plan.connections, &status, journal)?;
+        let size = ByteSize(status.volume.bytes);
+        let device = front::attach(front.0, directory, front.1, None, &status, journal)?;
         swap_area::make(&device, size)?;
         devices.push(device);
-        bytes += size.0;
-        if part == 0 {
-            cards = status.stores.into_iter().flat_map(|store| store.conditions).collect();
+        size.0
+    } else {
+        for number in 1..=options.parts {
+            interrupt::check()?;
+            let volume = parts::volume(number);
+            devices.push(parts::make(directory, front, (&volume, part.0), journal)?);
         }
-    }
+        part.0 * u64::from(options.parts)
+    };
+    let cards: Vec<_> = status.stores.into_iter().flat_map(|store| store.conditions).collect();
     interrupt::check()?;
     for wish in &plan.wishes {
         settings::apply(wish, journal)?;
@@ -185,25 +189,23 @@ fn report(options: &OnOptions, plan: &OnPlan, devices: &[PathBuf], size: ByteSiz
     );
 }
 
-/// Starts the daemon of one part. Tries again with a smaller size if the card has too little
-/// memory.
-fn start(
-    options: &OnOptions,
-    plan: &OnPlan,
-    directory: &Path,
-    journal: &mut Journal,
-) -> Result<Status, Failure> {
-    let part = |size| sizing::part(size, options.parts.into(), preflight::unit(&plan.store));
+/// Starts the daemon. Returns its status and the size of a part. Tries again with a smaller size if
+/// the card has too little memory.
+fn start(options: &OnOptions, plan: &OnPlan, journal: &mut Journal) -> Result<(Status, ByteSize), Failure> {
+    let directory = &options.runtime;
+    let unit = preflight::unit(&plan.store, options.parts);
     let mut last = None;
     let steps = journal.state().steps.len();
     for size in sizing::tries(plan.size) {
+        let part = sizing::part(size, options.parts.into(), unit);
+        let all = ByteSize(part.0 * u64::from(options.parts));
         let service = Service {
-            directory: directory.to_owned(),
+            directory: directory.clone(),
             unit: plan.unit.clone(),
-            config: config(options, plan, directory, part(size)),
+            config: config(options, plan, directory, all),
         };
         match service.start(journal) {
-            Ok(status) => return Ok(status),
+            Ok(status) => return Ok((status, part)),
             // Another program has taken memory of the card since its free memory was read.
             Err(Failure::NoRoom(reason)) if matches!(plan.store, StoreChoice::Vram(_)) => {
                 if journal.state().steps.len() > steps {
@@ -217,7 +219,7 @@ fn start(
     Err(last.expect("there is a first try"))
 }
 
-/// The options of `weir serve` for this part's daemon.
+/// The options of `weir serve` for a daemon of `size` bytes.
 fn config(options: &OnOptions, plan: &OnPlan, directory: &Path, size: ByteSize) -> Table {
     let text = |path: PathBuf| path.display().to_string();
     let store = match &plan.store {
@@ -241,7 +243,10 @@ fn config(options: &OnOptions, plan: &OnPlan, directory: &Path, size: ByteSize) 
     put("keeper", Value::Boolean(true));
     put("control", Value::String(text(service::control_socket(directory))));
     put("start-report", Value::String(text(service::start_report(directory))));
-    for (key, value) in plan.front.front.config(directory, plan.connections) {
+    if options.parts > 1 {
+        put("pool", Value::Integer(options.parts.into()));
+    }
+    for (key, value) in plan.front.front.config(directory, plan.connections, options.parts) {
         put(key, value);
     }
     put("spin-us", Value::Integer(options.policy.spin_us().into()));
@@ -252,10 +257,4 @@ fn config(options: &OnOptions, plan: &OnPlan, directory: &Path, size: ByteSize) 
         put("unsafe-no-flusher", Value::Boolean(true));
     }
     config
-}
-
-/// The directory of a part. The first part lives in the run-time directory itself, where `weir
-/// status` looks.
-fn directory(runtime: &Path, part: u8) -> PathBuf {
-    if part == 0 { runtime.to_owned() } else { runtime.join((part + 1).to_string()) }
 }

@@ -156,9 +156,9 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
     match step {
         Step::Swap { path, .. } => drain::swapoff(path),
         Step::Setting { path, before, after, .. } => settings::restore(path, before, after),
-        Step::Device { path, front, file, by } => front::detach(*front, path, file.as_deref(), *by),
+        Step::Device { path, front, file, by, .. } => front::detach(*front, path, file.as_deref(), *by),
         Step::Daemon { directory, unit, process } => service::stop(directory, unit.as_deref(), *process),
-        // The memory of this part was given back already.
+        // The volume of this part was removed, and its memory given back.
         Step::Away { .. } => Ok(()),
         Step::Mask { units } => {
             let units = units.iter().map(String::as_str);
@@ -212,7 +212,7 @@ mod tests {
             println!("skipped: a_ublk_device_is_asked_for_after_its_daemon_has_ended: no block device");
             return;
         };
-        let device = |path| Step::Device { path, front: Front::Ublk, file: None, by: None };
+        let device = |path| Step::Device { path, front: Front::Ublk, file: None, by: None, volume: None };
         let mut journal = Journal::open(&directory).expect("a journal");
         journal.intend(Step::File { path: directory.join("made") }).expect("written");
         journal

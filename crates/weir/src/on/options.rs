@@ -44,8 +44,8 @@ pub struct OnOptions {
     #[arg(long, value_name = "ALGORITHM", value_enum)]
     pub compress: Option<Algorithm>,
 
-    /// Number of equal devices, each with its own daemon. weir give-back turns off as many as are
-    /// needed, and weir take turns them on again.
+    /// Number of equal devices, of one daemon. weir give-back turns off as many as are needed, and
+    /// weir take turns them on again.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub parts: u8,
 
@@ -53,8 +53,7 @@ pub struct OnOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=32767))]
     pub priority: Option<u16>,
 
-    /// Have the daemon answer Prometheus, as weir serve does: unix:PATH or tcp:127.0.0.1:PORT. For
-    /// one part only.
+    /// Have the daemon answer Prometheus, as weir serve does: unix:PATH or tcp:127.0.0.1:PORT.
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<Address>,
 

@@ -1,120 +1,90 @@
-//! A device in parts (`weir on --parts`). `weir give-back` turns some of them off, which frees
-//! their memory while the others stay. `weir take` turns them on again. `weir status` lists them.
+//! A device in parts (`weir on --parts`): several swap devices, each over a volume of one daemon.
+//! `weir give-back` turns some of them off and removes their volumes. Then it gives back the memory
+//! that no volume needs. `weir take` is the reverse. `weir status` lists the parts.
 
 use super::options::DIRECTORY;
 use super::state::{Front, Journal, Phase, State, Step};
 use super::{drain, front, interrupt, off, service, state, swap_area};
 use crate::cli::Amount;
 use crate::failure;
-use service::Service;
+use crate::progress::Waiting;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
-use weir_core::{ByteSize, PAGE_SIZE};
-use weir_daemon::control::{self, Status};
-use weir_system::swaps;
+use weir_core::ByteSize;
+use weir_daemon::ErrorKind;
+use weir_daemon::control::{self, Moved, Request, Status};
+use weir_system::swaps::{self, Swap};
+
+/// Time for which a request is repeated that no daemon answers. A daemon that died has a successor
+/// by then.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Time between two tries of a request.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A part that is on.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Part {
-    directory: PathBuf,
+    volume: String,
     device: PathBuf,
     front: Front,
     priority: i32,
 }
 
-/// The run-time directory of the daemon that answers at `control`, if that daemon is one of several
+/// The name of the volume of part `number`, from 1 on.
+pub fn volume(number: u8) -> String {
+    format!("part-{number}")
+}
+
+/// The run-time directory of the daemon that answers at `control`, if its device is one of several
 /// parts.
 pub fn among(control: &Path) -> Option<PathBuf> {
-    let (directory, state) = state_at(control)?;
+    let directory = control.parent()?;
+    let state = state::read(directory).ok()??;
     (state.parts > 1).then(|| directory.to_owned())
 }
 
-/// The number of parts of the device whose first daemon answers at `control`; 0 if no daemon of
-/// `weir on` does.
-pub fn count(control: &Path) -> u8 {
-    state_at(control).map_or(0, |(_, state)| state.parts)
-}
-
-/// The state that `weir on` has written beside `control`, with its directory.
-fn state_at(control: &Path) -> Option<(&Path, State)> {
-    let directory = control.parent()?;
-    Some((directory, state::read(directory).ok()??))
-}
-
-/// A line for each part: its device, the bytes of pages on it, and the socket of its own daemon.
+/// A line for each part: its device, its size, and the bytes of pages on it.
 ///
 /// # Errors
 /// Fails when the journal of `weir on` cannot be read.
 pub fn lines(directory: &Path) -> Result<String, Failure> {
     let Some(state) = state::read(directory)? else { return Ok(String::new()) };
-    // The paths in the journal are absolute, so make this one absolute too.
-    let directory = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
-    Ok(listing(&directory, &state, |socket| control::status(socket).ok()))
+    Ok(listing(&state, |device| swaps::find(device).ok().flatten()))
 }
 
-fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) -> String {
-    let number = |directory: &Path| {
-        let name = directory.strip_prefix(root).ok().and_then(|name| name.to_str()?.parse::<u8>().ok());
-        name.unwrap_or(1)
-    };
-    let mut lines: Vec<(u8, String)> = away(state)
-        .iter()
-        .filter_map(|step| match step {
-            Step::Away { directory, bytes, .. } => {
-                Some((number(directory), format!("off, {}; weir take all turns it on", ByteSize(*bytes))))
-            }
-            _ => None,
-        })
-        .collect();
-    for Part { directory, device, .. } in on(state) {
-        let number = number(&directory);
-        let socket = service::control_socket(&directory);
-        let line = match ask(&socket) {
-            Some(Status { volume, .. }) => {
-                let (bytes, stored) = (ByteSize(volume.bytes), ByteSize(volume.stored * PAGE_SIZE as u64));
-                let more = match number {
-                    1 => "see below".to_owned(),
-                    _ => format!("weir status --control {}", socket.display()),
-                };
-                format!("{}, {bytes}: {stored} stored; {more}", device.display())
-            }
-            None => format!("{}: its daemon does not answer at {}", device.display(), socket.display()),
+fn listing(state: &State, find: impl Fn(&Path) -> Option<Swap>) -> String {
+    let first = format!("{:<10}{}", "parts", state.parts);
+    if state.is_of_daemons() {
+        return format!("{first}, each with its own daemon, by weir {}: {NEW}\n", state.version);
+    }
+    let mut lines = Vec::new();
+    for step in &state.steps {
+        if let Step::Away { volume: Some(volume), bytes, .. } = step {
+            let line = format!("off, {}; weir take all turns it on", ByteSize(*bytes));
+            lines.push((number(volume), line));
+        }
+    }
+    for Part { volume, device, .. } in on(state) {
+        let line = match find(&device) {
+            Some(swap) => format!("{}, {}: {} swapped out", device.display(), swap.size, swap.used),
+            None => format!("{}: no swap any more; weir off, then weir on", device.display()),
         };
-        lines.push((number, line));
+        lines.push((number(&volume), line));
     }
     lines.sort();
     let line = |(number, line): &(u8, String)| format!("part {number:<5}{line}\n");
-    let first = format!("{:<10}{}, each with its own daemon\n", "parts", state.parts);
-    first + &lines.iter().map(line).collect::<String>()
+    format!("{first}\n{}", lines.iter().map(line).collect::<String>())
 }
 
-/// The control socket that commands use if the user names none. While all parts of the system's
-/// device are away, no daemon answers. Then it is the socket at which a daemon has answered before.
-pub fn find() -> PathBuf {
-    let found = control::find();
-    let system = service::control_socket(Path::new(DIRECTORY));
-    if !found.exists() && among(&system).is_some() { system } else { found }
-}
+/// The next step for a user whose device an earlier weir made.
+const NEW: &str = "weir off, then weir on makes them parts of one";
 
-/// The status of the daemon at `control`. If every part has given its memory back, the error says
-/// so.
-///
-/// # Errors
-/// Fails as [`control::status`] does.
-pub fn status(control: &Path) -> Result<Status, Failure> {
-    control::status(control).map_err(|error| match silence(control) {
-        Some(why) => Failure::Failed(format!("no daemon answers at {}: {why}", control.display())),
-        None => failure::of(error),
-    })
-}
-
-/// Explains that no daemon answers at `control` because every part has given its memory back, with
-/// the next step; `None` for another reason.
-fn silence(control: &Path) -> Option<String> {
-    let (directory, state) = state_at(control)?;
-    state.is_all_away().then(|| all_away(&state, directory))
+/// The number of a part, by its volume's name.
+fn number(volume: &str) -> u8 {
+    volume.rsplit('-').next().and_then(|number| number.parse().ok()).unwrap_or_default()
 }
 
 /// The message about a device in `directory` whose parts are all away.
@@ -123,6 +93,56 @@ pub fn all_away(state: &State, directory: &Path) -> String {
     let elsewhere = directory != Path::new(DIRECTORY);
     let control = if elsewhere { format!(" --control {}", socket.display()) } else { String::new() };
     format!("all {} parts are given back: weir take all{control} turns them on again", state.parts)
+}
+
+/// Makes the volume of a part, a block device of it, and a swap area there. Returns the device.
+///
+/// # Errors
+/// Fails when the daemon or the kernel refuses.
+pub fn make(
+    directory: &Path,
+    (front, connections): (Front, u16),
+    (volume, bytes): (&str, u64),
+    journal: &mut Journal,
+) -> Result<PathBuf, Failure> {
+    let status = until(|| {
+        let made = ask(directory, Request::VolumeCreate { name: volume.to_owned(), bytes });
+        let status = control::status(&service::control_socket(directory))?;
+        // The volume is also there if the daemon died before it answered, or made the volume for a
+        // command that was killed.
+        let is_there = status.volumes.iter().any(|it| it.name == volume && it.bytes == bytes);
+        match made {
+            Err(error) if !is_there => Err(error),
+            _ => Ok(status),
+        }
+    })?;
+    let device = attach((front, connections), directory, volume, status, journal)?;
+    swap_area::make(&device, ByteSize(bytes))?;
+    Ok(device)
+}
+
+/// Makes a block device of a part's volume. Tries again if the daemon died meanwhile: the next one
+/// must know the device.
+fn attach(
+    (front, connections): (Front, u16),
+    directory: &Path,
+    volume: &str,
+    mut status: Status,
+    journal: &mut Journal,
+) -> Result<PathBuf, Failure> {
+    loop {
+        let attached = front::attach(front, directory, connections, Some(volume), &status, journal);
+        let now = until(|| control::status(&service::control_socket(directory)))?;
+        let is_known = |device: &Path| {
+            front != Front::Nbd || now.attached.iter().any(|known| Path::new(known) == device)
+        };
+        match attached {
+            Ok(device) if is_known(&device) || now.pid == status.pid => return Ok(device),
+            Err(failure) if now.pid == status.pid => return Err(failure),
+            _ => undo(journal, directory, |step| is_device(step, volume))?,
+        }
+        status = now;
+    }
 }
 
 /// Turns off as many parts as hold `amount`; without an amount all of them, until the machine has
@@ -136,12 +156,14 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     let parts = on(journal.state());
     let mut chosen = Vec::new();
     let mut bytes = 0;
-    // The first part's daemon answers `weir status`, so it is turned off last.
+    let status = until(|| control::status(&service::control_socket(directory)))?;
+    // The last part goes first.
     for part in parts.iter().rev() {
         if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
         }
-        let size = size(part)?;
+        let found = status.volumes.iter().find(|it| it.name == part.volume);
+        let size = found.map_or(0, |found| found.bytes);
         bytes += size;
         chosen.push((part.clone(), size));
     }
@@ -171,11 +193,12 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
         })?;
     }
     for (part, size) in &chosen {
-        turn_off(&mut journal, part, *size, amount.is_none())?;
+        turn_off(&mut journal, directory, part, *size, amount.is_none())?;
     }
+    let moved = until(|| ask(directory, Request::GiveBackSpare))?;
     println!(
         "gave back {} in {:.2} s{}; {} of {} parts stay on",
-        ByteSize(bytes),
+        ByteSize(moved.bytes),
         begun.elapsed().as_secs_f64(),
         listed(&devices, " are off", " is off"),
         parts.len() - chosen.len(),
@@ -195,16 +218,18 @@ pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     interrupt::watch()?;
     let mut bytes = 0;
     let mut devices = Vec::new();
-    // The part that was given back last comes back first. The first part is given back last of all.
+    // The part that was given back last comes back first.
     for step in away(journal.state()).into_iter().rev() {
         if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
         }
-        let Step::Away { bytes: size, asleep, directory, config, front, priority } = &step else { continue };
+        let Step::Away { bytes: size, asleep, volume: Some(volume), front, priority } = &step else {
+            continue;
+        };
         if amount.is_none() && !asleep {
             continue;
         }
-        let device = turn_on(&mut journal, directory, config, *front, *priority);
+        let device = turn_on(&mut journal, directory, (volume, *size), *front, *priority);
         let device = device.and_then(|device| journal.remove(|other| *other == step).map(|()| device));
         let device = device.map_err(|failure| match failure {
             Failure::Failed(why) => Failure::Failed(format!(
@@ -245,10 +270,16 @@ fn open(directory: &Path) -> Result<Journal, Failure> {
             directory.display()
         )));
     }
+    if journal.state().is_of_daemons() {
+        return Err(Failure::Failed(format!(
+            "weir {} has made a daemon for each part, and this one moves volumes of one daemon: {NEW}",
+            journal.state().version
+        )));
+    }
     // Finish the steps of a command that died while it turned a part off or on.
     for step in away(journal.state()) {
-        let Step::Away { directory, .. } = &step else { continue };
-        take_away(&mut journal, directory)?;
+        let Step::Away { volume: Some(volume), .. } = &step else { continue };
+        take_away(&mut journal, directory, volume)?;
     }
     Ok(journal)
 }
@@ -256,24 +287,16 @@ fn open(directory: &Path) -> Result<Journal, Failure> {
 /// The parts that are on, in order.
 fn on(state: &State) -> Vec<Part> {
     let mut parts = Vec::new();
-    let mut latest = None;
     for step in &state.steps {
-        match step {
-            Step::Daemon { directory, .. } => latest = Some(directory),
-            Step::Device { path, front, .. } => {
-                let Some(directory) = latest.take() else { continue };
-                let priority = state.steps.iter().find_map(|step| match step {
-                    Step::Swap { path: swap, priority } if swap == path => Some(*priority),
-                    _ => None,
-                });
-                let Some(priority) = priority else { continue };
-                let (directory, device) = (directory.clone(), path.clone());
-                parts.push(Part { directory, device, front: *front, priority });
-            }
-            _ => {}
-        }
+        let Step::Device { path, front, volume: Some(volume), .. } = step else { continue };
+        let priority = state.steps.iter().find_map(|step| match step {
+            Step::Swap { path: swap, priority } if swap == path => Some(*priority),
+            _ => None,
+        });
+        let Some(priority) = priority else { continue };
+        parts.push(Part { volume: volume.clone(), device: path.clone(), front: *front, priority });
     }
-    parts.sort_by_key(|part| part.directory.components().count());
+    parts.sort_by_key(|part| number(&part.volume));
     parts
 }
 
@@ -281,28 +304,17 @@ fn away(state: &State) -> Vec<Step> {
     state.steps.iter().filter(|step| matches!(step, Step::Away { .. })).cloned().collect()
 }
 
-fn size(part: &Part) -> Result<u64, Failure> {
-    let status = control::status(&service::control_socket(&part.directory));
-    status.map(|status| status.volume.bytes).map_err(failure::of)
-}
-
-fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Result<(), Failure> {
-    let config = fs::read_to_string(service::config_file(&part.directory)).map_err(|error| {
-        Failure::Failed(format!(
-            "cannot read the options of the part in {}: {error}",
-            part.directory.display()
-        ))
-    })?;
-    let away = Step::Away {
-        directory: part.directory.clone(),
-        config,
-        front: part.front,
-        priority: part.priority,
-        bytes,
-        asleep,
-    };
+fn turn_off(
+    journal: &mut Journal,
+    directory: &Path,
+    part: &Part,
+    bytes: u64,
+    asleep: bool,
+) -> Result<(), Failure> {
+    let volume = Some(part.volume.clone());
+    let away = Step::Away { volume, front: part.front, priority: part.priority, bytes, asleep };
     journal.intend(away.clone())?;
-    let done = take_away(journal, &part.directory);
+    let done = take_away(journal, directory, &part.volume);
     if done.is_err() && swaps::is_on(&part.device) {
         // The pages of this part did not come back, so it is on as before.
         journal.remove(|step| *step == away)?;
@@ -310,49 +322,75 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Res
     done
 }
 
-/// Undoes the steps of a part: swap, device, daemon, in this order. A ublk device ends when its
-/// daemon does.
-fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
-    let after = journal.state().steps.iter().skip_while(|step| !is_daemon(step, directory)).skip(1);
-    let device = after.take_while(|step| !matches!(step, Step::Daemon { .. })).find_map(|step| match step {
-        Step::Device { path, .. } => Some(path.clone()),
+/// Undoes the steps of a part: swap, device, volume, in this order. A ublk device ends with its
+/// volume.
+fn take_away(journal: &mut Journal, directory: &Path, volume: &str) -> Result<(), Failure> {
+    let device = journal.state().steps.iter().find_map(|step| match step {
+        Step::Device { path, volume: Some(of), .. } if of == volume => Some(path.clone()),
         _ => None,
     });
-    let Some(device) = device else { return undo(journal, |step| is_daemon(step, directory)) };
-    undo(journal, |step| matches!(step, Step::Swap { path, .. } if *path == device))?;
-    let is_device = |step: &Step| matches!(step, Step::Device { path, .. } if *path == device);
+    if let Some(device) = &device {
+        undo(journal, directory, |step| matches!(step, Step::Swap { path, .. } if path == device))?;
+    }
     let is_ublk = |step: &Step| matches!(step, Step::Device { front: Front::Ublk, .. });
-    undo(journal, |step| is_device(step) && !is_ublk(step))?;
-    undo(journal, |step| is_daemon(step, directory))?;
-    undo(journal, is_device)
+    undo(journal, directory, |step| is_device(step, volume) && !is_ublk(step))?;
+    remove(directory, volume)?;
+    undo(journal, directory, |step| is_device(step, volume))
 }
 
-fn is_daemon(step: &Step, of: &Path) -> bool {
-    matches!(step, Step::Daemon { directory, .. } if directory == of)
+fn is_device(step: &Step, of: &str) -> bool {
+    matches!(step, Step::Device { volume: Some(volume), .. } if volume == of)
 }
 
-fn undo(journal: &mut Journal, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
+fn undo(journal: &mut Journal, directory: &Path, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
     let Some(step) = journal.state().steps.iter().find(|step| which(step)).cloned() else { return Ok(()) };
     off::undo(&step)?;
+    if let Step::Device { path, front: Front::Nbd, .. } = &step
+        && let Some(number) = path.to_str().and_then(|path| path.strip_prefix("/dev/nbd")?.parse().ok())
+    {
+        // A daemon that died meanwhile has not heard of it, and the next one would keep the volume
+        // for the device.
+        until(|| control::detached(&service::control_socket(directory), number))?;
+    }
     journal.remove(|other| *other == step)
 }
 
-/// Turns a part on again. Its daemon gets the directory `directory` and the options in `config`. If
-/// a step fails, undoes the steps before it.
+/// Removes a volume. A volume that is not there is no error.
+fn remove(directory: &Path, volume: &str) -> Result<(), Failure> {
+    // Ask in any case: the daemon may still be at work for a command that was killed.
+    until(|| match ask(directory, Request::VolumeRemove { name: volume.to_owned() }) {
+        Err(error) if error.kind() == ErrorKind::Refused => {
+            let status = control::status(&service::control_socket(directory))?;
+            let is_there = status.volumes.iter().any(|it| it.name == volume);
+            if is_there { Err(error) } else { Ok(()) }
+        }
+        done => done.map(drop),
+    })
+}
+
+/// Turns a part on again. If a step fails, undoes the steps before it.
 fn turn_on(
     journal: &mut Journal,
     directory: &Path,
-    config: &str,
+    (volume, bytes): (&str, u64),
     front: Front,
     priority: i32,
 ) -> Result<PathBuf, Failure> {
-    let config: toml::Table = config.parse().map_err(Failure::failed)?;
-    let connections = front.connections(&config);
-    let service = Service { directory: directory.to_owned(), unit: None, config };
     let turn_on = |journal: &mut Journal| {
-        let status = service.start(journal)?;
-        let device = front::attach(front, directory, connections, &status, journal)?;
-        swap_area::make(&device, ByteSize(status.volume.bytes))?;
+        let config = fs::read_to_string(service::config_file(directory)).map_err(|error| {
+            let file = service::config_file(directory);
+            Failure::Failed(format!("cannot read the daemon's options in {}: {error}", file.display()))
+        })?;
+        let config: toml::Table = config.parse().map_err(Failure::failed)?;
+        let connections = front.connections(&config, journal.state().parts);
+        until(|| {
+            let status = control::status(&service::control_socket(directory))?;
+            match bytes.saturating_sub(status.free_bytes) {
+                0 => Ok(()),
+                lacking => ask(directory, Request::Take { bytes: Some(lacking) }).map(drop),
+            }
+        })?;
+        let device = make(directory, (front, connections), (volume, bytes), journal)?;
         journal.intend(Step::Swap { path: device.clone(), priority })?;
         swaps::on(&device, priority).map_err(|error| {
             Failure::Failed(format!("the kernel refuses {} as swap: {error}; see dmesg", device.display()))
@@ -361,10 +399,32 @@ fn turn_on(
     };
     turn_on(journal).inspect_err(|_| {
         interrupt::forget();
-        if let Err(also) = take_away(journal, directory) {
+        let undone = take_away(journal, directory, volume);
+        let undone = undone.and_then(|()| until(|| ask(directory, Request::GiveBackSpare)));
+        if let Err(also) = undone {
             also.report();
         }
     })
+}
+
+/// Sends the daemon a request that takes long.
+fn ask(directory: &Path, request: Request) -> Result<Moved, weir_daemon::Error> {
+    control::ask_for(&service::control_socket(directory), request, |_| {})
+}
+
+/// Repeats `work` while no daemon answers: one that died has a successor soon.
+fn until<T>(work: impl Fn() -> Result<T, weir_daemon::Error>) -> Result<T, Failure> {
+    let begun = Instant::now();
+    let mut waiting = Waiting::new("a daemon that answers".to_owned(), PATIENCE);
+    loop {
+        match work() {
+            Err(error) if error.kind() == ErrorKind::Unreachable && begun.elapsed() < PATIENCE => {
+                waiting.look();
+                thread::sleep(LOOK);
+            }
+            done => return done.map_err(failure::of),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -374,7 +434,7 @@ mod tests {
     fn state(steps: Vec<Step>) -> State {
         State {
             schema: 1,
-            version: String::new(),
+            version: "0.9".to_owned(),
             phase: Phase::On,
             again: state::Again::default(),
             parts: 3,
@@ -382,93 +442,87 @@ mod tests {
         }
     }
 
+    fn device(path: &str, part: Option<u8>) -> Step {
+        Step::Device { path: path.into(), front: Front::Nbd, file: None, by: None, volume: part.map(volume) }
+    }
+
+    fn swap(path: &str) -> Step {
+        Step::Swap { path: path.into(), priority: 7 }
+    }
+
+    fn away(part: Option<u8>) -> Step {
+        Step::Away { volume: part.map(volume), front: Front::Nbd, priority: 7, bytes: 1 << 20, asleep: false }
+    }
+
     #[test]
     fn parts_are_found_with_their_devices_wherever_their_steps_are() {
-        let daemon =
-            |directory: &str| Step::Daemon { directory: directory.into(), unit: None, process: None };
-        let device = |path: &str| Step::Device { path: path.into(), front: Front::Nbd, file: None, by: None };
-        let swap = |path: &str| Step::Swap { path: path.into(), priority: 7 };
         let steps = vec![
+            Step::Daemon { directory: "/run/weir".into(), unit: None, process: None },
+            device("/dev/nbd1", Some(2)),
+            swap("/dev/nbd1"),
             // The first part was away for a while, so its steps come after those of the second
             // part.
-            daemon("/run/weir/2"),
-            device("/dev/nbd1"),
-            swap("/dev/nbd1"),
-            daemon("/run/weir"),
-            device("/dev/nbd0"),
+            device("/dev/nbd0", Some(1)),
             swap("/dev/nbd0"),
-            daemon("/run/weir/3"),
+            device("/dev/nbd2", Some(3)),
         ];
-        let state = state(steps);
-        let found: Vec<_> = on(&state).into_iter().map(|part| part.device).collect();
+        let found: Vec<_> = on(&state(steps)).into_iter().map(|part| part.device).collect();
         assert_eq!(found, [Path::new("/dev/nbd0"), Path::new("/dev/nbd1")], "the third is no swap");
     }
 
     #[test]
     fn every_part_has_a_line_with_what_lies_in_it_or_why_that_is_not_known() {
         let steps = vec![
-            Step::Daemon { directory: "/run/weir".into(), unit: None, process: None },
-            Step::Device { path: "/dev/nbd0".into(), front: Front::Nbd, file: None, by: None },
-            Step::Swap { path: "/dev/nbd0".into(), priority: 7 },
-            Step::Away {
-                directory: "/run/weir/2".into(),
-                config: String::new(),
-                front: Front::Nbd,
-                priority: 7,
-                bytes: 1 << 20,
-                asleep: false,
-            },
-            Step::Daemon { directory: "/run/weir/3".into(), unit: None, process: None },
-            Step::Device { path: "/dev/nbd2".into(), front: Front::Nbd, file: None, by: None },
-            Step::Swap { path: "/dev/nbd2".into(), priority: 7 },
-            Step::Daemon { directory: "/run/weir/4".into(), unit: None, process: None },
-            Step::Device { path: "/dev/nbd3".into(), front: Front::Nbd, file: None, by: None },
-            Step::Swap { path: "/dev/nbd3".into(), priority: 7 },
+            device("/dev/nbd9", Some(10)),
+            swap("/dev/nbd9"),
+            away(Some(2)),
+            device("/dev/nbd0", Some(1)),
+            swap("/dev/nbd0"),
         ];
-        let state = State { parts: 4, ..state(steps) };
-        let answers =
-            |socket: &Path| (socket != Path::new("/run/weir/4/control.sock")).then(|| Status::example(0));
-        let listed = listing(Path::new("/run/weir"), &state, answers);
+        let find = |device: &Path| {
+            let (size, used) = (ByteSize(1 << 20), ByteSize(4096));
+            let path = device.display().to_string();
+            (path == "/dev/nbd0").then_some(Swap { path, size, used, priority: 7 })
+        };
         assert_eq!(
-            listed,
-            "parts     4, each with its own daemon\n\
-             part 1    /dev/nbd0, 1MiB: 256KiB stored; see below\n\
+            listing(&state(steps), find),
+            "parts     3\n\
+             part 1    /dev/nbd0, 1MiB: 4KiB swapped out\n\
              part 2    off, 1MiB; weir take all turns it on\n\
-             part 3    /dev/nbd2, 1MiB: 256KiB stored; weir status --control /run/weir/3/control.sock\n\
-             part 4    /dev/nbd3: its daemon does not answer at /run/weir/4/control.sock\n"
+             part 10   /dev/nbd9: no swap any more; weir off, then weir on\n"
         );
     }
 
     #[test]
-    fn who_finds_nobody_since_all_parts_are_away_is_told_to_take_them_again() {
-        let directory = std::env::temp_dir().join(format!("weir-away-{}", std::process::id()));
-        fs::create_dir_all(&directory).expect("a directory");
-        let control = service::control_socket(&directory);
-        let away = |part: &str| Step::Away {
-            directory: directory.join(part),
-            config: String::new(),
-            front: Front::Nbd,
-            priority: 7,
-            bytes: 1 << 20,
-            asleep: false,
-        };
-        let swap = Step::Swap { path: "/dev/nbd0".into(), priority: 7 };
-        let said = |steps: Vec<Step>| {
-            let text = serde_json::to_vec(&state(steps)).expect("text");
-            fs::write(directory.join("state.json"), text).expect("written");
-            silence(&control)
-        };
-        let words = said(vec![away(""), away("2"), away("3")]).expect("all are away");
-        let way_out = format!("weir take all --control {}", control.display());
-        assert!(words.contains("all 3 parts") && words.contains(&way_out), "{words}");
-        let Failure::Failed(words) = status(&control).expect_err("nobody is there") else {
-            panic!("asked rightly")
-        };
-        assert!(words.contains(&way_out) && !words.contains("weir on turns"), "{words}");
-        assert_eq!(said(vec![away("2"), away("3"), swap]), None);
-        assert_eq!(said(vec![]), None);
+    fn parts_of_an_earlier_weir_with_a_daemon_each_can_only_be_turned_off() {
+        let directory = std::env::temp_dir().join(format!("weir-parts-{}", std::process::id()));
+        let steps = [
+            vec![device("/dev/nbd0", None), swap("/dev/nbd0"), device("/dev/nbd1", None), swap("/dev/nbd1")],
+            vec![away(None), away(None), away(None)],
+        ];
+        for steps in steps {
+            let state = state(steps);
+            let listed = listing(&state, |_| None);
+            let way_out = "weir off, then weir on makes them parts of one";
+            assert_eq!(listed, format!("parts     3, each with its own daemon, by weir 0.9: {way_out}\n"));
+            fs::create_dir_all(&directory).expect("a directory");
+            fs::write(directory.join("state.json"), serde_json::to_vec(&state).expect("text"))
+                .expect("written");
+            for work in [give_back, take] {
+                let Err(Failure::Failed(said)) = work(&directory, Some(Amount::All)) else {
+                    panic!("there is no volume to move")
+                };
+                assert!(said.starts_with("weir 0.9 has made a daemon for each part"), "{said}");
+                assert!(said.ends_with(way_out), "{said}");
+            }
+        }
         fs::remove_dir_all(&directory).expect("removed");
-        assert_eq!(silence(&control), None);
-        assert!(all_away(&state(vec![]), Path::new(DIRECTORY)).contains("weir take all turns"));
+    }
+
+    #[test]
+    fn who_turns_on_while_all_parts_are_away_is_told_to_take_them_again() {
+        let said = |directory: &str| all_away(&state(vec![away(Some(1))]), Path::new(directory));
+        assert_eq!(said(DIRECTORY), "all 3 parts are given back: weir take all turns them on again");
+        assert!(said("/r").contains("weir take all --control /r/control.sock turns"), "{}", said("/r"));
     }
 }

@@ -14,7 +14,7 @@ use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_daemon::Backing;
 use weir_store::vram::{self, PathMode, RingMode};
-use weir_store::{StoreUrl, VramUrl};
+use weir_store::{Host, StoreUrl, VramUrl};
 use weir_system::Machine;
 use weir_system::swaps::{self, Swap};
 
@@ -65,12 +65,6 @@ const HOST_SPARE: ByteSize = ByteSize(256 << 20);
 /// Fails with the first reason for which `weir on` cannot work.
 pub fn check(options: &OnOptions, machine: &Machine) -> Result<OnPlan, Failure> {
     sizes(options)?;
-    if let Some(address) = options.metrics.as_ref().filter(|_| options.parts > 1) {
-        let parts = options.parts;
-        return Err(Failure::Usage(format!(
-            "--metrics {address} is one daemon's, and --parts {parts} has {parts}: leave one of them out"
-        )));
-    }
     protections(options, machine)?;
     let systemd = machine.has("/run/systemd/system");
     let masks = hibernation(options, machine, systemd)?;
@@ -91,13 +85,11 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<OnPlan, Failure> 
     let others = swaps::all().map_err(|error| {
         Failure::Failed(format!("this kernel has no swap: /proc/swaps: {error}; use one with CONFIG_SWAP"))
     })?;
-    let parts = usize::from(options.parts);
     // The unit runs in a mount namespace of its own, so other programs would not see a FUSE file
     // that its daemon mounts.
-    let unit =
-        (systemd && parts == 1 && front.front != Front::Fuse && options.runtime == Path::new(DIRECTORY))
-            .then(|| UNIT.to_owned())
-            .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
+    let unit = (systemd && front.front != Front::Fuse && options.runtime == Path::new(DIRECTORY))
+        .then(|| UNIT.to_owned())
+        .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
     let wishes = settings::wishes(machine, front.front);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let (store, path_why) = path(&options.store, machine);
@@ -205,7 +197,7 @@ fn size(
             None => vram_size(url, options.parts.into(), machine, &cards())?,
         },
     };
-    let unit = unit(&options.store);
+    let unit = unit(&options.store, options.parts);
     let part = sizing::part(size, u64::from(options.parts), unit);
     if part.0 < 10 * unit
         && !matches!(options.store, StoreChoice::Url(_))
@@ -373,10 +365,12 @@ fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>)
     }
 }
 
-/// Sizes of this store are multiples of this number of bytes.
-pub fn unit(store: &StoreChoice) -> u64 {
+/// Sizes of this store are multiples of this number of bytes. One of several parts is given back as
+/// a whole, so it has whole chunks.
+pub fn unit(store: &StoreChoice, parts: u8) -> u64 {
     match store {
         StoreChoice::Vram(url) => url.chunk.0,
+        StoreChoice::Host if parts > 1 => Host::CHUNK.0,
         StoreChoice::Host | StoreChoice::Url(_) => PAGE_SIZE as u64,
     }
 }
@@ -441,16 +435,6 @@ mod tests {
     }
 
     #[test]
-    fn one_address_for_metrics_is_not_given_to_several_daemons() {
-        let machine = Fixture::new("metrics-on");
-        let said = refusal(check(
-            &options(&["--parts", "2", "--metrics", "tcp:127.0.0.1:9419"]),
-            &machine.machine(),
-        ));
-        assert!(said.contains("--metrics tcp:127.0.0.1:9419") && said.contains("--parts 2"), "{said}");
-    }
-
-    #[test]
     fn without_the_capability_it_is_refused_unless_it_is_forced() {
         let root =
             |mask: &str| Fixture::new("caps-on").with("/proc/self/status", &format!("CapEff:\t{mask}\n"));
@@ -503,7 +487,8 @@ mod tests {
             (&["--store", "host", "--size", "4G"], "smaller --size"),
             (&["--store", "vram:3"], "no GPU was found"),
             (&["--store", "host:1GiB", "--parts", "2"], "--store host"),
-            (&["--store", "host", "--size", "64K", "--parts", "4"], "fewer --parts"),
+            (&["--store", "host", "--size", "16K"], "less than one is worth"),
+            (&["--store", "host", "--size", "511M", "--parts", "4"], "fewer --parts"),
         ] {
             let said = refusal(size(arguments));
             assert!(said.contains(words), "{arguments:?}: {said}");

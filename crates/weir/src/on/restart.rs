@@ -19,7 +19,8 @@ use weir_system::Machine;
 /// Time that a new daemon may take to answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Replaces the daemons of all parts, one after another.
+/// Replaces the daemon. An earlier weir made one for each part. These are replaced one after
+/// another.
 pub fn run(options: &RestartOptions) -> Result<(), Failure> {
     let journal = Journal::open(&options.runtime)?;
     if journal.state().phase != Phase::On {

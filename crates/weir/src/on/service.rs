@@ -78,9 +78,20 @@ pub fn control_socket(directory: &Path) -> PathBuf {
     directory.join(control::SOCKET)
 }
 
-/// The file that a daemon in `directory` serves by FUSE.
+/// The file that a daemon in `directory` serves by FUSE. The file of a pool's volume has a dot and
+/// the volume's name at the end.
 pub fn fuse_file(directory: &Path) -> PathBuf {
-    directory.join("disk")
+    directory.join(FUSE_FILE)
+}
+
+const FUSE_FILE: &str = "disk";
+
+/// All files that are there and that a daemon in `directory` serves by FUSE.
+fn fuse_files(directory: &Path) -> Vec<PathBuf> {
+    let names = fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let is_of_a_volume = |name: &str| name.strip_prefix(FUSE_FILE).is_some_and(|rest| rest.starts_with('.'));
+    let names = names.filter(|name| name.to_str().is_some_and(|it| it == FUSE_FILE || is_of_a_volume(it)));
+    names.map(|name| directory.join(name)).collect()
 }
 
 /// The configuration file of a daemon.
@@ -254,7 +265,7 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
     if let Some(process) = keeper_of(directory) {
         end(process, directory)?;
     }
-    fuse::Left::by_others(&fuse_file(directory)).clear();
+    fuse_files(directory).iter().for_each(|file| fuse::Left::by_others(file).clear());
     if let Some(unit) = unit {
         // systemd lists a failed unit until it is reset.
         let _ = systemctl(&["reset-failed", unit]);
@@ -384,8 +395,10 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration, waiting: &mut Waiting) -> Resu
 /// is about to end does not answer; one that takes over has perhaps not heard the signal yet.
 fn open_device(directory: &Path) -> Option<String> {
     let status = control::status(&control_socket(directory)).ok()?;
-    let device = status.exports.into_iter().find(|export| export.kind == "ublk")?.address;
-    device_use::user_or_opener(&device).map(|user| device_use::in_use(&device, &user))
+    let devices = status.exports.into_iter().filter(|export| export.kind == "ublk").map(|it| it.address);
+    devices
+        .into_iter()
+        .find_map(|device| device_use::user_or_opener(&device).map(|user| device_use::in_use(&device, &user)))
 }
 
 /// Returns the running process with this number. A zombie counts as ended.

@@ -20,8 +20,9 @@ pub const HEADROOM_DISPLAY: ByteSize = ByteSize(3 << 30);
 pub const STEP: ByteSize = ByteSize(512 * MIB);
 /// Least size that is worth a device.
 pub const LEAST: ByteSize = ByteSize(256 * MIB);
-/// Memory that a daemon without a backing takes beyond its device's size, for writes under way. It
-/// is 1.25 MiB for each connection and thread, of which `weir on` makes at most 14.
+/// Memory that a daemon without a backing takes beyond its device's size for each part, for writes
+/// under way. It is 1.25 MiB for each connection and thread. `weir on` makes at most 14 of these
+/// for one part, and 8 for each further one.
 const UNDER_WAY: ByteSize = ByteSize(32 * MIB);
 
 /// A card's memory.
@@ -58,15 +59,15 @@ pub fn cards(all: &[GpuMemory]) -> Vec<Card> {
     all.iter().filter_map(card).collect()
 }
 
-/// Memory that the daemons of all `parts` may take of each card beyond the device's size: whole
+/// Memory that a daemon of `parts` parts may take of each card beyond the device's size: whole
 /// chunks that have room for the writes under way.
 pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
-    ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
+    ByteSize((UNDER_WAY.0 * parts).next_multiple_of(url.chunk.0))
 }
 
 /// Memory that one card can give: all of its memory, except for what is left to others. If less is
-/// free, the card gives its free memory, except for the store's floor and for what the daemons take
-/// beyond their size. The result is rounded down to a multiple of the store's chunk, or of 128 MiB
+/// free, the card gives its free memory, except for the store's floor and for what the daemon takes
+/// beyond its size. The result is rounded down to a multiple of the store's chunk, or of 128 MiB
 /// if that is more. `None` if it is less than [`LEAST`].
 pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
@@ -91,7 +92,7 @@ pub fn tries(first: ByteSize) -> impl Iterator<Item = ByteSize> {
         .map(|(_, size)| size)
 }
 
-/// The size of one of `parts` equal parts: whole pages, and for GPU memory whole chunks of 128 MiB.
+/// The size of one of `parts` equal parts: a multiple of `unit` bytes.
 pub fn part(size: ByteSize, parts: u64, unit: u64) -> ByteSize {
     ByteSize(size.0 / parts / unit * unit)
 }
@@ -116,8 +117,8 @@ mod tests {
     /// Memory that the store takes of each card for a device of this size, rounded up as the store
     /// rounds.
     fn taken(size: ByteSize, cards: u64, url: &VramUrl, parts: u64) -> u64 {
-        let part = part(size, parts, url.chunk.0).0 + UNDER_WAY.0;
-        part.div_ceil(cards).next_multiple_of(url.chunk.0) * parts
+        let all = (part(size, parts, url.chunk.0).0 + UNDER_WAY.0) * parts;
+        all.div_ceil(cards).next_multiple_of(url.chunk.0)
     }
 
     #[test]
@@ -134,7 +135,8 @@ mod tests {
         assert_eq!(lent(desktop), mib(4608 - 512 - 128));
         let large = VramUrl { chunk: gib(1), floor: gib(1), ..vram() };
         assert_eq!(of_card(desktop, &large, 1), mib(2048));
-        assert_eq!(of_card(desktop, &vram(), 4), mib(4608 - 512 - 4 * 128), "each daemon takes its own");
+        assert_eq!(of_card(desktop, &vram(), 4), mib(4608 - 512 - 128), "four parts need no more");
+        assert_eq!(of_card(desktop, &vram(), 5), mib(4608 - 512 - 256), "five need another chunk");
         assert_eq!(lent(Card { total: gib(8), free: mib(800), display: false }), None);
         assert_eq!(lent(Card { total: gib(2), free: None, display: true }), None, "nothing is left to lend");
     }

@@ -49,6 +49,9 @@ pub enum Step {
         /// The process that connected an NBD device.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         by: Option<u32>,
+        /// The part's volume, if the device is one of several parts.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        volume: Option<String>,
     },
     /// A kernel setting that Weir changed.
     Setting {
@@ -68,10 +71,9 @@ pub enum Step {
     },
     /// A part that was turned off to give its memory back, with the values that turn it on again.
     Away {
-        /// The directory of the part's daemon.
-        directory: PathBuf,
-        /// The daemon's options.
-        config: String,
+        /// The part's volume. An earlier weir had a daemon for each part, and wrote none.
+        #[serde(default)]
+        volume: Option<String>,
         /// The front end that made the part's device.
         front: Front,
         /// The priority of the part's device.
@@ -163,8 +165,14 @@ impl State {
         })
     }
 
-    /// Whether Weir is on and every part is away: then there is nothing to swap on, and no daemon
-    /// that answers.
+    /// Whether each part has a daemon of its own, as an earlier weir made them.
+    pub fn is_of_daemons(&self) -> bool {
+        let has_no_volume =
+            |step: &Step| matches!(step, Step::Device { volume: None, .. } | Step::Away { volume: None, .. });
+        self.parts > 1 && self.steps.iter().any(has_no_volume)
+    }
+
+    /// Whether Weir is on and every part is away: then there is nothing to swap on.
     pub fn is_all_away(&self) -> bool {
         let is_away = |step: &Step| matches!(step, Step::Away { .. });
         self.phase == Phase::On && self.swaps().next().is_none() && self.steps.iter().any(is_away)

@@ -1,7 +1,6 @@
 //! `weir top`: shows a daemon at work, anew each second, until the key `q`.
 
 use super::options::TopOptions;
-use super::parts;
 use crate::failure;
 use crate::run::{all, first_control};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
@@ -22,11 +21,11 @@ pub fn run(options: &TopOptions) -> Result<(), Failure> {
     let source = Source::new(options.control.as_deref());
     let path = &source.path;
     let every = Duration::from_millis(options.interval_ms.into());
-    let first = source.with_programs(parts::status(path)?);
+    let first = source.with_programs(control::status(path).map_err(failure::of)?);
     if options.once {
         std::thread::sleep(every);
         let now = source.with_programs(control::status(path).map_err(failure::of)?);
-        print!("{}", plain(&Seen { parts: parts::count(path), ..Seen::between(&first, now, every) }));
+        print!("{}", plain(&Seen::between(&first, now, every)));
         return Ok(());
     }
     if !std::io::stdout().is_terminal() {
@@ -46,11 +45,11 @@ struct Source {
 }
 
 impl Source {
-    /// The daemon at `control`; `None`: the one that [`parts::find`] names, else that of a bounded
-    /// program.
+    /// The daemon at `control`; `None`: the one that [`control::find`] names, or else that of a
+    /// bounded program.
     fn new(control: Option<&Path>) -> Self {
         let found = || {
-            let path = parts::find();
+            let path = control::find();
             if path.exists() { path } else { first_control().unwrap_or(path) }
         };
         Source { path: control.map_or_else(found, Path::to_owned), is_named: control.is_some() }
@@ -74,9 +73,8 @@ fn watch(
     mut last: Status,
     every: Duration,
 ) -> Result<(), Failure> {
-    let parts = parts::count(&source.path);
     let mut minutes = Minutes::default();
-    let mut seen = Seen { parts, ..Seen::between(&last, last.clone(), every) };
+    let mut seen = Seen::between(&last, last.clone(), every);
     let mut at = Instant::now();
     loop {
         terminal.draw(|frame| draw(frame, &seen, &minutes)).map_err(Failure::failed)?;
@@ -94,7 +92,7 @@ fn watch(
         match control::status(&source.path) {
             Ok(now) => {
                 let now = source.with_programs(now);
-                seen = Seen { parts, ..Seen::between(&last, now.clone(), at.elapsed()) };
+                seen = Seen::between(&last, now.clone(), at.elapsed());
                 minutes.add(&seen);
                 last = now;
             }
@@ -118,8 +116,6 @@ struct Seen {
     write_rate: f64,
     request_rate: f64,
     away: bool,
-    /// The number of parts, if this daemon is the one of the device's first part.
-    parts: u8,
 }
 
 impl Seen {
@@ -141,19 +137,14 @@ impl Seen {
             write,
             now,
             away: false,
-            parts: 0,
         }
     }
 
     fn title(&self) -> String {
         let Status { version, pid, uptime_s, volume, .. } = &self.now;
         let away = if self.away { ": it does not answer" } else { "" };
-        let device = match self.parts {
-            0 | 1 => "device".to_owned(),
-            parts => format!("part 1 of {parts} (weir status lists them)"),
-        };
         format!(
-            "weir {version}, process {pid}, up {uptime_s} s, {device} {}: {} in use, {} of one value{away}",
+            "weir {version}, process {pid}, up {uptime_s} s, device {}: {} in use, {} of one value{away}",
             ByteSize(volume.bytes),
             size(volume.stored),
             size(volume.filled)
@@ -383,8 +374,6 @@ mod tests {
         for text in [plain(&seen), terminal.backend().to_string()] {
             assert!(text.contains("4711 python3: ") && text.contains("resident"), "{text}");
         }
-        let title = Seen { parts: 3, ..seen }.title();
-        assert!(title.contains("part 1 of 3 (weir status lists them) 1MiB:"), "{title}");
     }
 
     /// Ninety seconds of rates: a burst of reads a minute ago, then a ramp of writes.
