@@ -3,7 +3,7 @@
 
 use super::random::Random;
 use super::store::Said;
-use super::world::{Area, Entry, OWN, PAGES, World, address};
+use super::world::{Area, Entry, OWN, PAGES, World, address, page_of};
 use crate::pager::{BELLS, Shared};
 use crate::uffd::Event;
 use crate::{BLOCK, BLOCK_PAGES};
@@ -57,6 +57,8 @@ struct Object {
     is_readonly: bool,
     /// Number of pages by which the last move enlarged the object. They are its last ones.
     grown: usize,
+    /// Whether the object was enlarged where it is, since it was mapped or moved.
+    has_grown_here: bool,
     /// Whether `mremap` with MREMAP_DONTUNMAP is leaving this mapping behind. Until the call is
     /// over, no other thread changes the mapping.
     is_left: bool,
@@ -143,6 +145,8 @@ pub struct Program {
     is_adopting: bool,
     /// The old place of the memory that moved last. The pager may not have heard of that move yet.
     left: usize,
+    /// The old places of memory whose move is not said yet.
+    leaving: Vec<Range<usize>>,
     last: Option<(usize, usize)>,
     sigbus: u64,
 }
@@ -171,6 +175,7 @@ impl Program {
             is_forking: false,
             is_adopting: false,
             left: FIRST,
+            leaving: Vec::new(),
             last: None,
             sigbus: 0,
         }
@@ -392,7 +397,16 @@ impl Program {
     }
 
     fn new_object(&mut self, at: usize, pages: Vec<Must>) -> usize {
-        let object = Object { at, pages, users: 0, busy: 0..0, is_readonly: false, grown: 0, is_left: false };
+        let object = Object {
+            at,
+            pages,
+            users: 0,
+            busy: 0..0,
+            is_readonly: false,
+            grown: 0,
+            has_grown_here: false,
+            is_left: false,
+        };
         match self.objects.iter().position(Option::is_none) {
             Some(free) if self.last.is_none() => {
                 self.objects[free] = Some(object);
@@ -453,7 +467,52 @@ impl Program {
                 todo.push(Action::Hold(false));
                 todo.extend([Action::Fork, Action::Hold(true)]);
             }
+            16 | 17 => {
+                let is_beside = |object: &Option<Object>| {
+                    object.as_ref().is_some_and(|object| {
+                        object.at + object.pages.len() == self.left
+                            && object.busy.is_empty()
+                            && !object.is_left
+                    })
+                };
+                let number = self.objects.iter().position(is_beside).unwrap_or(object);
+                self.grow(world, thread, number);
+            }
             _ => self.ring(thread),
+        }
+    }
+
+    /// Enlarges an object where it is. The kernel sends no event of that.
+    fn grow(&mut self, world: &mut World, thread: usize, number: usize) {
+        let is_adopted = self.traits.is_adopted;
+        let object = self.object(number);
+        let (start, end) = (object.at, object.at + object.pages.len());
+        let Some((_, area)) = world.area(start) else { return };
+        let next = world.areas.range(end..).next().map_or(PAGES, |(&next, _)| next);
+        let is_one = area.end == end && !area.is_locked && !object.is_readonly;
+        if is_adopted || object.users > 0 || !is_one || next == end {
+            return;
+        }
+        let pages = 1 + world.random.below((next - end).min(2 * BLOCK_PAGES) as u64) as usize;
+        world.say(end..end + pages, "is grown over");
+        world.take_areas(start, end);
+        world.insert(start, Area { end: end + pages, ..area });
+        object.pages.resize(end - start + pages, Must::Be(0));
+        object.grown = pages;
+        object.has_grown_here = true;
+        if world.random.one_in(2) {
+            self.change_again(world, thread, number);
+        }
+    }
+
+    /// Makes a thread change an object that it has just changed. Another thread may be paused
+    /// before the event of an earlier change of this place.
+    fn change_again(&mut self, world: &mut World, thread: usize, number: usize) {
+        match world.random.below(4) {
+            0 => self.unmap(world, thread, number),
+            1 => self.give_up(world, thread, number),
+            2 => self.cut(world, thread, number),
+            _ => self.remap(world, thread, number),
         }
     }
 
@@ -470,10 +529,13 @@ impl Program {
             })
         });
         let is_locked = world.areas.range(..end).rev().any(|(_, area)| area.end > start && area.is_locked);
-        if used || is_locked {
+        // The pager would take this memory for the memory that was here before. See the known
+        // defects in docs/pager.md.
+        let is_leaving = self.leaving.iter().any(|range| range.start < end && start < range.end);
+        let object = self.object(number);
+        if used || is_locked || is_leaving && object.has_grown_here {
             return;
         }
-        let object = self.object(number);
         object.busy = from..to;
         object.users += 1;
         let lazily = world.random.one_in(6);
@@ -560,6 +622,7 @@ impl Program {
         };
         let grows = if to - from == pages && may_grow { world.random.below(40) as usize } else { 0 };
         object.grown = 0;
+        object.has_grown_here = false;
         let at = object.at;
         let Some(place) = self.gap(world, to - from + grows) else { return };
         let areas = world.take_areas(at + from, at + to);
@@ -572,6 +635,9 @@ impl Program {
         }
         let area = areas[0].1;
         self.left = at + from;
+        if area.is_registered {
+            self.leaving.push(at + from..at + to);
+        }
         world.say(at + from..at + to, format_args!("moved to {place}"));
         world.say(place..place + (to - from) + grows, format_args!("moved from {}", at + from));
         let entries: Vec<(Entry, u64)> =
@@ -697,6 +763,10 @@ impl Program {
                 }
             }
             Action::Send(event) => {
+                if let Event::Remap(from, ..) = event {
+                    let said = self.leaving.iter().position(|range| range.start == page_of(from));
+                    self.leaving.swap_remove(said.expect("it has moved"));
+                }
                 world.events.push_back((event, thread));
                 self.threads[thread].waits_for_event = true;
             }
@@ -706,14 +776,8 @@ impl Program {
                 let object = self.object(number);
                 object.busy = 0..0;
                 object.users -= 1;
-                // Another thread may be paused before the event of an earlier change of this place.
                 if self.budget > 0 && world.random.one_in(4) {
-                    match world.random.below(4) {
-                        0 => self.unmap(world, thread, number),
-                        1 => self.give_up(world, thread, number),
-                        2 => self.cut(world, thread, number),
-                        _ => self.remap(world, thread, number),
-                    }
+                    self.change_again(world, thread, number);
                 }
             }
             Action::Left(object) => self.object(object).is_left = false,

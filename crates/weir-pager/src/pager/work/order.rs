@@ -5,9 +5,9 @@
 //! the move of memory to a place may be heard before the move that has made the place free. The
 //! tables would then give the pages of one memory to the other.
 //!
-//! Therefore the pager carries out no move before it has read the events of all changes so far. The
-//! kernel tells when that is so. Until then it refuses to fill any page, so no page fault waits
-//! longer for this.
+//! Therefore the pager carries out no move and no unmapping before it has read the events of all
+//! changes so far. The kernel tells when that is so. Until then it refuses to fill any page, so no
+//! page fault waits longer for this.
 
 use super::*;
 use std::ops::Range;
@@ -143,6 +143,22 @@ fn carry_out(spans: &mut BTreeMap<usize, usize>, event: &Event) {
     }
 }
 
+/// Whether the memory that `later` moves would be gone after `change`, whose event was read
+/// earlier. Then `later` was before `change`. Between the two, other memory has grown to that
+/// place, and the kernel sends no event of that.
+fn would_be_gone(later: &Change, change: &Change, rest: &[Change]) -> bool {
+    let takes = match change.event {
+        Event::Unmap(..) => true,
+        Event::Remap(..) => change.has_end,
+        _ => false,
+    };
+    let first = later.from().start;
+    takes
+        && matches!(later.event, Event::Remap(..))
+        && change.from().contains(&first)
+        && !rest.iter().any(|other| other.to().contains(&first))
+}
+
 /// Whether the change `rest[at]` can be the next one. All changes before it in `rest` must wait.
 fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
     let (before, after) = (&rest[..at], &rest[at + 1..]);
@@ -152,7 +168,10 @@ fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
         let part = later.from();
         matches!(later.event, Event::Remap(..)) && meet(&part, &to) && part.start < to.start
     };
-    if !held_in(spans, to.clone()).is_empty() || after.iter().any(is_moved_over) {
+    if !held_in(spans, to.clone()).is_empty()
+        || after.iter().any(is_moved_over)
+        || after.iter().any(|later| would_be_gone(later, change, rest))
+    {
         return false;
     }
     let mut is_older = false;
@@ -160,7 +179,7 @@ fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
         if meet(&waiting.from(), &to) || meet(&waiting.to(), &to) {
             return false;
         }
-        if is_older {
+        if is_older || would_be_gone(change, waiting, rest) {
             continue;
         }
         if meet(&waiting.from(), &from) {
@@ -251,14 +270,22 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Puts the events that were read into the order of the changes. Returns false if there is a
-    /// move among them, and events of earlier changes may be missing.
+    /// move or an unmapping among them, and events of earlier changes may be missing.
     pub(super) fn put_in_order(&mut self) -> bool {
-        let is_move = |event: &Event| matches!(event, Event::Remap(..));
-        if !self.events.range(self.ordered..).any(is_move) {
+        let (mut moves, mut takes) = (false, false);
+        for event in self.events.range(self.ordered..) {
+            moves |= matches!(event, Event::Remap(..));
+            takes |= matches!(event, Event::Unmap(..));
+        }
+        if !moves && !takes {
             return true;
         }
         if self.kernel.is_changing() {
             return false;
+        }
+        if !moves {
+            self.ordered = self.events.len();
+            return true;
         }
         let read: Vec<Event> = self.events.drain(self.ordered..).collect();
         let (faults, read): (Vec<Event>, Vec<Event>) =
@@ -271,8 +298,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.views.clear();
         take_ends(&mut changes);
-        let mut spans = self.spans.clone();
-        self.events.iter().for_each(|event| carry_out(&mut spans, event));
+        let mut spans = BTreeMap::new();
+        if changes.len() > 1 {
+            spans.clone_from(&self.spans);
+            self.events.iter().for_each(|event| carry_out(&mut spans, event));
+        }
         self.events.extend(faults);
         self.events.extend(in_order(changes, spans));
         self.ordered = self.events.len();
@@ -358,6 +388,16 @@ mod tests {
         let grown = [Event::Remap(OLD, TO, 2 * BYTES), Event::Unmap(OLD, OLD + 2 * BYTES)];
         let second = [moved(SECOND, behind), unmapped(SECOND)];
         assert_eq!(ordered(TO, &[second, grown].concat()), [grown, second].concat());
+    }
+
+    #[test]
+    fn memory_that_grows_to_where_other_memory_was_does_not_take_it_along() {
+        let before = OLD - BYTES;
+        let first = [moved(OLD, TO), unmapped(OLD)];
+        let grown_on = [Event::Remap(before, OTHER, 2 * BYTES), Event::Unmap(before, OLD + BYTES)];
+        assert_eq!(ordered(TO, &[grown_on, first].concat()), [first, grown_on].concat());
+        let shrunk = Event::Unmap(OLD, OLD + PAGE_SIZE);
+        assert_eq!(ordered(TO, &[shrunk, first[0], first[1]]), [first[0], first[1], shrunk]);
     }
 
     #[test]
