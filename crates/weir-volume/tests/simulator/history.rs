@@ -664,9 +664,12 @@ impl History {
                     );
                     lane.submit();
                     let under_way = lane.in_flight();
-                    if alone {
+                    // A lane with room waits for a slot, perhaps behind a partial write that does.
+                    if under_way < self.config.depth {
                         let since = *stalled.get_or_insert(self.clock.now());
-                        self.stall(at, since);
+                        if alone {
+                            self.stall(at, since);
+                        }
                     }
                     // Most polls hand nothing over, and the lane stays as full as it was.
                     for _ in 0..8 {
