@@ -564,7 +564,7 @@ fn a_keeper_whose_daemon_is_killed_over_a_signal_asks_the_next_one_and_does_not_
     kill_process(daemon, Signal::STOP).unwrap();
     kill_process(Pid::from_child(&scene.process), Signal::TERM).unwrap();
     // The keeper passes the signal on to a daemon that is stopped.
-    thread::sleep(Duration::from_millis(500));
+    eventually("the signal at the daemon", || Daemon::has_pending(daemon, Signal::TERM));
     kill_process(daemon, Signal::KILL).unwrap();
     eventually("the end of the daemon", || scene.daemon() != Some(daemon));
     // The next daemon ends in good order, for nothing uses what it serves, and the keeper with it.

@@ -217,7 +217,11 @@ fn a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replace
     let [keeper, one] = [Pid::from_child(&scene.process), Pid::from_raw(daemon as i32).unwrap()];
     kill_process(one, Signal::STOP).unwrap();
     kill_process(keeper, Signal::TERM).unwrap();
-    thread::sleep(LIVES_FOR);
+    let begun = Instant::now();
+    while !Daemon::has_pending(one, Signal::TERM) {
+        assert!(begun.elapsed() < PATIENCE, "the keeper does not pass the signal on");
+        thread::sleep(Duration::from_millis(10));
+    }
     kill_process(one, Signal::KILL).unwrap();
     let begun = Instant::now();
     while scene.daemon().is_none_or(|next| next == one) {

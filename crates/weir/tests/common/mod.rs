@@ -260,6 +260,15 @@ impl Daemon {
         Pid::from_raw(children.trim().parse().ok()?)
     }
 
+    /// Whether this signal waits for a process, as it does for one that is stopped.
+    pub fn has_pending(process: Pid, signal: Signal) -> bool {
+        let status = fs::read_to_string(format!("/proc/{}/status", process.as_raw_nonzero()));
+        let status = status.unwrap_or_default();
+        let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+        let pending = pending.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok());
+        pending.is_some_and(|bits| bits >> (signal.as_raw() - 1) & 1 == 1)
+    }
+
     /// The cores in the daemon's directory.
     pub fn cores(&self) -> Vec<PathBuf> {
         let entries = fs::read_dir(&self.directory).unwrap().map(|entry| entry.unwrap().path());
