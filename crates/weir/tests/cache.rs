@@ -182,7 +182,7 @@ fn a_flush_and_a_detach_draw_a_bar_on_a_terminal_and_nothing_into_a_pipe() {
 }
 
 #[test]
-fn a_trace_of_a_running_cache_has_its_requests_and_the_policy_replays_it() {
+fn a_trace_of_a_running_cache_has_its_requests_in_order() {
     let mut scene = Scene::new("trace");
     if !scene.start("trace", &["--stream", "0"]) {
         return;
@@ -222,9 +222,13 @@ fn a_trace_of_a_running_cache_has_its_requests_and_the_policy_replays_it() {
     let pages: Vec<u64> = pages.lines().map(|page| page.parse().unwrap()).collect();
     assert_eq!(pages.len(), 20_000);
     assert_eq!(pages.iter().copied().filter(|page| *page != 9).collect::<Vec<_>>(), used);
-    let mut policy = Command::new(env!("CARGO_BIN_EXE_weir"));
-    let policy = policy.args(["bench", "policy", "--trace", &trace, "--room", "100"]).output().unwrap();
-    assert!(policy.status.success(), "{policy:?}");
+    let weir = Path::new(env!("CARGO_BIN_EXE_weir"));
+    // A build of this package alone makes no benchmarks.
+    if weir.with_file_name("weir-bench").exists() {
+        let mut policy = Command::new(weir);
+        let policy = policy.args(["bench", "policy", "--trace", &trace, "--room", "100"]).output().unwrap();
+        assert!(policy.status.success(), "{policy:?}");
+    }
     // A trace that runs when the cache ends has what came before.
     let late = scene.directory.join("late").display().to_string();
     let recorder = scene.command(&["trace", &late]).stdout(Stdio::piped()).spawn().unwrap();
