@@ -313,6 +313,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pager::simulator::{address, work_at_rest};
 
     const BYTES: usize = 4 * PAGE_SIZE;
     // Memory is at the first three of these places.
@@ -407,5 +408,30 @@ mod tests {
         // There is no list of the mappings.
         let first = [moved(OLD, TO), unmapped(OLD)];
         assert_eq!(ordered(0, &[second, first].concat()), [first, second].concat());
+    }
+
+    #[test]
+    fn a_move_waits_until_all_is_read_and_the_mappings_at_its_time_tell_what_moved_on() {
+        let (mut work, first) = work_at_rest();
+        let place = |number: usize| first + 2 * number * BLOCK_PAGES;
+        let [old, second, to, other] = [0, 1, 2, 3].map(|number| address(place(number)));
+        work.add_span(old, old + BYTES);
+        work.add_span(second, second + BYTES);
+        work.kernel.world.changing = 1;
+        let (first_ends, second_ends) = (unmapped(old), unmapped(second));
+        // The first memory has moved to `to`. The second has moved to its old place, and is still
+        // there when the pager reads of that.
+        work.kernel.world.map(place(2), place(2) + 4);
+        work.kernel.world.events.push_back((moved(second, old), 0));
+        work.hear();
+        assert!(!work.put_in_order(), "the first memory's move is not read yet");
+        let later = [second_ends, moved(old, other), first_ends, moved(old, to), first_ends];
+        work.kernel.world.events.extend(later.map(|event| (event, 0)));
+        work.hear();
+        work.kernel.world.changing = 0;
+        assert!(work.put_in_order());
+        let right =
+            [moved(old, to), first_ends, moved(second, old), second_ends, moved(old, other), first_ends];
+        assert_eq!(Vec::from(work.events.clone()), right);
     }
 }
