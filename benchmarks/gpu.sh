@@ -32,6 +32,9 @@
 #     driver_load   6    NBD clients that once killed the driver's channel in most runs, by CUDA alone and with the window; fio
 #     batch_sweep   3    how many copies a call to the driver may name: it crashes processes and kills channels, not the machine
 #     driver_faults 3    the driver fails under a daemon, FAULTS (3) times in each of five cases (benchmarks/driver-faults); as root
+#     qrack         3    a quantum simulator in a quarter and an eighth of its state, by `weir run` and by swap (benchmarks/qrack); as root,
+#                        with pyqrack-cpu in PYTHONPATH
+#     tiered        4    16 GiB of the card before a file of 48 GiB on the disk (benchmarks/tiered); fio
 #     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
 #
 # `quick` stands for calibrate, ways, give_back, coherence, memory and keeper. Each call prints how
@@ -224,6 +227,20 @@ driver_faults() {
     [ "$(id -u)" = 0 ] || { echo "SKIP driver_faults: needs root"; return; }
     timeout "${FAULTS_LIMIT:-580}" benchmarks/driver-faults/run "$weir" --times "${FAULTS:-3}" --store "$card?size=4GiB" \
         ${FAULT_CASES:+--cases "$FAULT_CASES"} --json "$out/gpu-driver-faults.json" || failed=1
+}
+
+# This step runs only where it is named.
+qrack() {
+    python3 -c 'import pyqrack' 2> /dev/null || { echo "SKIP qrack: no pyqrack"; return; }
+    benchmarks/qrack "$weir" --store "$card,host" --limit 128,64 --swap "${SWAPS:-zram,weir,disk}" --runs "$runs" --goal 1.25 \
+        --json "$out/gpu-qrack.json" || failed=1
+}
+
+# This step runs only where it is named. TIERED: `--cache 4GiB --set 12GiB` and the like.
+tiered() {
+    command -v fio > /dev/null || { echo "SKIP tiered: no fio"; return; }
+    # shellcheck disable=SC2086
+    benchmarks/tiered "$weir" "${DIRECTORY:-/var/tmp}" --store "$card" ${TIERED:-} --json "$out/gpu-tiered.json" || failed=1
 }
 
 competing() {
