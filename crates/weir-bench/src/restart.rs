@@ -309,7 +309,7 @@ impl Part {
         (u64::from(self.first) + index as u64) * PAGE_SIZE as u64
     }
 
-    /// Writes every page of the part once.
+    /// Writes each of this client's pages once.
     fn fill(&mut self, scene: &Scene) -> Result<(), RestartError> {
         let mut client = scene.connect()?;
         let mut bytes = vec![0x6b; RUN as usize * PAGE_SIZE];

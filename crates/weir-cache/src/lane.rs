@@ -87,8 +87,8 @@ enum State {
     Again {
         held: Held,
     },
-    /// The frame cannot be read, and other users share it. The lane must take the frame
-    /// exclusively, and then read the home.
+    /// The page could not be read from its frame, which other users share. Once the lane has the
+    /// frame exclusively, it reads the page at the home.
     ReadAgain,
     /// The operation writes a frame that this lane has exclusively.
     WriteNew {

@@ -271,7 +271,8 @@ impl Committer {
                 return self.name(false, segment, word.life(), room);
             }
             if word.state() == State::Dead {
-                // The segment has died since the dead segments were taken, and its row is gone.
+                // The segment has died after this commit made its list of dead segments, and its
+                // row is gone.
                 return Err(Unfit::Changed);
             }
             let has_row = log.rows.copy(&log.segments, segment, &mut self.records);

@@ -220,9 +220,9 @@ impl RawItem {
         RawItem { link: Link::new(), state: AtomicUsize::new(0), run }
     }
 
-    /// Claims the item for a push; `None` if it is pending. Even then the claim is an atomic
-    /// exchange, and the worker's own exchange comes after it. So the coming run sees everything
-    /// that the caller did before.
+    /// Claims the item for a push. Returns `None` if the item is pending already. Both outcomes are
+    /// one atomic exchange, and the worker's own exchange comes after it. So the coming run sees
+    /// everything that the caller did before.
     #[inline]
     pub(crate) fn claim(&self, unplaced: &Unplaced) -> Option<Claim> {
         let found = self.state.fetch_or(PENDING, AcqRel);

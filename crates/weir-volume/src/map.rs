@@ -250,7 +250,8 @@ mod tests {
             unsafe { mprotect(memory.as_ptr().add(part * PAGE_SIZE).cast(), PAGE_SIZE, flags) }
                 .expect("a mapping");
         };
-        // The system gives no memory for the third part of the map.
+        // From here on the system gives no memory for part 2 of the map, which is the third of its
+        // parts.
         protect(2, MprotectFlags::empty());
         let empty = blocks(&fd);
         let refused = pool.volume(2000).expect_err("it has no memory there");

@@ -72,7 +72,8 @@ impl Tier {
         }
     }
 
-    /// Number of slots that the store offers: those in open extents whose members are not lost.
+    /// Number of slots that the store offers: those in open extents whose members are not lost. An
+    /// extent is open unless its chunk is given back or being emptied.
     pub fn open_slots(&self) -> u32 {
         self.records.open_slots(|extent| self.state_of(extent) != State::Lost)
     }

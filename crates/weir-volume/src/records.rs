@@ -383,7 +383,7 @@ impl Records {
         self.lent.get()
     }
 
-    /// Records that the store has packs, or can get some.
+    /// From here on searches look for packs too, since the store has some or can get some.
     pub fn begin_packs(&self) {
         self.packs.store(true, Ordering::Relaxed);
     }

@@ -186,7 +186,8 @@ fn walk(tree: &Tree, slab: &mut Slab, index: u32) -> (At, u64) {
     (at, entry)
 }
 
-/// Makes the missing nodes between a position and its leaf.
+/// Makes the tree's missing nodes on the way to a position: from the root to the leaf that holds
+/// it.
 #[inline(never)]
 fn create(tree: &mut Tree, slab: &mut Slab, at: &mut At) {
     if at.node == NONE {

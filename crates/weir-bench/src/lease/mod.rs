@@ -100,7 +100,7 @@ pub enum PlanError {
         what: &'static str,
         /// The number that the plan gives.
         value: u64,
-        /// The range of accepted numbers, in words.
+        /// The accepted numbers, as the error's text names them.
         range: &'static str,
     },
 }

@@ -42,7 +42,7 @@ pub struct Plan {
     pub coherence_seconds: u64,
     /// Whether all measurements are shorter, for tests of the benchmark itself.
     pub short: bool,
-    /// The row ids to run, or the start of them; empty for all.
+    /// The rows to run: those whose id begins with one of these texts. Empty: all rows.
     pub only: Vec<String>,
 }
 

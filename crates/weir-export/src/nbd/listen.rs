@@ -96,7 +96,7 @@ impl Listener {
         }
     }
 
-    /// Takes a connection that is waiting, non-blocking; `None` if there is none.
+    /// Takes a connection that is waiting; `None` if there is none. Its socket does not block.
     pub fn accept(&self) -> io::Result<Option<OwnedFd>> {
         match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => {

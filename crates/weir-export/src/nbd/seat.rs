@@ -60,7 +60,7 @@ enum State {
     Closing,
 }
 
-/// The seats as the server sees them, whatever devices it offers.
+/// The seats as the server sees them. The server need not know of which type their devices are.
 pub(super) trait Seating: Send + Sync {
     /// Makes every thread leave. Idle threads leave now, and others after they have answered what
     /// they have received. After `grace` their connections are cut. Returns the number of threads

@@ -39,7 +39,7 @@ unsafe impl Send for Seal {}
 unsafe impl Sync for Seal {}
 
 impl Seal {
-    /// Makes a seal with a new random key, which is never written down.
+    /// Makes a new random key to encrypt pages with. It is never written to any file.
     pub(super) fn ephemeral() -> io::Result<Self> {
         const { assert!(size_of::<LessSafeKey>() <= PAGE_SIZE && align_of::<LessSafeKey>() <= PAGE_SIZE) };
         let mut secret = [0; 32];

@@ -139,8 +139,8 @@ pub struct CacheOptions {
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
 
-    /// The file to serve: mounted over FILE, which is made if it does not exist, or within it if it
-    /// is a directory.
+    /// Serve the pages as this file. Makes FILE first if it does not exist. If FILE is a directory,
+    /// the served file appears within it.
     #[arg(long, value_name = "FILE")]
     pub fuse: PathBuf,
 

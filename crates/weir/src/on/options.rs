@@ -71,8 +71,8 @@ pub struct OnOptions {
     #[arg(long)]
     pub allow_hibernation: bool,
 
-    /// Turn the device of this note on again, as weir off --remember wrote it. Without the note, do
-    /// nothing.
+    /// Turn a device on again as this note says. weir off --remember wrote the note. If there is no
+    /// note, do nothing.
     #[arg(long, value_name = "FILE", hide = true, exclusive = true)]
     pub again: Option<PathBuf>,
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 /// The first page that a program may map.
 const FIRST: usize = OWN + BELLS;
 
-/// The traits of one simulated program.
+/// The properties of one simulated program.
 #[derive(Clone, Copy, Debug)]
 pub struct Traits {
     pub threads: usize,

@@ -68,7 +68,8 @@ struct Transfer {
 /// has an end.
 #[derive(Clone, Copy, Debug)]
 struct Eviction {
-    /// Number of blocks that are still to be tried.
+    /// Number of blocks that the eviction still has to look at, whether or not they can be moved
+    /// out.
     blocks: usize,
     /// Number of single pages that are still to be moved out.
     singles: usize,
