@@ -200,8 +200,8 @@ fn modprobe(arguments: &[&str]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Makes the block device that shows the pages of a volume of a daemon. Without a `volume`, it is the
-/// daemon's own. `directory` has the daemon's sockets. Returns the device's name.
+/// Makes the block device that shows the pages of a volume of a daemon. Without a `volume`, it is
+/// the daemon's own. `directory` has the daemon's sockets. Returns the device's name.
 ///
 /// # Errors
 /// Fails with the kernel's error.
