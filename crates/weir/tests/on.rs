@@ -272,16 +272,19 @@ fn a_daemon_whose_file_carries_swap_stays_when_it_is_told_to_end() {
 #[test]
 fn after_daemon_and_keeper_were_killed_off_takes_away_the_mount_and_the_device() {
     let Some(host) = Host::new("both") else { return };
-    let on = host.on().output().expect("weir runs");
-    assert!(on.status.success(), "{}", text(&on));
-    let keeper = keepers(&host)[0];
-    let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).expect("a keeper");
-    let daemon = children.trim().parse().expect("its daemon");
-    signal(keeper, rustix::process::Signal::KILL);
-    signal(daemon, rustix::process::Signal::KILL);
-    let off = host.off();
-    assert!(off.status.success(), "{}", text(&off));
-    assert_eq!(host.left(), Vec::<String>::new());
+    for mut on in [host.on(), host.on_in_parts(2)] {
+        let on = on.output().expect("weir runs");
+        assert!(on.status.success(), "{}", text(&on));
+        let keeper = keepers(&host)[0];
+        let children =
+            fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).expect("a keeper");
+        let daemon = children.trim().parse().expect("its daemon");
+        signal(keeper, rustix::process::Signal::KILL);
+        signal(daemon, rustix::process::Signal::KILL);
+        let off = host.off();
+        assert!(off.status.success(), "{}", text(&off));
+        assert_eq!(host.left(), Vec::<String>::new());
+    }
 
     // If only the keeper is gone, the daemon goes on serving until it is turned off.
     let on = host.on().output().expect("weir runs");
