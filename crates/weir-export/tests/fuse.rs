@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
-use weir_export::fuse::{Config, ServeError, Server};
+use weir_export::fuse::{Config, Left, ServeError, Server};
 use weir_store::{Store, StoreUrl};
 use weir_system::loop_device::LoopDevice;
 use weir_volume::Volume;
@@ -249,6 +249,31 @@ fn a_mount_whose_server_died_is_replaced_by_the_next() {
     drop(second);
     assert!(!is_mounted(&point));
     fs::remove_file(&point).unwrap();
+}
+
+#[test]
+fn dead_mounts_beside_a_file_are_cleared_and_other_files_there_stay() {
+    let directory = path("beside");
+    fs::create_dir(&directory).unwrap();
+    let at = |name: &str| directory.join(name);
+    for other in ["disk", "disk.img", "disks.a"] {
+        fs::write(at(other), "").unwrap();
+    }
+    let (dead, alive) = (volume(100, 1), volume(100, 1));
+    let config = Config { threads: 1, ..Config::default() };
+    let Some(first) = serve(&dead, &config, &at("disk.a")) else { return };
+    let second = serve(&alive, &config, &at("disk.b")).unwrap();
+    first.abandon();
+    let left = Left::beside(&at("disk"));
+    assert_eq!(left.len(), 2);
+    left.into_iter().for_each(Left::clear);
+    assert!(!is_mounted(&at("disk.a")) && !at("disk.a").exists());
+    open(second.file()).write_all_at(&[1], 0).unwrap();
+    assert_eq!(second.stop(GRACE), 0);
+    for other in ["disk", "disk.img", "disks.a"] {
+        assert!(at(other).exists(), "{other}");
+    }
+    fs::remove_dir_all(&directory).unwrap();
 }
 
 #[test]
