@@ -281,7 +281,8 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
             _ => {}
         }
     }
-    // Removes the directory of a further part; the first part's directory still holds the state.
+    // An earlier weir made a directory for each further part. That of `weir on` itself still holds
+    // the state, so it stays.
     let _ = fs::remove_dir(directory);
     Ok(())
 }
