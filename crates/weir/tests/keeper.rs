@@ -568,7 +568,14 @@ fn a_keeper_whose_daemon_is_killed_over_a_signal_asks_the_next_one_and_does_not_
     kill_process(daemon, Signal::KILL).unwrap();
     eventually("the end of the daemon", || scene.daemon() != Some(daemon));
     // The next daemon ends in good order, for nothing uses what it serves, and the keeper with it.
-    let code = scene.process.wait().unwrap().code();
+    let begun = Instant::now();
+    let code = loop {
+        if let Some(status) = scene.process.try_wait().unwrap() {
+            break status.code();
+        }
+        assert!(begun.elapsed() < PATIENCE, "the signal was lost with the daemon");
+        thread::sleep(Duration::from_millis(5));
+    };
     assert_eq!(code, Some(0), "the keeper gave the pages up for what it had said itself");
 }
 
