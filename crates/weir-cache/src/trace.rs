@@ -37,8 +37,7 @@ impl Recorder {
     #[cold]
     fn put(&self, page: PageNo) {
         let Some(ring) = self.ring.get() else { return };
-        let at = self.put.fetch_add(1, Relaxed);
-        ring[(at % RING) as usize].store(lap(at) << 32 | u64::from(page.0), Release);
+        fill(ring, self.put.fetch_add(1, Relaxed), page);
     }
 
     /// Begins a trace, which takes memory for the ring if it is the first. `None`: another trace is
@@ -47,8 +46,14 @@ impl Recorder {
         self.ring.get_or_init(|| (0..RING).map(|_| AtomicU64::new(0)).collect());
         let at = self.put.load(Relaxed);
         let begins = self.is_on.compare_exchange(false, true, Acquire, Relaxed).is_ok();
-        begins.then(|| Trace { recorder: Arc::clone(self), at, lost: 0 })
+        begins.then(|| Trace { recorder: Arc::clone(self), at, end: None, lost: 0 })
     }
+}
+
+/// Writes a page into the ring's word that position `at` has. A lane may be so late that the word
+/// is in use for a later lap. Then the word stays as it is: the page is lost.
+fn fill(ring: &[AtomicU64], at: u64, page: PageNo) {
+    ring[(at % RING) as usize].fetch_max(lap(at) << 32 | u64::from(page.0), Release);
 }
 
 /// The number of the lap of the ring's word that position `at` has.
@@ -61,6 +66,8 @@ pub struct Trace {
     recorder: Arc<Recorder>,
     /// The position of the page that is taken next.
     at: u64,
+    /// The position after the trace's last page, once the trace has ended.
+    end: Option<u64>,
     lost: u64,
 }
 
@@ -68,6 +75,16 @@ impl Trace {
     /// Takes the pages that were used since the last call, in order, `most` of them at most.
     pub fn take(&mut self, most: usize) -> impl Iterator<Item = PageNo> {
         std::iter::from_fn(|| self.next()).take(most)
+    }
+
+    /// Ends the trace. Pages that were used before can still be taken.
+    pub fn end(&mut self) {
+        self.end.get_or_insert(self.recorder.put.load(Relaxed));
+    }
+
+    /// Whether the trace has ended, and each of its pages was taken or is lost.
+    pub fn is_over(&self) -> bool {
+        self.end == Some(self.at)
     }
 
     /// Number of pages that were overwritten before they were taken.
@@ -80,10 +97,11 @@ impl Trace {
         let ring = recorder.ring.get()?;
         loop {
             let put = recorder.put.load(Relaxed);
-            let oldest = put.saturating_sub(RING);
+            let end = self.end.unwrap_or(put);
+            let oldest = put.saturating_sub(RING).min(end);
             self.lost += oldest.saturating_sub(self.at);
             self.at = self.at.max(oldest);
-            if self.at == put {
+            if self.at == end {
                 return None;
             }
             let word = ring[(self.at % RING) as usize].load(Acquire);
@@ -171,8 +189,41 @@ mod tests {
         note(200..202);
         assert_eq!(taken(&mut trace), []);
         let ring = cache.recorder.ring.get().unwrap();
-        ring[(at % RING) as usize].store(lap(at) << 32 | 199, Release);
+        fill(ring, at, PageNo(199));
         assert_eq!((taken(&mut trace), trace.lost()), (vec![199, 200, 201], 100 - RING));
+    }
+
+    #[test]
+    fn a_lane_that_is_a_lap_late_hides_no_later_page() {
+        let cache = cache();
+        let mut trace = cache.trace().unwrap();
+        let at = cache.recorder.put.fetch_add(1, Relaxed);
+        (0..RING as u32).for_each(|page| cache.recorder.note(PageNo(page), Progress::Queued));
+        fill(cache.recorder.ring.get().unwrap(), at, PageNo(199));
+        assert_eq!((taken(&mut trace), trace.lost()), ((0..RING as u32).collect(), 1));
+    }
+
+    #[test]
+    fn a_trace_that_has_ended_has_the_pages_until_then_and_is_over_once_they_are_taken() {
+        let cache = cache();
+        let mut trace = cache.trace().unwrap();
+        let note = |pages: std::ops::Range<u32>| {
+            pages.for_each(|page| cache.recorder.note(PageNo(page), Progress::Queued));
+        };
+        note(0..3);
+        trace.end();
+        note(3..6);
+        trace.end();
+        assert_eq!((trace.take(2).count(), trace.is_over()), (2, false));
+        assert_eq!((taken(&mut trace), trace.is_over()), (vec![2], true));
+        drop(trace);
+        // A page that no lane has written yet is still to come, until it is a lap old.
+        let mut trace = cache.trace().unwrap();
+        cache.recorder.put.fetch_add(1, Relaxed);
+        trace.end();
+        assert_eq!((taken(&mut trace), trace.is_over()), (vec![], false));
+        note(0..2 * RING as u32);
+        assert_eq!((taken(&mut trace), trace.is_over(), trace.lost()), (vec![], true, 1));
     }
 
     #[test]

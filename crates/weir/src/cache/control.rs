@@ -23,6 +23,8 @@ use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// Time that a client may take for its request.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Time that a client may leave its answer unread.
+const UNREAD: Duration = if cfg!(test) { Duration::from_millis(50) } else { PATIENCE };
 /// Longest request, in bytes.
 const REQUEST_MOST: u64 = 4096;
 
@@ -131,7 +133,7 @@ pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Fail
 
 fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
     client.set_read_timeout(Some(PATIENCE))?;
-    client.set_write_timeout(Some(PATIENCE))?;
+    client.set_write_timeout(Some(UNREAD))?;
     let mut line = String::new();
     BufReader::new(client.take(REQUEST_MOST)).read_line(&mut line)?;
     let error = match serde_json::from_str::<Envelope>(&line) {
@@ -140,8 +142,13 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
         }
         Ok(Envelope { schema: SCHEMA, request: Request::Trace { requests, seconds } }) => {
             let line = |pages| Answer { schema: SCHEMA, pages: Some(pages), ..Answer::default() };
-            let result =
-                service.trace(requests, seconds, &mut |pages| write_line(client, &line(pages)).is_ok());
+            let mut sent = Ok(());
+            let result = service.trace(requests, seconds, &mut |pages| {
+                sent = write_line(client, &line(pages));
+                sent.is_ok()
+            });
+            // A part of the line may have been sent. So no other line can follow.
+            sent?;
             let (lost, error) = (result.as_ref().ok().copied(), result.err());
             return write_line(client, &Answer { schema: SCHEMA, lost, error, ..Answer::default() });
         }
@@ -199,7 +206,7 @@ pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<
 
 /// Has the cache at `path` record which pages requests use, and calls `tell` with the pages of each
 /// line. Returns the number of requests that the trace lacks. `None`: the cache has ended
-/// meanwhile.
+/// meanwhile, or this client did not read for so long that the cache has disconnected it.
 ///
 /// # Errors
 /// Fails when no cache answers at `path`, with the cache's own error, or with that of `tell`.
@@ -209,15 +216,20 @@ pub fn trace(
     tell: &mut dyn FnMut(&[u32]) -> Result<(), Failure>,
 ) -> Result<Option<u64>, Failure> {
     let (requests, seconds) = options;
-    for line in send(path, &Request::Trace { requests, seconds })?.lines() {
-        let line = line.and_then(|line| Ok(serde_json::from_str::<Answer>(&line)?));
-        match line.map_err(|error| unreachable(path, &error))? {
+    let mut answers = send(path, &Request::Trace { requests, seconds })?;
+    let mut line = String::new();
+    loop {
+        line.clear();
+        answers.read_line(&mut line).map_err(|error| unreachable(path, &error))?;
+        if !line.ends_with('\n') {
+            return Ok(None);
+        }
+        match serde_json::from_str(&line).map_err(|error| unreachable(path, &error.into()))? {
             Answer { error: Some(error), .. } => return Err(Failure::Failed(error)),
             Answer { lost: Some(lost), .. } => return Ok(Some(lost)),
             Answer { pages, .. } => tell(&pages.unwrap_or_default())?,
         }
     }
-    Ok(None)
 }
 
 fn send(path: &Path, request: &Request) -> Result<BufReader<UnixStream>, Failure> {
@@ -238,4 +250,55 @@ fn unreachable(path: &Path, error: &io::Error) -> Failure {
         io::ErrorKind::PermissionDenied => format!("the cache at {path} answers its owner alone: use sudo"),
         _ => format!("no answer from {path}: {error}; is it a cache's control socket, and of this version?"),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Records more pages than a socket holds.
+    struct Large;
+
+    impl Service for Large {
+        fn report(&self) -> Report {
+            unreachable!("nobody asks")
+        }
+
+        fn trace(
+            &self,
+            _requests: u64,
+            _seconds: Option<u32>,
+            tell: &mut dyn FnMut(Vec<u32>) -> bool,
+        ) -> Result<u64, String> {
+            assert!(tell(vec![1]) && !tell(vec![u32::MAX; 1 << 20]), "nobody reads");
+            Ok(0)
+        }
+
+        fn serve(&self, _request: &Request, _tell: &mut dyn FnMut(u64)) -> Result<(), String> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_trace_that_its_client_does_not_read_ends_within_a_line_and_has_the_lines_before() {
+        let path = std::env::temp_dir().join(format!("weir-trace-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).unwrap();
+        let (done, is_done) = std::sync::mpsc::channel();
+        let cache = thread::spawn(move || {
+            let (client, _) = listener.accept().unwrap();
+            let answered = answer(&client, &Large);
+            done.send(()).unwrap();
+            answered
+        });
+        let mut told = Vec::new();
+        let result = trace(&path, (9, None), &mut |pages| {
+            told.extend_from_slice(pages);
+            is_done.recv().unwrap();
+            Ok(())
+        });
+        assert_eq!((told, result.unwrap()), (vec![1], None));
+        assert!(cache.join().unwrap().is_err());
+        std::fs::remove_file(&path).unwrap();
+    }
 }

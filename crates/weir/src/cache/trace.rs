@@ -35,7 +35,7 @@ pub fn run(options: &TraceOptions) -> Result<(), Failure> {
         let _ = std::fs::remove_file(&options.file);
     }
     let lacks = match lost? {
-        None => "; then the cache ended".to_owned(),
+        None => "; then the cache ended, or could send no more".to_owned(),
         Some(0) => String::new(),
         Some(lost) => format!("; {lost} more came too fast and are not in it"),
     };
@@ -63,7 +63,9 @@ pub fn record(
     let until = seconds.map(|seconds| begun + Duration::from_secs(seconds.into()));
     let (mut left, mut told) = (requests, begun);
     while left > 0 {
-        let is_last = until.is_some_and(|until| Instant::now() >= until) || ends();
+        if until.is_some_and(|until| Instant::now() >= until) || ends() {
+            trace.end();
+        }
         let pages: Vec<u32> = trace.take(left.min(LINE) as usize).map(|page| page.0).collect();
         let has_all = pages.len() < LINE as usize;
         left -= pages.len() as u64;
@@ -73,7 +75,7 @@ pub fn record(
                 break;
             }
         }
-        if is_last {
+        if trace.is_over() {
             break;
         }
         if has_all {
@@ -81,4 +83,40 @@ pub fn record(
         }
     }
     Ok(trace.lost())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::{Cell, RefCell};
+    use weir_cache::Config;
+    use weir_core::{ByteSize, PAGE_SIZE, PageNo};
+    use weir_device::{PageDevice as _, PageLane as _};
+    use weir_store::{Host, Sim, SimUrl};
+
+    #[test]
+    fn what_was_used_before_the_end_is_in_the_trace_however_much_it_is() {
+        let home = Sim::open(SimUrl { size: ByteSize(4 << 20), ..SimUrl::default() }).unwrap();
+        let cache =
+            Cache::create(Arc::new(Host::new(4096).unwrap()), Arc::new(home), Config::default()).unwrap();
+        let mut lane = cache.open().unwrap();
+        let _ = lane.write(0, PageNo(1), &[1; PAGE_SIZE]);
+        let lane = RefCell::new(lane);
+        let (count, many) = (Cell::new(0), LINE as usize * 2 + 5);
+        // All of it comes between a look and the end.
+        let ends = || {
+            let mut page = [0; PAGE_SIZE];
+            while count.get() < many {
+                count.set(count.get() + 1);
+                let _ = lane.borrow_mut().read(0, PageNo(1), &mut page);
+            }
+            true
+        };
+        let mut told = 0;
+        let lost = record(&cache, u64::MAX, None, ends, &mut |pages| {
+            told += pages.len();
+            true
+        });
+        assert_eq!((told, lost), (many, Ok(0)));
+    }
 }
