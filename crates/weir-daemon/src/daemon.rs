@@ -266,7 +266,7 @@ impl Daemon {
         let begun = clock.now();
         let_go(
             &self.shared.front_ends,
-            |_| true,
+            |it| it.front_end.let_go(),
             || {
                 clock.sleep(TRY);
                 clock.now() - begun < LET_GO
@@ -304,16 +304,16 @@ impl Daemon {
     }
 }
 
-/// Makes every front end that `which` accepts remove its device. `again` waits a little, answers
-/// status requests meanwhile, and returns whether to try again.
+/// Makes every front end remove its device, by `remove`, which returns the reason if it cannot.
+/// `again` waits a little, answers status requests meanwhile, and returns whether to try again.
 fn let_go(
     front_ends: &Mutex<Vec<Served>>,
-    which: impl Fn(&Served) -> bool,
+    remove: impl Fn(&mut Served) -> Option<String>,
     mut again: impl FnMut() -> bool,
 ) -> Option<String> {
     loop {
         let mut all = lock(front_ends);
-        let user = all.iter_mut().filter(|it| which(it)).find_map(|it| it.front_end.let_go());
+        let user = all.iter_mut().find_map(&remove);
         drop(all);
         if user.is_none() || !again() {
             return user;
@@ -469,7 +469,8 @@ impl Shared {
         let begun = clock.now();
         let user = self.front_ends().iter().filter(|it| is_its(it)).find_map(|it| it.front_end.in_use());
         let user = user.or_else(|| {
-            let_go(&self.front_ends, is_its, || {
+            let withdraw = |it: &mut Served| is_its(it).then(|| it.front_end.withdraw()).flatten();
+            let_go(&self.front_ends, withdraw, || {
                 clock.sleep(TRY);
                 clock.now() - begun < LET_GO
             })
@@ -560,7 +561,7 @@ mod tests {
             let mut tries = 0;
             let told = let_go(
                 &front_ends,
-                |_| true,
+                |it| it.front_end.let_go(),
                 || {
                     assert!(front_ends.try_lock().is_ok(), "status is answered meanwhile");
                     tries += 1;

@@ -124,7 +124,12 @@ fn each_volume_of_a_pool_has_a_file_that_outlives_its_daemon_and_goes_with_the_v
     write(&b, 2);
     let (_, said) = ask(&["resize", "a", "8MiB"]);
     assert!(said.contains("volume a has a device of its size"), "{said}");
-    for _ in 0..2 {
+    for round in 0..3 {
+        if round == 2 {
+            let (_, said) = ask(&["remove", "a"]);
+            assert!(said.contains("disk.a is in use") && said.contains("then try again"), "{said}");
+            assert_eq!(read(&a), stamped(3, 1), "a file that is open is served on, also by the next daemon");
+        }
         let daemon = scene.daemon().unwrap();
         kill(daemon, Signal::KILL);
         let begun = Instant::now();

@@ -46,6 +46,12 @@ pub trait FrontEnd: fmt::Debug + Send {
         None
     }
 
+    /// Does what [`let_go`](FrontEnd::let_go) does, before an [`end`](FrontEnd::end). A file that a
+    /// program has open is served on too.
+    fn withdraw(&mut self) -> Option<String> {
+        self.let_go()
+    }
+
     /// Answers received requests for at most `grace`, then disconnects its clients. Nothing of the
     /// front end is left in the file system.
     fn stop(self: Box<Self>, grace: Duration);
@@ -180,6 +186,8 @@ pub struct Fuse {
     server: fuse::Server,
     /// The keeper, and the start of the names under which it holds the mount.
     kept: Option<(Link, String)>,
+    /// Whether the mount is gone already, because its volume is to be removed.
+    is_unmounted: bool,
 }
 
 impl fmt::Debug for Fuse {
@@ -220,21 +228,24 @@ impl Fuse {
         let failed = |error: fuse::ServeError| Error::because(ErrorKind::FrontEnd, "--fuse", error);
         let Some((link, held)) = keeper else {
             let server = fuse::Server::start(volume, &config, file, log).map_err(failed)?;
-            return Ok(Fuse { server, kept: None });
+            return Ok(Fuse { server, kept: None, is_unmounted: false });
         };
         let kept = Some((link.clone(), prefix.to_owned()));
         let name = |kept: &str| format!("{prefix}{kept}");
         if held.any(|kept| kept.starts_with(prefix)) {
             let mut take = |kept: &str| held.take(&name(kept));
             let server = fuse::Server::take_over(volume, &config, file, &mut take, log).map_err(failed)?;
-            return Ok(Fuse { server, kept });
+            return Ok(Fuse { server, kept, is_unmounted: false });
         }
         let server = fuse::Server::start(volume, &config, file, log).map_err(failed)?;
-        for handoff in server.handoffs() {
-            let held = link.hold_open(&name(&handoff.name), handoff.fd);
-            held.map_err(|error| Error::of(ErrorKind::Keeper, error))?;
+        let fuse = Fuse { server, kept, is_unmounted: false };
+        match fuse.keep() {
+            Ok(()) => Ok(fuse),
+            Err(error) => {
+                fuse.unkeep();
+                Err(Error::of(ErrorKind::Keeper, error))
+            }
         }
-        Ok(Fuse { server, kept })
     }
 }
 
@@ -271,15 +282,60 @@ impl FrontEnd for Fuse {
         self.server.stop(grace);
     }
 
-    fn end(self: Box<Self>, grace: Duration) {
+    fn withdraw(&mut self) -> Option<String> {
+        if self.is_unmounted {
+            return None;
+        }
         // The keeper lets go first. If this daemon died after the unmount, the next one could not
         // take over a connection without a mount.
-        if let Some((link, prefix)) = &self.kept {
-            let names: Vec<String> = self.server.handoffs().into_iter().map(|it| it.name).collect();
-            names.iter().for_each(|name| drop(link.let_go(&format!("{prefix}{name}"))));
+        self.unkeep();
+        let file = self.server.file();
+        match self.server.unmount_unused() {
+            // Another program may have unmounted the file.
+            Err(error)
+                if error.kind() == std::io::ErrorKind::ResourceBusy || fuse::mount::is_mounted(file) =>
+            {
+                // An error is ignored: then the keeper is gone, and no other daemon takes over.
+                let _ = self.keep();
+                let file = file.display();
+                Some(format!("{file} is in use ({error}); run fuser -v {file}, and end what it names"))
+            }
+            _ => {
+                self.is_unmounted = true;
+                None
+            }
+        }
+    }
+
+    fn end(self: Box<Self>, grace: Duration) {
+        if !self.is_unmounted {
+            self.unkeep();
         }
         self.server.stop(grace);
     }
+}
+
+impl Fuse {
+    /// Hands the keeper what another daemon needs to take the mount over.
+    fn keep(&self) -> std::io::Result<()> {
+        let Some((link, prefix)) = &self.kept else { return Ok(()) };
+        let mut handoffs = self.server.handoffs().into_iter();
+        handoffs.try_for_each(|it| link.hold_open(&format!("{prefix}{}", it.name), it.fd))
+    }
+
+    /// Has the keeper let go of the mount.
+    fn unkeep(&self) {
+        let Some((link, prefix)) = &self.kept else { return };
+        let names: Vec<String> = self.server.handoffs().into_iter().map(|it| it.name).collect();
+        let_go_in_order(&names, |name| drop(link.let_go(&format!("{prefix}{name}"))));
+    }
+}
+
+/// Lets go of what a keeper holds of a mount: first of the queues, the last one first, and at the
+/// end of the connection. This daemon may die meanwhile, and no other one can take the mount over
+/// without the connection.
+fn let_go_in_order(names: &[String], let_go: impl FnMut(&String)) {
+    names.iter().rev().for_each(let_go);
 }
 
 /// Pages for local programs, through shared memory.
@@ -342,5 +398,21 @@ fn listen(address: &Address, identity: Option<&Arc<Identity>>) -> Listen {
             Listen::Tls { host, port, identity: Arc::clone(identity) }
         }
         (Address::Tcp { host, port }, None) => Listen::Insecure { host, port },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_keeper_that_holds_any_part_of_a_mount_holds_its_connection_too() {
+        let names = ["connection-made", "queue.0", "queue.1", "queue.2"].map(str::to_owned);
+        let mut held = names.to_vec();
+        let_go_in_order(&names, |name| {
+            held.retain(|it| it != name);
+            assert_eq!(held, names[..held.len()], "a daemon takes over queues from 0 on");
+        });
+        assert!(held.is_empty());
     }
 }
