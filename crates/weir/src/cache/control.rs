@@ -256,8 +256,8 @@ fn unreachable(path: &Path, error: &io::Error) -> Failure {
 mod tests {
     use super::*;
 
-    /// Records more pages than a socket holds.
-    struct Large;
+    /// Records more pages than a socket holds, and says when it has given up.
+    struct Large(std::sync::mpsc::Sender<()>);
 
     impl Service for Large {
         fn report(&self) -> Report {
@@ -271,6 +271,7 @@ mod tests {
             tell: &mut dyn FnMut(Vec<u32>) -> bool,
         ) -> Result<u64, String> {
             assert!(tell(vec![1]) && !tell(vec![u32::MAX; 1 << 20]), "nobody reads");
+            self.0.send(()).unwrap();
             Ok(0)
         }
 
@@ -287,9 +288,7 @@ mod tests {
         let (done, is_done) = std::sync::mpsc::channel();
         let cache = thread::spawn(move || {
             let (client, _) = listener.accept().unwrap();
-            let answered = answer(&client, &Large);
-            done.send(()).unwrap();
-            answered
+            answer(&client, &Large(done))
         });
         let mut told = Vec::new();
         let result = trace(&path, (9, None), &mut |pages| {
