@@ -270,6 +270,10 @@ struct Player {
     pending: Vec<Option<(u32, Pending, Instant)>>,
     /// The last time that a write waited for a slot until its limit.
     refused: Option<Instant>,
+    /// The time since which the operation that is queued last may have waited for a slot.
+    asked: Option<Instant>,
+    /// When the partial write began that failed last. It may have begun the lane's wait for a slot.
+    failed: Option<Instant>,
 }
 
 pub struct History {
@@ -433,7 +437,7 @@ impl History {
     fn fill_seats(&mut self) {
         let player = |volume: &Arc<Volume>| {
             let lane = volume.lane().expect("a seat for each");
-            Player { lane, pending: Vec::new(), refused: None }
+            Player { lane, pending: Vec::new(), refused: None, asked: None, failed: None }
         };
         let free = self.config.lanes - 1 - self.players.len();
         self.players.extend(self.volumes.iter().cycle().take(free).map(player));
@@ -637,8 +641,9 @@ impl History {
         mut queue: impl FnMut(&mut Lane, u32) -> Progress,
     ) -> Result<Result<(), Fault>, usize> {
         let mut stalled = None;
+        self.players[at].asked = None;
         loop {
-            let Player { lane, pending, .. } = &mut self.players[at];
+            let Player { lane, pending, asked, .. } = &mut self.players[at];
             let free = pending.iter().position(Option::is_none).unwrap_or_else(|| {
                 pending.push(None);
                 pending.len() - 1
@@ -662,6 +667,10 @@ impl History {
                         !alone || lane.must_poll(),
                         "full with nothing in flight, and nothing is waited for"
                     );
+                    // A partial write may ask for a slot before the lane takes it.
+                    if lane.must_poll() {
+                        asked.get_or_insert(self.clock.now());
+                    }
                     lane.submit();
                     let under_way = lane.in_flight();
                     // A lane with room waits for a slot, perhaps behind a partial write that does.
@@ -698,11 +707,13 @@ impl History {
     }
 
     /// Checks a write that was refused for want of a slot: it waited for long enough, or another
-    /// write of its lane just did.
+    /// write of its lane just did. The wait is the lane's. So it also counts for the write if a
+    /// partial write began it and then failed for another reason.
     fn refuse(&mut self, at: usize, since: Instant) {
         self.tally.refused += 1;
         let now = self.clock.now();
-        if now - since >= SLOT_WAIT {
+        let began = self.players[at].failed.filter(|began| now - *began < SLOT_WAIT + LONG);
+        if now - began.unwrap_or(since).min(since) >= SLOT_WAIT {
             self.players[at].refused = Some(now);
             return;
         }
@@ -746,7 +757,8 @@ impl History {
     }
 
     fn await_ticket(&mut self, at: usize, ticket: usize, page: u32, operation: Pending) {
-        self.players[at].pending[ticket] = Some((page, operation, self.clock.now()));
+        let since = self.players[at].asked.unwrap_or_else(|| self.clock.now());
+        self.players[at].pending[ticket] = Some((page, operation, since));
     }
 
     fn write(&mut self, at: usize, page: u32) {
@@ -869,7 +881,11 @@ impl History {
                 (Pending::Write(_) | Pending::Part { .. }, Err(Fault::Full | Fault::Timeout)) => {
                     self.refuse(at, since);
                 }
-                (Pending::Write(_) | Pending::Part { .. }, Err(fault)) => self.write_failed(fault),
+                (Pending::Write(_), Err(fault)) => self.write_failed(fault),
+                (Pending::Part { .. }, Err(fault)) => {
+                    self.players[at].failed = Some(since);
+                    self.write_failed(fault);
+                }
                 (Pending::Read(_), Err(fault)) => self.tally.fault(fault),
                 (Pending::Read(expected), Ok(())) => {
                     self.check(page, &expected, &bytes.expect("a read that succeeded has a page"));
@@ -1208,7 +1224,13 @@ impl History {
                 // There are more volumes than lanes.
                 self.players.remove(0);
                 let lane = volume.lane().expect("the one before is at rest");
-                self.players.push(Player { lane, pending: Vec::new(), refused: None });
+                self.players.push(Player {
+                    lane,
+                    pending: Vec::new(),
+                    refused: None,
+                    asked: None,
+                    failed: None,
+                });
                 self.players.len() - 1
             });
             volume.range().for_each(|page| self.read(at, page));
