@@ -321,10 +321,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
             self.advise_leftovers()?;
-            // After an `mremap` with `MREMAP_DONTUNMAP` a mapping is still at the old place.
-            for &(start, end) in &self.owed {
-                let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
-            }
             let ids: Vec<u32> = self.blocks.ids().collect();
             for id in ids {
                 if !matches!(self.blocks.get(id).state, State::Resident | State::Empty | State::Lost) {
@@ -356,8 +352,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Lets child processes inherit mappings that are registered and not managed. When `mremap`
     /// enlarges a registered mapping, the new part is registered too, and the kernel sends no event
     /// of it. The program may make that part read-only, or unmap the memory next to it, before the
-    /// pager manages it.
+    /// pager manages it. `MREMAP_DONTUNMAP` leaves such a mapping too, at the old place.
     fn advise_leftovers(&mut self) -> Result<(), Changed> {
+        // In a process that the pager manages as a whole, the look has just read the mappings.
+        if self.scope != Scope::Process {
+            self.kernel.read_mappings(&mut self.mappings);
+        }
         for at in 0..self.mappings.len() {
             let Mapping { start, end, .. } = self.mappings[at];
             let span = self.spans.range(..=start).next_back();

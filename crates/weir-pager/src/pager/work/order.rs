@@ -224,19 +224,25 @@ fn in_order(mut rest: Vec<Change>, mut spans: BTreeMap<usize, usize>) -> Vec<Eve
     events
 }
 
-/// Takes the event that ends a move out of the list, for each move that has one.
+/// Takes the event that ends a move out of the list, for each move that has one. It belongs to the
+/// last move from there before it: what an earlier one leaves behind, by `MREMAP_DONTUNMAP`, may
+/// move on.
 fn take_ends(changes: &mut Vec<Change>) {
     let mut at = 0;
     while at < changes.len() {
-        let from = changes[at].from();
-        if matches!(changes[at].event, Event::Remap(..))
-            && let Some(end) =
-                (at + 1..changes.len()).find(|&end| changes[end].event == Event::Unmap(from.start, from.end))
-        {
-            changes.remove(end);
-            changes[at].has_end = true;
+        let ends = |change: &Change| {
+            let from = change.from();
+            !change.has_end
+                && matches!(change.event, Event::Remap(..))
+                && changes[at].event == Event::Unmap(from.start, from.end)
+        };
+        match changes[..at].iter().rposition(ends) {
+            Some(ended) => {
+                changes.remove(at);
+                changes[ended].has_end = true;
+            }
+            None => at += 1,
         }
-        at += 1;
     }
 }
 
@@ -399,6 +405,13 @@ mod tests {
         assert_eq!(ordered(TO, &[grown_on, first].concat()), [first, grown_on].concat());
         let shrunk = Event::Unmap(OLD, OLD + PAGE_SIZE);
         assert_eq!(ordered(TO, &[shrunk, first[0], first[1]]), [first[0], first[1], shrunk]);
+    }
+
+    #[test]
+    fn what_a_move_has_left_behind_moves_on_after_it() {
+        // The first move has `MREMAP_DONTUNMAP`, and so no end. The second one takes what is left.
+        let read = [moved(OLD, TO), moved(OLD, OTHER), unmapped(OLD)];
+        assert_eq!(ordered(TO, &read), read);
     }
 
     #[test]

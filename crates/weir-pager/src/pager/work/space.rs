@@ -46,9 +46,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Empties `owed`, the list of old places whose `munmap` was not heard. Does so once the
     /// address space does not change any more: by then the pager has read every event. An event
     /// that never came belongs to an `mremap` with `MREMAP_DONTUNMAP`. Such a call leaves a mapping
-    /// at the old place, without pages. That mapping still has the registration and the advice of
-    /// the memory that moved, so a child would not inherit it. Therefore the pager manages the
-    /// mapping too, or takes the advice back.
+    /// at the old place, without pages. That mapping still has the registration of the memory that
+    /// moved. So the pager manages the mapping too, unless the program has made it read-only.
     pub(super) fn is_settled(&mut self) {
         if self.owed.is_empty() || !self.events.is_empty() || self.kernel.is_changing() {
             return;
@@ -58,14 +57,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             while from < last {
                 let known = self.known(from, last);
                 let to = known.map_or(last, |(start, _)| start.max(from));
-                if to > from && self.adopt(from, to).is_err() {
-                    if self.has_changed() || self.kernel.is_changing() {
-                        self.owed.push((from, last));
-                        return;
-                    }
-                    // The program has made a part of the mapping read-only, so the pager cannot
-                    // manage it.
-                    let _ = self.kernel.advise(from, to - from, Advice::LinuxDoFork);
+                if to > from
+                    && self.adopt(from, to).is_err()
+                    && (self.has_changed() || self.kernel.is_changing())
+                {
+                    self.owed.push((from, last));
+                    return;
                 }
                 from = known.map_or(last, |(_, end)| end);
             }
