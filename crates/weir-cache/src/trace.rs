@@ -139,6 +139,10 @@ mod tests {
         Cache::create(Arc::new(Host::new(4096).unwrap()), Arc::new(home), Config::default()).unwrap()
     }
 
+    fn note(cache: &Cache, pages: std::ops::Range<u32>) {
+        pages.for_each(|page| cache.recorder.note(PageNo(page), Progress::Queued));
+    }
+
     fn taken(trace: &mut Trace) -> Vec<u32> {
         trace.take(usize::MAX).map(|page| page.0).collect()
     }
@@ -176,17 +180,14 @@ mod tests {
     fn pages_that_nobody_takes_are_lost_and_counted_and_no_lane_waits() {
         let cache = cache();
         let mut trace = cache.trace().unwrap();
-        let note = |pages: std::ops::Range<u32>| {
-            pages.for_each(|page| cache.recorder.note(PageNo(page), Progress::Queued));
-        };
-        note(0..10);
+        note(&cache, 0..10);
         assert_eq!(taken(&mut trace).len(), 10);
-        note(10..110);
+        note(&cache, 10..110);
         let last = RING as u32;
         assert_eq!((taken(&mut trace), trace.lost()), ((110 - last..110).collect(), 100 - RING));
         // A lane that has a position and has not written its word hides the later ones for now.
         let at = cache.recorder.put.fetch_add(1, Relaxed);
-        note(200..202);
+        note(&cache, 200..202);
         assert_eq!(taken(&mut trace), []);
         let ring = cache.recorder.ring.get().unwrap();
         fill(ring, at, PageNo(199));
@@ -198,7 +199,7 @@ mod tests {
         let cache = cache();
         let mut trace = cache.trace().unwrap();
         let at = cache.recorder.put.fetch_add(1, Relaxed);
-        (0..RING as u32).for_each(|page| cache.recorder.note(PageNo(page), Progress::Queued));
+        note(&cache, 0..RING as u32);
         fill(cache.recorder.ring.get().unwrap(), at, PageNo(199));
         assert_eq!((taken(&mut trace), trace.lost()), ((0..RING as u32).collect(), 1));
     }
@@ -207,12 +208,9 @@ mod tests {
     fn a_trace_that_has_ended_has_the_pages_until_then_and_is_over_once_they_are_taken() {
         let cache = cache();
         let mut trace = cache.trace().unwrap();
-        let note = |pages: std::ops::Range<u32>| {
-            pages.for_each(|page| cache.recorder.note(PageNo(page), Progress::Queued));
-        };
-        note(0..3);
+        note(&cache, 0..3);
         trace.end();
-        note(3..6);
+        note(&cache, 3..6);
         trace.end();
         assert_eq!((trace.take(2).count(), trace.is_over()), (2, false));
         assert_eq!((taken(&mut trace), trace.is_over()), (vec![2], true));
@@ -222,7 +220,7 @@ mod tests {
         cache.recorder.put.fetch_add(1, Relaxed);
         trace.end();
         assert_eq!((taken(&mut trace), trace.is_over()), (vec![], false));
-        note(0..2 * RING as u32);
+        note(&cache, 0..2 * RING as u32);
         assert_eq!((taken(&mut trace), trace.is_over(), trace.lost()), (vec![], true, 1));
     }
 
@@ -233,9 +231,9 @@ mod tests {
         let mut trace = cache.trace().unwrap();
         let mut found = std::thread::scope(|scope| {
             for first in [0, EACH] {
-                let recorder = &cache.recorder;
+                let cache = &cache;
                 scope.spawn(move || {
-                    (first..first + EACH).for_each(|page| recorder.note(PageNo(page), Progress::Queued));
+                    note(cache, first..first + EACH);
                 });
             }
             let mut found = Vec::new();

@@ -11,6 +11,7 @@ use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_device::{Fault, PageDevice, PageLane, Progress, Ticket};
 use weir_log::{Cleaner, Log};
+use weir_store::conformance::{Chance, History, repeated};
 use weir_store::{Sim, SimUrl, Store};
 
 const HOME: u32 = 600;
@@ -24,45 +25,6 @@ const MODES: [Mode; 3] = [Mode::WriteBack, Mode::WriteThrough, Mode::WriteAround
 /// The content of each eighth of a page.
 type Content = [u64; SECTORS];
 
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, below: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((self.0 >> 33) * below) >> 31
-    }
-}
-
-/// The writes of a page that may be its content, in order.
-struct History {
-    writes: Vec<Write>,
-    /// Whether the write is under way.
-    is_written: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Write {
-    content: Content,
-    /// The time when it was acknowledged.
-    acknowledged: Option<u64>,
-}
-
-impl History {
-    fn of(content: Content) -> Self {
-        History { writes: vec![Write { content, acknowledged: Some(0) }], is_written: false }
-    }
-
-    /// The oldest write that a read which begins at `time` may find.
-    fn oldest(&self, time: u64) -> usize {
-        let before = |write: &Write| write.acknowledged.is_some_and(|at| at <= time);
-        self.writes.iter().rposition(before).unwrap_or(0)
-    }
-
-    fn allows(&self, content: Content, since: u64) -> bool {
-        self.writes[self.oldest(since)..].iter().any(|write| write.content == content)
-    }
-}
-
 fn bytes(content: Content) -> PageBytes {
     let mut bytes = [0; PAGE_SIZE];
     for (sector, value) in bytes.chunks_exact_mut(PAGE_SIZE / SECTORS).zip(content) {
@@ -75,10 +37,7 @@ fn bytes(content: Content) -> PageBytes {
 fn content(bytes: &PageBytes) -> Option<Content> {
     let mut content = [0; SECTORS];
     for (value, sector) in content.iter_mut().zip(bytes.chunks_exact(PAGE_SIZE / SECTORS)) {
-        *value = u64::from_ne_bytes(sector[..8].try_into().unwrap());
-        if sector.chunks_exact(8).any(|word| word != value.to_ne_bytes()) {
-            return None;
-        }
+        *value = repeated(sector)?;
     }
     Some(content)
 }
@@ -105,7 +64,7 @@ struct World {
     lanes: Vec<CacheLane>,
     write_back: Option<WriteBack>,
     doing: Vec<Vec<Option<Doing>>>,
-    pages: Vec<History>,
+    pages: Vec<History<Content>>,
     /// Whether errors are allowed.
     fails: bool,
     hangs: bool,
@@ -252,7 +211,7 @@ impl World {
         let progress = if part {
             let from = self.chance.below(SECTORS as u64) as usize;
             let to = from + 1 + self.chance.below((SECTORS - from) as u64) as usize;
-            let before = history.writes[at - 1].content;
+            let before = history.writes[at - 1].value;
             content[..from].copy_from_slice(&before[..from]);
             content[to..].copy_from_slice(&before[to..]);
             let (bytes, sector) = (bytes(content), PAGE_SIZE / SECTORS);
@@ -262,9 +221,7 @@ impl World {
             self.lanes[lane].write(ticket as Ticket, PageNo(page), &bytes(content))
         };
         if progress != Progress::Full {
-            let history = &mut self.pages[page as usize];
-            history.writes.push(Write { content, acknowledged: None });
-            history.is_written = true;
+            self.pages[page as usize].begin(content);
         }
         self.begun(lane, ticket, Doing::Write { page, at }, progress, None);
     }
@@ -301,16 +258,14 @@ impl World {
         }
         match doing {
             Doing::Write { page, at } => {
-                let history = &mut self.pages[page as usize];
-                history.is_written = false;
-                history.writes[at].acknowledged = result.is_ok().then_some(self.time);
+                self.pages[page as usize].end(at, result.is_ok().then_some(self.time));
             }
             Doing::Read { page, since } if result.is_ok() => {
                 let found = content(out.expect("a read brings a page"));
                 let found = found.unwrap_or_else(|| panic!("seed {seed}: page {page} is torn"));
                 let history = &self.pages[page as usize];
                 assert!(
-                    history.allows(found, since),
+                    history.allows(found, history.oldest(since)),
                     "seed {seed}: page {page} is {found:?}, read since {since}: {:?}",
                     history.writes
                 );
@@ -375,7 +330,7 @@ impl World {
                 }
             };
             let writes = &history.writes[history.oldest(self.flushed)..];
-            let allowed: Vec<Content> = writes.iter().map(|write| write.content).collect();
+            let allowed: Vec<Content> = writes.iter().map(|write| write.value).collect();
             assert!(
                 allowed.contains(&found),
                 "seed {}: page {page} {when} is {found:?}, not of {allowed:?}",

@@ -7,11 +7,12 @@
 
 mod common;
 
-use common::{Chance, content};
+use common::content;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, unwatched};
 use weir_log::{Cleaner, Config, DamagedError, Log, check};
+use weir_store::conformance::{Chance, History, repeated};
 use weir_store::{Fault, Lane, Progress, Sim, SimUrl, Store};
 
 const SEGMENT: u32 = 8;
@@ -19,35 +20,16 @@ const SEGMENTS: u32 = 200;
 const LANES: usize = 3;
 const DEPTH: usize = 12;
 
-/// The value of a page; `None`: it is torn.
-fn value(bytes: &PageBytes) -> Option<u64> {
-    let value = u64::from_ne_bytes(bytes[..8].try_into().unwrap());
-    bytes.chunks_exact(8).all(|word| word == value.to_ne_bytes()).then_some(value)
-}
-
-/// The writes of a page that may be its content after a power cut, the oldest first.
+/// A page: the writes that may be its content after a power cut, and its readers.
 #[derive(Clone)]
-struct History {
-    writes: Vec<Write>,
-    is_written: bool,
+struct Page {
+    history: History<u64>,
     readers: u32,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Write {
-    value: u64,
-    acknowledged: Option<u64>,
-}
-
-impl History {
+impl Page {
     fn of(value: u64) -> Self {
-        History { writes: vec![Write { value, acknowledged: Some(0) }], is_written: false, readers: 0 }
-    }
-
-    /// The last write that was acknowledged by `time`.
-    fn last(&self, time: u64) -> usize {
-        let by = |write: &Write| write.acknowledged.is_some_and(|at| at <= time);
-        self.writes.iter().rposition(by).unwrap_or(0)
+        Page { history: History::of(value), readers: 0 }
     }
 }
 
@@ -84,7 +66,7 @@ struct World {
     log: Option<Log>,
     lanes: Vec<Box<dyn Lane>>,
     cleaner: Option<Cleaner>,
-    pages: Vec<History>,
+    pages: Vec<Page>,
     doing: Vec<Vec<Option<Doing>>>,
     flushed: u64,
     hangs: bool,
@@ -133,7 +115,7 @@ impl World {
             log: None,
             lanes: Vec::new(),
             cleaner: None,
-            pages: vec![History::of(0); config.pages as usize],
+            pages: vec![Page::of(0); config.pages as usize],
             doing: Vec::new(),
             flushed: 0,
             hangs: false,
@@ -195,8 +177,8 @@ impl World {
         let pages = self.pages.len() as u64;
         let below = if self.chance.below(2) == 0 { pages / 8 } else { pages };
         let page = self.chance.below(below) as u32;
-        let History { is_written, readers, ref writes, .. } = self.pages[page as usize];
-        if is_written {
+        let Page { ref history, readers } = self.pages[page as usize];
+        if history.is_written {
             return;
         }
         let (doing, progress, out) = if self.chance.below(4) == 0 {
@@ -204,7 +186,7 @@ impl World {
             let progress = self.lanes[lane].read(ticket as u32, Slot(page), &mut out);
             (Doing::Read(page), progress, Some(out))
         } else if readers == 0 {
-            let doing = Doing::Write(page, writes.len());
+            let doing = Doing::Write(page, history.writes.len());
             self.value += 1;
             let progress = self.lanes[lane].write(ticket as u32, Slot(page), &content(self.value));
             (doing, progress, None)
@@ -215,13 +197,10 @@ impl World {
             return;
         }
         self.counts.operations += 1;
-        let history = &mut self.pages[page as usize];
+        let page = &mut self.pages[page as usize];
         match doing {
-            Doing::Write(..) => {
-                history.writes.push(Write { value: self.value, acknowledged: None });
-                history.is_written = true;
-            }
-            _ => history.readers += 1,
+            Doing::Write(..) => page.history.begin(self.value),
+            _ => page.readers += 1,
         }
         match progress {
             Progress::Done(result) => self.ended(doing, result, out.as_ref()),
@@ -246,18 +225,16 @@ impl World {
         }
         match doing {
             Doing::Read(page) => {
-                let history = &mut self.pages[page as usize];
-                history.readers -= 1;
+                let Page { history, readers } = &mut self.pages[page as usize];
+                *readers -= 1;
                 if result.is_ok() {
-                    let expected = history.writes[history.last(u64::MAX)].value;
-                    let found = value(found.expect("a read brings a page"));
+                    let expected = history.writes[history.oldest(u64::MAX)].value;
+                    let found = repeated(found.expect("a read brings a page"));
                     assert!(found == Some(expected), "seed {seed}: page {page} is {found:?}, not {expected}");
                 }
             }
             Doing::Write(page, at) => {
-                let history = &mut self.pages[page as usize];
-                history.is_written = false;
-                history.writes[at].acknowledged = result.is_ok().then_some(self.time);
+                self.pages[page as usize].history.end(at, result.is_ok().then_some(self.time));
             }
             Doing::Flush(since) if result.is_ok() => {
                 self.counts.flushes += 1;
@@ -341,9 +318,9 @@ impl World {
         for page in 0..self.pages.len() {
             let found = (0..100).find_map(|_| self.read(page as u32));
             let found = found.unwrap_or_else(|| panic!("seed {}: page {page} cannot be read", self.seed));
-            let found = value(&found);
-            let history = &self.pages[page];
-            let allowed = &history.writes[history.last(self.flushed)..];
+            let found = repeated(&found);
+            let history = &self.pages[page].history;
+            let allowed = &history.writes[history.oldest(self.flushed)..];
             assert!(
                 allowed.iter().any(|write| Some(write.value) == found),
                 "seed {} after {} cuts: page {page} is {found:?}, not of {allowed:?}; flushed at {}",
@@ -353,7 +330,7 @@ impl World {
             );
             let found = found.expect("an allowed value");
             self.counts.lost += u64::from(history.writes.last().is_some_and(|write| write.value != found));
-            self.pages[page] = History::of(found);
+            self.pages[page] = Page::of(found);
         }
     }
 
@@ -470,9 +447,9 @@ fn whatever_is_damaged_a_check_is_never_clean_wrongly_and_no_page_is_wrong() {
                     world.lanes = vec![log.lane(DEPTH).unwrap()];
                     for page in 0..world.pages.len() {
                         let Some(found) = world.read(page as u32) else { continue };
-                        let expected = world.pages[page].writes[0].value;
+                        let expected = world.pages[page].history.writes[0].value;
                         assert_eq!(
-                            value(&found),
+                            repeated(&found),
                             Some(expected),
                             "seed {seed}: page {page}, damaged {slots:?}, {report:?}"
                         );

@@ -6,11 +6,12 @@
 
 mod common;
 
-use common::{Chance, content};
+use common::content;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_log::{Cleaner, Config, Log};
+use weir_store::conformance::Chance;
 use weir_store::{Fault, Lane, Progress, Sim, SimUrl, Store};
 
 const SEGMENT: u32 = 8;

@@ -12,6 +12,7 @@ use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_device::{Fault, Progress};
 use weir_request::{Id, Op, Request, RequestMemory, Requests, Span};
+use weir_store::conformance::{Chance, History, repeated};
 use weir_store::{Sim, SimUrl, Store as _};
 
 const HOME: u32 = 200;
@@ -23,50 +24,22 @@ const CLIENTS: usize = 3;
 const IDS: u16 = 6;
 const MODES: [Mode; 3] = [Mode::WriteBack, Mode::WriteThrough, Mode::WriteAround];
 
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, below: u32) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (((self.0 >> 33) * u64::from(below)) >> 31) as u32
-    }
-}
-
-/// The values that a sector may have, in the order of their writes.
+/// A sector: the values that it may have.
 struct Sector {
-    writes: Vec<Write>,
-    /// Whether a write is under way.
-    is_written: bool,
+    history: History<u64>,
     /// The index of the oldest write that may be there after a power cut.
     safe: usize,
 }
 
-struct Write {
-    value: u64,
-    /// The time of the answer.
-    answered: Option<u64>,
-}
-
 impl Sector {
     fn of(value: u64) -> Self {
-        Sector { writes: vec![Write { value, answered: Some(0) }], is_written: false, safe: 0 }
-    }
-
-    /// The oldest write that a read may find which begins at `time`.
-    fn oldest(&self, time: u64) -> usize {
-        self.writes.iter().rposition(|write| write.answered.is_some_and(|at| at <= time)).unwrap_or(0)
-    }
-
-    fn allows(&self, value: u64, since: usize) -> bool {
-        self.writes[since..].iter().any(|write| write.value == value)
+        Sector { history: History::of(value), safe: 0 }
     }
 }
 
 /// The value of a sector of a read.
 fn value(bytes: &[u8]) -> u64 {
-    let value = u64::from_ne_bytes(bytes[..8].try_into().expect("8 bytes"));
-    assert!(bytes.chunks_exact(8).all(|word| word == value.to_ne_bytes()), "a torn sector");
-    value
+    repeated(bytes).expect("no sector is torn")
 }
 
 /// The requests' memory of one client.
@@ -181,7 +154,7 @@ impl World {
     fn turn(&mut self) {
         self.time += 1;
         self.now += Duration::from_millis(1);
-        let at = self.chance.below(CLIENTS as u32) as usize;
+        let at = self.chance.below(CLIENTS as u64) as usize;
         match self.chance.below(10) {
             0..4 => self.begin(at),
             4..8 => self.go_on(at),
@@ -199,8 +172,8 @@ impl World {
         let Some(id) = self.clients[at].begun.iter().position(Option::is_none) else { return };
         // Half of all requests use an eighth of the disk.
         let below = if self.chance.below(2) == 0 { SECTORS / 8 } else { SECTORS };
-        let first = self.chance.below(below);
-        let count = 1 + self.chance.below(LONGEST.min(SECTORS - first));
+        let first = self.chance.below(below.into()) as u32;
+        let count = 1 + self.chance.below(LONGEST.min(SECTORS - first).into()) as u32;
         let (op, fua) = match self.chance.below(40) {
             0 => (Op::Flush, false),
             1..14 => (Op::Read, false),
@@ -212,16 +185,13 @@ impl World {
         };
         if op == Op::Write {
             let sectors = &mut self.sectors[first as usize..(first + count) as usize];
-            if sectors.iter().any(|sector| sector.is_written) {
+            if sectors.iter().any(|sector| sector.history.is_written) {
                 return;
             }
             self.counts.writes += 1;
             self.value += 1;
             let value = self.value;
-            for sector in sectors {
-                sector.is_written = true;
-                sector.writes.push(Write { value, answered: None });
-            }
+            sectors.iter_mut().for_each(|sector| sector.history.begin(value));
             self.clients[at].buffers.data[id] = value.to_ne_bytes().repeat(span.length as usize / 8);
         }
         let Client { requests, buffers, begun } = &mut self.clients[at];
@@ -255,23 +225,22 @@ impl World {
             match op {
                 Op::Flush if is_ok => {
                     self.counts.flushes += 1;
-                    self.sectors.iter_mut().for_each(|it| it.safe = it.safe.max(it.oldest(since)));
+                    self.sectors.iter_mut().for_each(|it| it.safe = it.safe.max(it.history.oldest(since)));
                 }
                 Op::Read if is_ok => {
                     let bytes = self.clients[at].buffers.read[id].as_flattened();
                     let bytes = &bytes[span.offset as usize % PAGE_SIZE..][..span.length as usize];
                     for (number, bytes) in range.zip(bytes.chunks_exact(SECTOR)) {
-                        let (sector, found) = (&self.sectors[number], value(bytes));
-                        let is_right = sector.allows(found, sector.oldest(since));
+                        let (history, found) = (&self.sectors[number].history, value(bytes));
+                        let is_right = history.allows(found, history.oldest(since));
                         assert!(is_right, "sector {number} is read as {found}");
                     }
                 }
                 Op::Write => {
                     self.counts.fua += u64::from(fua && is_ok);
                     for sector in &mut self.sectors[range] {
-                        sector.is_written = false;
-                        let last = sector.writes.len() - 1;
-                        sector.writes[last].answered = is_ok.then_some(self.time);
+                        let last = sector.history.writes.len() - 1;
+                        sector.history.end(last, is_ok.then_some(self.time));
                         if fua && is_ok {
                             sector.safe = last;
                         }
@@ -288,7 +257,7 @@ impl World {
         self.clients.clear();
         self.write_back = None;
         let chance = &mut self.chance;
-        self.disk.cut_power(&mut |contents| chance.below(contents as u32) as usize);
+        self.disk.cut_power(&mut |contents| chance.below(contents as u64) as usize);
         let disk = Arc::clone(&self.disk);
         let mut lane = disk.lane(1).expect("a lane");
         for page in 0..HOME {
@@ -308,9 +277,9 @@ impl World {
             let first = page as usize * PAGE_SIZE / SECTOR;
             for (sector, bytes) in self.sectors[first..].iter_mut().zip(bytes.chunks_exact(SECTOR)) {
                 let found = value(bytes);
-                let is_right = sector.allows(found, sector.safe);
+                let is_right = sector.history.allows(found, sector.safe);
                 assert!(is_right, "a sector of page {page} has {found}: a write that was safe is lost");
-                let newest = sector.writes.last().map(|write| write.value);
+                let newest = sector.history.writes.last().map(|write| write.value);
                 self.counts.lost += u64::from(newest != Some(found));
                 *sector = Sector::of(found);
             }

@@ -1,0 +1,73 @@
+//! What the models of stores that fail and lose power have in common: chance, and the possible
+//! contents of a place.
+
+/// Random numbers from a seed, by a linear congruence (Knuth 3.3.4).
+#[derive(Clone, Debug)]
+pub struct Chance(pub u64);
+
+impl Chance {
+    /// The next number, less than `below`.
+    pub fn below(&mut self, below: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) * below) >> 31
+    }
+}
+
+/// The writes of a page, or of another place, that may be its content. The oldest comes first.
+#[derive(Clone, Debug)]
+pub struct History<T> {
+    /// The writes; there is always one.
+    pub writes: Vec<Write<T>>,
+    /// Whether the last write is under way.
+    pub is_written: bool,
+}
+
+/// A write of a [`History`].
+#[derive(Clone, Copy, Debug)]
+pub struct Write<T> {
+    /// What is written.
+    pub value: T,
+    /// The time when the write was acknowledged.
+    pub acknowledged: Option<u64>,
+}
+
+impl<T: Copy + PartialEq> History<T> {
+    /// A place that certainly has this content.
+    pub fn of(value: T) -> Self {
+        History { writes: vec![Write { value, acknowledged: Some(0) }], is_written: false }
+    }
+
+    /// Begins a write.
+    pub fn begin(&mut self, value: T) {
+        self.writes.push(Write { value, acknowledged: None });
+        self.is_written = true;
+    }
+
+    /// Ends the write with this index, which was acknowledged at a time, or failed.
+    pub fn end(&mut self, at: usize, acknowledged: Option<u64>) {
+        self.writes[at].acknowledged = acknowledged;
+        self.is_written = false;
+    }
+
+    /// The index of the oldest write that a read may find which begins at `time`. It is the last
+    /// one that was acknowledged by then.
+    pub fn oldest(&self, time: u64) -> usize {
+        let before = |write: &Write<T>| write.acknowledged.is_some_and(|at| at <= time);
+        self.writes.iter().rposition(before).unwrap_or(0)
+    }
+
+    /// Whether the place may have this content, if no write before the one with index `oldest` can
+    /// be there.
+    pub fn allows(&self, value: T, oldest: usize) -> bool {
+        self.writes[oldest..].iter().any(|write| write.value == value)
+    }
+}
+
+/// The word that these bytes repeat. `None`: they have several, as after a write that was torn.
+///
+/// # Panics
+/// Panics when there are fewer than 8 bytes.
+pub fn repeated(bytes: &[u8]) -> Option<u64> {
+    let word = u64::from_ne_bytes(bytes[..8].try_into().expect("8 bytes"));
+    bytes.chunks_exact(8).all(|other| other == word.to_ne_bytes()).then_some(word)
+}
