@@ -1,5 +1,5 @@
-//! What the models of stores that fail and lose power have in common: chance, and the possible
-//! contents of a place.
+//! Chance, and the possible contents of a place: the common part of the models whose stores fail
+//! and lose power.
 
 /// Random numbers from a seed, by a linear congruence (Knuth 3.3.4).
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ pub struct History<T> {
 /// A write of a [`History`].
 #[derive(Clone, Copy, Debug)]
 pub struct Write<T> {
-    /// What is written.
+    /// The content that it writes.
     pub value: T,
     /// The time when the write was acknowledged.
     pub acknowledged: Option<u64>,
