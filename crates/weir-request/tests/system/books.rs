@@ -1,4 +1,4 @@
-//! What the clients know: their calls, and the content that each sector may have.
+//! The knowledge of the clients: their calls, and the content that each sector may have.
 
 use std::collections::VecDeque;
 use weir_core::PAGE_SIZE;

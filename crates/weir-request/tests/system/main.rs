@@ -16,9 +16,9 @@
 //!
 //! `WEIR_SIMULATOR_SEED=17` plays one seed, `WEIR_SIMULATOR_SEEDS=1000` so many from 0 on, and
 //! `WEIR_SIMULATOR_EVENTS=10000` gives each history so many events. `tests/torture system` plays
-//! parts of 1,000 histories of 10,000 events: `WEIR_SIMULATOR_PART=7` plays one of them. A history that fails is cut to
-//! the numbers that make it fail, and printed as a test. It needs debug assertions, by which the
-//! volume lets others run within a claim.
+//! parts of 1,000 histories of 10,000 events: `WEIR_SIMULATOR_PART=7` plays one of them. A history
+//! that fails is cut to the numbers that make it fail, and printed as a test. The simulator needs
+//! debug assertions, by which the volume lets others run within a claim.
 #![cfg(debug_assertions)]
 
 mod books;

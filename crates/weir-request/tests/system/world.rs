@@ -36,7 +36,7 @@ const ANSWERED: Duration = ANSWER_WITHIN.saturating_mul(5);
 /// The payload of a panic that stands for the daemon's death.
 struct Death;
 
-/// What a connection's requests read and write.
+/// The memory of a connection's requests.
 struct Buffers {
     data: Vec<Vec<u8>>,
     read: Vec<Vec<PageBytes>>,
@@ -90,7 +90,7 @@ struct Worker {
     away: Vec<(usize, u32)>,
 }
 
-/// What has happened, for the determinism test and for the eye.
+/// The counts of what has happened, for the determinism test and for the eye.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     pub reads: u64,
