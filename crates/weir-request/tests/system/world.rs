@@ -243,9 +243,8 @@ impl World {
         };
         let disks: Vec<_> = (0..count).map(disk).collect();
         let compresses = within(0, 2) == 1;
-        let first = within(1, config.pages);
-        let ranges =
-            if within(0, 2) == 0 { vec![0..config.pages] } else { vec![0..first, first..config.pages] };
+        let first = if within(0, 2) == 0 { config.pages } else { within(1, config.pages) };
+        let ranges = [0..first, first..config.pages].into_iter().filter(|pages| !pages.is_empty()).collect();
         let connection = |at| {
             RefCell::new(Connection {
                 client: at % clients,
