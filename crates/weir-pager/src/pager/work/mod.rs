@@ -92,9 +92,6 @@ pub(super) struct Work<K: Kernel, S> {
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Old places of memory that moved and whose `munmap` was not heard. After `mremap` with
-    /// `MREMAP_DONTUNMAP` a mapping stays at the old place.
-    owed: Vec<(usize, usize)>,
     /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
     /// its own memory. If only a part of one of the program's mappings were managed, the kernel
     /// would split the mapping, and `mremap` would refuse to grow it.
@@ -170,7 +167,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
             seen: [0; 24],
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
-            owed: Vec::new(),
             excluded: mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
             mappings,
             mappings_of_now: Vec::new(),
@@ -245,7 +241,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if !self.events.is_empty() {
                 continue;
             }
-            self.is_settled();
             if self.kernel.now() - self.looked >= LOOK_EVERY {
                 self.attend();
                 self.look_if_changed();

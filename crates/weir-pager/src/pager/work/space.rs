@@ -7,18 +7,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         match event {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
-            Event::Unmap(start, end) => {
-                self.forget_owed(start, end);
-                self.forget_all(start, end);
-            }
+            Event::Unmap(start, end) => self.forget_all(start, end),
             Event::Remap(from, to, bytes) => {
                 // Nothing is there, unless an event is missing.
                 self.forget_all(to, to + bytes);
                 // The spans change first, since the pager may read and order further events below.
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
-                self.forget_owed(from, from + bytes);
-                self.owed.push((from, from + bytes));
                 self.cut(from, from + bytes, Some(to));
                 self.blocks.shift(from, to, bytes);
                 // An earlier move may have taken a part of a block away, and so have dissolved the
@@ -29,43 +24,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    fn forget_owed(&mut self, start: usize, end: usize) {
-        let owed = std::mem::take(&mut self.owed).into_iter().map(|(first, last)| first..last).collect();
-        self.owed =
-            order::without(owed, &(start..end)).into_iter().map(|part| (part.start, part.end)).collect();
-    }
-
     fn forget_all(&mut self, start: usize, end: usize) {
         self.forget_span(start, end);
         self.cut(start, end, None);
         while let Some(id) = self.blocks.first_in(start, end) {
             self.forget(id);
-        }
-    }
-
-    /// Empties `owed`, the list of old places whose `munmap` was not heard. Does so once the
-    /// address space does not change any more: by then the pager has read every event. An event
-    /// that never came belongs to an `mremap` with `MREMAP_DONTUNMAP`. Such a call leaves a mapping
-    /// at the old place, without pages. That mapping still has the registration of the memory that
-    /// moved. So the pager manages the mapping too, unless the program has made it read-only.
-    pub(super) fn is_settled(&mut self) {
-        if self.owed.is_empty() || !self.events.is_empty() || self.kernel.is_changing() {
-            return;
-        }
-        while let Some((first, last)) = self.owed.pop() {
-            let mut from = first;
-            while from < last {
-                let known = self.known(from, last);
-                let to = known.map_or(last, |(start, _)| start.max(from));
-                if to > from
-                    && self.adopt(from, to).is_err()
-                    && (self.has_changed() || self.kernel.is_changing())
-                {
-                    self.owed.push((from, last));
-                    return;
-                }
-                from = known.map_or(last, |(_, end)| end);
-            }
         }
     }
 
