@@ -320,6 +320,33 @@ impl Raw {
 }
 
 #[test]
+fn what_a_client_sent_along_stays_open_until_its_requests_have_ended() {
+    let server = server("along", 1, 4096);
+    for round in 1..=30 {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let options = Options { frames: 4096, entries: 64, ..Options::default() };
+        let mut client = Client::connect_with(server.path(), options, &[writer.as_fd()]).unwrap();
+        drop(writer);
+        // The server takes some time to take back all that this client holds.
+        for _ in 0..128 {
+            (0..32).for_each(|tag| client.ask_frame(tag).unwrap());
+            client.submit().unwrap();
+            (0..32).for_each(|_| drop(client.wait().unwrap().result.unwrap().expect("a frame")));
+        }
+        let mut fds = [rustix::event::PollFd::new(&reader, rustix::event::PollFlags::empty())];
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        assert_eq!(
+            rustix::event::poll(&mut fds, Some(&now)).unwrap(),
+            0,
+            "it is open while the client is there"
+        );
+        drop(client);
+        assert_eq!(rustix::io::read(&reader, &mut [0; 1]).unwrap(), 0, "its last end is closed");
+        assert_eq!(server.stats().sessions_ended(), round);
+    }
+}
+
+#[test]
 fn a_client_of_another_version_or_none_is_turned_away_with_the_reason() {
     let server = server("version", 2, 8);
     let refused = |hello: &[u8]| Raw::greet(server.path(), hello).welcome;

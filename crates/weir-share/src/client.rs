@@ -1,7 +1,7 @@
 //! The client of the share transport.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
@@ -152,6 +152,16 @@ impl Client {
     /// Fails with [`Error::Connect`] or [`Error::Refused`], and with [`Error::Nonsense`] when
     /// another kind of server listens there.
     pub fn connect(path: &Path, options: Options) -> Result<Self, Error> {
+        Self::connect_with(path, options, &[])
+    }
+
+    /// Does the same as [`Client::connect`], and sends the server descriptors with the greeting, at
+    /// most two. The server never looks at them. But the open files behind them stay open until the
+    /// server has ended this client's requests, even if this process ends before.
+    ///
+    /// # Errors
+    /// Fails as [`Client::connect`] does.
+    pub fn connect_with(path: &Path, options: Options, fds: &[BorrowedFd<'_>]) -> Result<Self, Error> {
         let error = |source: rustix::io::Errno| Error::Connect {
             path: path.display().to_string(),
             source: source.into(),
@@ -162,7 +172,7 @@ impl Client {
         connect(&socket, &address).map_err(error)?;
         let Options { frames, entries, in_place, .. } = options;
         let hello = Hello { version: VERSION, frames, entries, in_place };
-        match send(&socket, &hello.encode(), &[]) {
+        match send(&socket, &hello.encode(), fds) {
             // A server without room for another client sends its refusal, and closes the socket
             // before it has read anything. So read the refusal.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}

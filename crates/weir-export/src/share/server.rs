@@ -614,7 +614,6 @@ impl Porter {
                 self.hang_up(socket);
             }
             Seat::Taken { session, socket } => {
-                self.hang_up(socket);
                 // The client holds the bell too. So closing the server's descriptor of it would not
                 // take it out of the epoll set.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
@@ -626,6 +625,9 @@ impl Porter {
                     self.desk.idle.push(answer.id);
                 }
                 session.close(&mut self.desk);
+                // Hang up last. The client may have sent descriptors with its greeting. As long as
+                // they are open, the client has requests under way, as far as others can tell.
+                self.hang_up(socket);
             }
         }
     }
