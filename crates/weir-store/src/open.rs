@@ -77,6 +77,7 @@ mod tests {
     #[test]
     fn a_store_is_found_again_by_what_it_gave_to_keep() {
         let url: StoreUrl = "host:64KiB".parse().unwrap();
+        assert!(url.outlives_its_process());
         let first = open(&url).unwrap();
         let _ = first.lane(1).unwrap().write(0, Slot(3), &[7; PAGE_SIZE]);
         let shelf = Arc::new(Shelf::default());
@@ -105,8 +106,9 @@ mod tests {
 
     #[test]
     fn what_ends_with_the_daemon_says_so() {
-        let error =
-            reopen(&"sim:seed=1".parse().unwrap(), Room::Reserved, &mut |_| None).unwrap_err().to_string();
+        let sim: StoreUrl = "sim:seed=1".parse().unwrap();
+        assert!(!sim.outlives_its_process());
+        let error = reopen(&sim, Room::Reserved, &mut |_| None).unwrap_err().to_string();
         assert!(error.contains("sim:") && error.contains("end with the daemon"), "{error}");
     }
 

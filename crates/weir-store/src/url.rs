@@ -103,6 +103,12 @@ impl StoreUrl {
         }
     }
 
+    /// Whether a keeper can give the store's pages to the next process: [`reopen`](crate::reopen)
+    /// finds them.
+    pub fn outlives_its_process(&self) -> bool {
+        !matches!(self, StoreUrl::Remote(_) | StoreUrl::Sim(_))
+    }
+
     /// Makes every path of the URL absolute, for a process in another directory.
     ///
     /// # Errors
