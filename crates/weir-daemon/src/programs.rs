@@ -256,8 +256,9 @@ mod tests {
         let path = std::env::temp_dir().join(format!("weir-programs-{}", std::process::id()));
         let log: weir_core::log::Log = Arc::new(|_: weir_core::log::Level, _: std::fmt::Arguments<'_>| {});
         let programs = Programs::start(&path, &Environment::of_machine(&log)).unwrap();
-        let mut pager = link::Link::connect(&path).unwrap();
+        let mut pager = link::Link::to(&path);
         while programs.list().is_empty() {
+            let _ = pager.order();
             thread::yield_now();
         }
         let own = std::process::id();

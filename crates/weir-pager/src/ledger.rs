@@ -4,12 +4,15 @@ use rustix::fs::OFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The file offset of the owners' locks: beyond every byte of a ledger.
 const LOCKS: i64 = 1 << 40;
+
+/// The number whose lock `weir run` holds, and no owner.
+const RUN: u32 = 0;
 
 /// A file that all processes of one run map. It holds the number that was given to an owner last,
 /// and then the number of each block's owner.
@@ -17,6 +20,9 @@ const LOCKS: i64 = 1 << 40;
 /// An owner is a number that is used once in a run. It holds a lock of its own on the open file
 /// (`F_OFD_SETLK`). The kernel ends that lock with the process, or when the process becomes another
 /// program. Process numbers would not do: two namespaces have the same ones.
+///
+/// The daemon has the owner's open file too ([`witness`](Self::witness)). So the lock outlives a
+/// process whose writes are still under way.
 #[derive(Debug)]
 pub struct Ledger {
     lock: File,
@@ -29,13 +35,58 @@ pub struct Ledger {
 // SAFETY: the words are a mapping of atomic numbers, which lives as long as the process.
 unsafe impl Send for Ledger {}
 
-impl Ledger {
-    /// Makes the file for this many blocks, for owners to open.
+/// The promise of `weir run` to the programs of its run: the daemon is there, or another one comes.
+/// It holds until this is dropped, or the process ends.
+#[derive(Debug)]
+pub struct Promise(File);
+
+impl Promise {
+    /// Gives the ledger its length, so that owners can open it.
     ///
     /// # Errors
     /// Fails with the system's error.
-    pub fn create(path: &Path, blocks: usize) -> io::Result<()> {
-        File::create_new(path)?.set_len(((1 + blocks) * size_of::<AtomicU32>()) as u64)
+    pub fn set_blocks(&self, blocks: usize) -> io::Result<()> {
+        self.0.set_len(((1 + blocks) * size_of::<AtomicU32>()) as u64)
+    }
+}
+
+/// Runs a lock command (`fcntl`) on the lock of a number. Returns the kind of lock that another
+/// open file holds, as `F_OFD_GETLK` tells it.
+fn ask(file: &File, command: i32, number: u32) -> io::Result<i32> {
+    let mut lock = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: LOCKS + i64::from(number),
+        l_len: 1,
+        l_pid: 0,
+    };
+    // SAFETY: each lock command of fcntl(2) takes a pointer to this structure.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
+        0 => Ok(lock.l_type.into()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn is_held(file: &File, number: u32) -> bool {
+    // If the system does not tell, assume that somebody holds it.
+    ask(file, libc::F_OFD_GETLK, number).map_or(true, |kind| kind != libc::F_UNLCK)
+}
+
+impl Ledger {
+    /// Makes the file, which is empty until [`Promise::set_blocks`].
+    ///
+    /// # Errors
+    /// Fails with the system's error.
+    pub fn create(path: &Path) -> io::Result<Promise> {
+        let file = File::options().read(true).write(true).create_new(true).open(path)?;
+        ask(&file, libc::F_OFD_SETLK, RUN)?;
+        Ok(Promise(file))
+    }
+
+    /// Whether the `weir run` that made this file has ended, or given its [`Promise`] up. False if
+    /// there is no such file.
+    pub fn is_abandoned(path: &Path) -> bool {
+        File::options().read(true).write(true).open(path).is_ok_and(|file| !is_held(&file, RUN))
     }
 
     /// Opens the file as another owner. The calling thread must have a descriptor table that no
@@ -59,7 +110,7 @@ impl Ledger {
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontFork)? };
         let mut ledger = Ledger { lock, words: at.cast(), blocks, next: 0, me: 0 };
         ledger.me = ledger.words()[0].fetch_add(1, Ordering::Relaxed) + 1;
-        ledger.ask(libc::F_OFD_SETLK, ledger.me)?;
+        ask(&ledger.lock, libc::F_OFD_SETLK, ledger.me)?;
         Ok(ledger)
     }
 
@@ -72,25 +123,19 @@ impl Ledger {
         &self.words()[1..]
     }
 
-    /// Runs a lock command (`fcntl`) on an owner's lock. Returns the kind of lock that another
-    /// process holds, as `F_OFD_GETLK` tells it.
-    fn ask(&self, command: i32, owner: u32) -> io::Result<i32> {
-        let mut lock = libc::flock {
-            l_type: libc::F_WRLCK as i16,
-            l_whence: libc::SEEK_SET as i16,
-            l_start: LOCKS + i64::from(owner),
-            l_len: 1,
-            l_pid: 0,
-        };
-        // SAFETY: each lock command of fcntl(2) takes a pointer to this structure.
-        match unsafe { libc::fcntl(self.lock.as_raw_fd(), command, &raw mut lock) } {
-            0 => Ok(lock.l_type.into()),
-            _ => Err(io::Error::last_os_error()),
-        }
+    /// The open file that holds this owner's lock. The daemon gets it, and closes it once it has
+    /// ended this process's requests. Until then no other process takes this owner's blocks.
+    pub(crate) fn witness(&self) -> BorrowedFd<'_> {
+        self.lock.as_fd()
+    }
+
+    /// Whether `weir run` promises that another daemon comes if the present one dies.
+    pub(crate) fn is_promised(&self) -> bool {
+        is_held(&self.lock, RUN)
     }
 
     fn has_ended(&self, owner: u32) -> bool {
-        owner != self.me && self.ask(libc::F_OFD_GETLK, owner).is_ok_and(|kind| kind == libc::F_UNLCK)
+        owner != self.me && !is_held(&self.lock, owner)
     }
 
     /// Claims a block whose number is below `limit`: a free block, or one whose owner has ended.
@@ -123,14 +168,31 @@ mod tests {
     #[test]
     fn a_block_has_one_owner_and_is_free_once_that_has_ended() {
         let path = std::env::temp_dir().join(format!("weir-ledger-{}", std::process::id()));
-        Ledger::create(&path, 3).unwrap();
+        let promise = Ledger::create(&path).unwrap();
+        promise.set_blocks(3).unwrap();
         let [mut first, mut second, third] = [(); 3].map(|()| Ledger::open(&path).unwrap());
         std::fs::remove_file(&path).unwrap();
         assert_eq!([first.claim(3), second.claim(3), first.claim(2)], [Some(0), Some(1), None]);
         assert_eq!([second.claim(3), second.claim(3)], [Some(2), None], "all are held by those that live");
         second.release(1);
         assert_eq!(second.claim(3), Some(1));
+        let witness = first.witness().try_clone_to_owned().unwrap();
         drop((first, third));
+        assert_eq!(second.claim(3), None, "the daemon has requests of the first under way");
+        drop(witness);
         assert_eq!([second.claim(3), second.claim(3)], [Some(0), None]);
+    }
+
+    #[test]
+    fn a_run_promises_a_daemon_for_as_long_as_it_wants() {
+        let path = std::env::temp_dir().join(format!("weir-promise-{}", std::process::id()));
+        assert!(!Ledger::is_abandoned(&path), "there is no such run");
+        let promise = Ledger::create(&path).unwrap();
+        promise.set_blocks(1).unwrap();
+        let owner = Ledger::open(&path).unwrap();
+        assert!(owner.is_promised() && !Ledger::is_abandoned(&path));
+        drop(promise);
+        assert!(!owner.is_promised() && Ledger::is_abandoned(&path), "an owner is no run");
+        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -19,7 +19,7 @@ mod policy;
 mod share;
 mod uffd;
 
-pub use ledger::Ledger;
+pub use ledger::{Ledger, Promise};
 pub use pager::{Options, Pager, Scope, Stats};
 pub use share::ShareStore;
 pub use uffd::{Event, Stopped, Uffd};
@@ -36,12 +36,13 @@ pub fn probe() -> Result<(), Error> {
     uffd::Uffd::open().map(drop)
 }
 
-/// The names of the files in a run's directory: the daemon's socket, the [`Ledger`], the socket for
-/// lines that pagers print, and the [`Link`](link::Link)s' socket. On the socket for lines each
-/// datagram is one line.
+/// The names of the files in a run's directory: the daemon's socket, its control socket, the
+/// [`Ledger`], the socket for lines that pagers print, and the [`Link`](link::Link)s' socket. On the
+/// socket for lines each datagram is one line.
 pub mod directory {
     #![allow(missing_docs)] // the introduction says what they are
     pub const SHARE: &str = "share";
+    pub const CONTROL: &str = "control";
     pub const LEDGER: &str = "ledger";
     pub const MESSAGES: &str = "messages";
     pub const PROGRAMS: &str = "programs";

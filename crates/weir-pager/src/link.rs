@@ -1,11 +1,16 @@
 //! The link between a bounded process's pager and the daemon that has its pages. The daemon sends
-//! orders, and the pager sends reports. Neither end ever waits for the other.
+//! orders, and the pager sends reports. Neither end ever waits for the other. If the daemon dies,
+//! the pager looks for the next one now and then.
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Time between two attempts to connect.
+const AGAIN: Duration = Duration::from_millis(100);
 
 /// A request to a pager. Each request may come twice, or late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,25 +95,35 @@ impl Report {
 /// The pager's end of the link. Its descriptor is in the descriptor table of the thread that
 /// connected it, and other threads may have another table.
 #[derive(Debug)]
-pub struct Link(Option<OwnedFd>);
+pub struct Link {
+    path: PathBuf,
+    socket: Option<OwnedFd>,
+    /// The time of the last attempt to connect.
+    tried: Option<Instant>,
+}
 
 impl Link {
-    /// Connects to the socket at `path`.
-    ///
-    /// # Errors
-    /// Fails with the system's error.
-    pub fn connect(path: &Path) -> io::Result<Self> {
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    /// Makes a link to the daemon that listens at `path`, now or later.
+    pub fn to(path: impl Into<PathBuf>) -> Self {
+        Link { path: path.into(), socket: None, tried: None }
+    }
+
+    fn connect(path: &Path) -> io::Result<OwnedFd> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-        Ok(Link(Some(socket)))
+        Ok(socket)
     }
 
     /// Returns the daemon's next order, if one has come.
     pub fn order(&mut self) -> Option<Order> {
+        if self.socket.is_none() && self.tried.is_none_or(|tried| tried.elapsed() >= AGAIN) {
+            self.tried = Some(Instant::now());
+            self.socket = Self::connect(&self.path).ok();
+        }
         loop {
             let mut bytes = [0; 16];
-            match rustix::net::recv(self.0.as_ref()?, &mut bytes, RecvFlags::DONTWAIT) {
+            match rustix::net::recv(self.socket.as_ref()?, &mut bytes, RecvFlags::DONTWAIT) {
                 Ok((16, _)) => {
                     let (kind, value) = bytes.split_at(8);
                     let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
@@ -124,7 +139,7 @@ impl Link {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return None,
                 // The daemon has gone.
-                Ok((0, _)) | Err(_) => self.0 = None,
+                Ok((0, _)) | Err(_) => self.socket = None,
                 Ok(_) => {}
             }
         }
@@ -133,7 +148,7 @@ impl Link {
     /// Sends a report. If the daemon does not read, the report is dropped, since a later one says
     /// more.
     pub fn report(&mut self, report: &Report) {
-        if let Some(socket) = &self.0 {
+        if let Some(socket) = &self.socket {
             let mut bytes = [0; BYTES];
             for (into, word) in bytes.chunks_exact_mut(8).zip(report.words()) {
                 into.copy_from_slice(&word.to_ne_bytes());
@@ -189,7 +204,7 @@ mod tests {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        let mut link = Link(Some(theirs));
+        let mut link = Link { socket: Some(theirs), ..Link::to("/nowhere") };
         assert_eq!(link.order(), None);
         let orders = [Order::Limit(64 << 20), Order::Report, Order::Evict];
         for order in orders {
@@ -217,6 +232,27 @@ mod tests {
         drop(ours);
         assert_eq!(link.order(), None);
         link.report(&report);
-        assert!(link.0.is_none(), "the daemon has gone");
+        assert!(link.socket.is_none(), "the daemon has gone");
+    }
+
+    #[test]
+    fn a_link_finds_the_next_daemon_at_the_same_place() {
+        let path = std::env::temp_dir().join(format!("weir-link-{}", std::process::id()));
+        let mut link = Link::to(&path);
+        for daemon in 0..2 {
+            assert_eq!(link.order(), None, "no daemon listens");
+            let flags = SocketFlags::CLOEXEC;
+            let listener =
+                rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+            rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+            rustix::net::listen(&listener, 1).unwrap();
+            while link.socket.is_none() {
+                assert_eq!(link.order(), None);
+            }
+            let daemon_s = rustix::net::accept(&listener).unwrap();
+            send(&daemon_s, Order::Limit(daemon)).unwrap();
+            assert_eq!(link.order(), Some(Order::Limit(daemon)));
+            std::fs::remove_file(&path).unwrap();
+        }
     }
 }

@@ -148,12 +148,14 @@ impl Bells {
 }
 
 /// Gives this thread its own table of descriptors, without those of the program. With a shared
-/// table, this thread would keep a pipe open after the program has closed it.
+/// table, this thread would keep a pipe open after the program has closed it. Gives it also a root
+/// and a working directory of its own, so that it finds the next daemon's socket if the program
+/// changes its own.
 fn own_descriptors() -> Result<(), Error> {
-    // SAFETY: the first call gives this thread a descriptor table of its own. The second closes
-    // descriptors in that table alone.
+    // SAFETY: the first call gives this thread a descriptor table and directories of its own. The
+    // second closes descriptors in that table alone.
     let closed = unsafe {
-        libc::unshare(libc::CLONE_FILES) == 0
+        libc::unshare(libc::CLONE_FILES | libc::CLONE_FS) == 0
             && libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, 0) == 0
     };
     if !closed {

@@ -111,8 +111,7 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
             Ok(socket)
         });
         let messages = Arc::new(messages.map_err(|error| not_opened(&path, &error))?);
-        let path = run.join(directory::PROGRAMS);
-        let link = Link::connect(&path).map_err(|error| not_opened(&path, &error))?;
+        let link = Link::to(run.join(directory::PROGRAMS));
         let last_words = Arc::clone(&messages);
         // Print no backtrace: it takes more memory than [`ARENA`] has, and writing to standard
         // error may wait.
@@ -120,7 +119,8 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
             tell(&last_words, &format!("a bug in Weir's pager ends it: {panic}"));
             std::process::abort();
         }));
-        let share = ShareStore::connect(&run.join(directory::SHARE), ledger);
+        let line = Arc::clone(&messages);
+        let share = ShareStore::connect(&run.join(directory::SHARE), ledger, move |text| tell(&line, text));
         let share = share.map_err(|error| match std::error::Error::source(&error) {
             Some(source) => format!("{error}: {source}"),
             None => error.to_string(),

@@ -3,12 +3,14 @@
 //! Only [`Work`] is real: its tables, its policy, and every decision. The program's threads run
 //! whenever the pager asks the kernel for something, so they run between any two of its steps. A
 //! page must have the content that was written there last. After a failed read of the store it may
-//! be SIGBUS, but it is never zeros or older content. No thread waits for ever.
+//! be SIGBUS, but it is never zeros or older content. No thread waits for ever. In a part of the
+//! histories the store is a run's, whose daemons die.
 //!
 //! `WEIR_SIMULATOR_SEEDS=1000` plays that number of seeds, and `WEIR_SIMULATOR_SEED=7` only that
 //! one. `WEIR_SIMULATOR_PAGE=70000` prints each event of one page. `WEIR_SCALE=full` plays 100,000
 //! seeds.
 
+mod daemon;
 mod machine;
 mod program;
 mod random;
@@ -17,15 +19,62 @@ mod world;
 
 use super::work::Work;
 use super::{BELLS, Bells, Counters, Scope, Shared};
-use crate::{BLOCK_PAGES, Tell};
+use crate::{BLOCK_PAGES, Store, Tell};
+use daemon::{Deaths, Mortal};
 use machine::Machine;
 use program::{Program, Traits};
 use random::{Random, number};
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex};
-use store::{Faults, Simulated};
+use store::{Faults, Said, Simulated};
+use weir_core::PageBytes;
 pub(super) use world::{Area, address};
 use world::{OWN, World};
+
+/// One of the two kinds of simulated stores.
+enum Either {
+    Store(Simulated),
+    Run(Mortal),
+}
+
+impl Either {
+    fn said(&self) -> Arc<Mutex<Said>> {
+        match self {
+            Either::Store(store) => Arc::clone(&store.said),
+            Either::Run(store) => Arc::clone(&store.said),
+        }
+    }
+
+    fn store(&mut self) -> &mut dyn Store {
+        match self {
+            Either::Store(store) => store,
+            Either::Run(store) => store,
+        }
+    }
+}
+
+impl Store for Either {
+    fn claim(&mut self) -> Option<u64> {
+        self.store().claim()
+    }
+
+    fn release(&mut self, first: u64) {
+        self.store().release(first);
+    }
+
+    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
+        self.store().write(page, bytes)
+    }
+
+    fn settle(&mut self) -> io::Result<()> {
+        self.store().settle()
+    }
+
+    fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        self.store().read(first, out)
+    }
+}
 
 fn play(seed: u64) {
     let mut random = Random::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
@@ -40,7 +89,14 @@ fn play(seed: u64) {
         dead_after: random.one_in(12).then(|| random.below(4_000)),
     };
     let limits = random.one_in(3);
-    let is_sound = faults.rooms > 100 && faults.refused == 0 && faults.doomed == 0;
+    let deaths = random.one_in(3).then(|| Deaths {
+        one_in: [0, 1_500, 6_000, 40_000][random.below(4) as usize],
+        last: random.one_in(3).then(|| 1 + random.below(12)),
+    });
+    let is_sound = faults.rooms > 100
+        && faults.refused == 0
+        && faults.doomed == 0
+        && deaths.is_none_or(|deaths| deaths.last.is_none());
     let traits = Traits {
         threads: 1 + random.below(4) as usize,
         accesses: 2_000 + random.below(12_000) as usize,
@@ -55,11 +111,15 @@ fn play(seed: u64) {
         keeps_limit: changes == 0 && !limits && is_adopted && is_sound,
     };
     if number("WEIR_SIMULATOR_SEED").is_some() {
-        println!("{traits:?} {faults:?}");
+        println!("{traits:?} {faults:?} {deaths:?}");
     }
     let (merges, migrates) = (random.one_in(2), if traits.migrates { 2_000 } else { 0 });
-    let store = Simulated::new(Random::new(random.next()), faults);
-    let said = Arc::clone(&store.said);
+    let store = Random::new(random.next());
+    let store = match deaths {
+        None => Either::Store(Simulated::new(store, faults)),
+        Some(deaths) => Either::Run(Mortal::new(store, faults, deaths)),
+    };
+    let said = store.said();
     let shared = Arc::new(Shared {
         limit: AtomicUsize::new(limit),
         holds: AtomicU32::new(0),

@@ -52,7 +52,7 @@ pub fn set_word(page: &mut PageBytes, word: u64) {
 }
 
 /// Random content that the program never wrote.
-fn rubbish(random: &mut Random) -> u64 {
+pub fn rubbish(random: &mut Random) -> u64 {
     1 << 63 | random.next()
 }
 

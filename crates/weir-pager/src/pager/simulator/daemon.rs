@@ -1,0 +1,349 @@
+//! A simulated run, for the store over the share transport: daemons that may die at any request,
+//! and a ledger. The pages outlive each daemon, as under a keeper.
+
+use super::random::Random;
+use super::store::{Faults, Said, rubbish, set_word, word};
+use crate::share::{Connection, Ended, Run, Shared};
+use crate::{BLOCK_PAGES, Store};
+use std::cell::RefCell;
+use std::collections::{BTreeSet, VecDeque};
+use std::io;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use weir_core::{PAGE_SIZE, PageBytes};
+use weir_share::Error;
+
+/// Number of a connection's frames.
+const FRAMES: usize = 256;
+
+/// The deaths of daemons.
+#[derive(Clone, Copy, Debug)]
+pub struct Deaths {
+    /// A daemon dies in one request of this many.
+    pub one_in: u64,
+    /// The number of the daemon after which no other comes, if there is one.
+    pub last: Option<u64>,
+}
+
+/// The state that outlives a daemon.
+#[derive(Debug)]
+struct Kept {
+    random: Random,
+    faults: Faults,
+    deaths: Deaths,
+    pages: Vec<u64>,
+    rooms: BTreeSet<usize>,
+    /// The number of the present daemon, or of the last one.
+    daemon: u64,
+    is_alive: bool,
+    /// Number of attempts to connect that still fail until the next daemon is there.
+    away: u64,
+    /// The pages whose write is under way.
+    writing: Vec<u64>,
+    now: Duration,
+    /// Number of pauses since the death of the last daemon.
+    paused: u64,
+}
+
+impl Kept {
+    fn is_promised(&self) -> bool {
+        self.deaths.last.is_none_or(|last| self.daemon < last)
+    }
+
+    /// Lets the daemon die now and then. Returns whether this one has died by now.
+    fn dies(&mut self) -> bool {
+        if self.is_alive && self.random.one_in(self.deaths.one_in) {
+            self.is_alive = false;
+            // Now and then the next daemon comes too late, and the wait for it ends.
+            let is_late = self.deaths.last.is_some() && self.random.one_in(20);
+            self.away = if is_late { u64::MAX } else { self.random.below(60) };
+            self.paused = 0;
+        }
+        !self.is_alive
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Request {
+    Frame,
+    Read(u64),
+    Write(u64, usize),
+}
+
+/// A connection to one daemon.
+#[derive(Debug)]
+pub struct Simulated {
+    kept: Rc<RefCell<Kept>>,
+    daemon: u64,
+    frames: Vec<PageBytes>,
+    free: Vec<usize>,
+    asked: Vec<(u32, Request)>,
+    under_way: Vec<(u32, Request)>,
+    ended: VecDeque<Ended<usize>>,
+    in_flight: u32,
+}
+
+impl Simulated {
+    fn ask(&mut self, tag: u32, request: Request) -> Result<(), Error> {
+        self.asked.push((tag, request));
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    /// Whether the daemon of this connection is dead.
+    fn is_gone(&self) -> bool {
+        let kept = self.kept.borrow();
+        !kept.is_alive || kept.daemon != self.daemon
+    }
+
+    /// Does one of the requests that are under way, as the daemon does it.
+    fn end_one(&mut self) -> Ended<usize> {
+        let mut kept = self.kept.borrow_mut();
+        let kept = &mut *kept;
+        let at = kept.random.below(self.under_way.len() as u64) as usize;
+        let (tag, request) = self.under_way.swap_remove(at);
+        let failed = || Err(io::Error::from_raw_os_error(libc::EIO));
+        let result = match request {
+            Request::Frame => Ok(self.free.pop()),
+            Request::Read(_) if kept.random.one_in(kept.faults.unreadable) => failed(),
+            Request::Read(page) => {
+                let frame = self.free.pop().expect("the client keeps its quota");
+                set_word(&mut self.frames[frame], kept.pages[page as usize]);
+                Ok(Some(frame))
+            }
+            Request::Write(page, frame) => {
+                kept.writing.retain(|other| *other != page);
+                let is_doomed = kept.random.one_in(kept.faults.doomed);
+                // A failed write may leave rubbish in the page.
+                let word = if is_doomed { rubbish(&mut kept.random) } else { word(&self.frames[frame]) };
+                kept.pages[page as usize] = word;
+                if is_doomed { failed() } else { Ok(None) }
+            }
+        };
+        (tag, result)
+    }
+}
+
+impl Connection for Simulated {
+    type Lease = usize;
+
+    fn pages(&self) -> u64 {
+        self.kept.borrow().pages.len() as u64
+    }
+
+    fn frames(&self) -> u32 {
+        FRAMES as u32
+    }
+
+    fn in_flight(&self) -> u32 {
+        self.in_flight
+    }
+
+    fn ask_frame(&mut self, tag: u32) -> Result<(), Error> {
+        self.ask(tag, Request::Frame)
+    }
+
+    fn ask_read(&mut self, tag: u32, page: u64) -> Result<(), Error> {
+        assert!(self.has_room(page), "page {page} of the daemon is not the pager's");
+        self.ask(tag, Request::Read(page))
+    }
+
+    fn ask_write(&mut self, tag: u32, page: u64, lease: &usize) -> Result<(), Error> {
+        assert!(self.has_room(page), "page {page} of the daemon is not the pager's");
+        self.ask(tag, Request::Write(page, *lease))
+    }
+
+    fn submit(&mut self) -> Result<(), Error> {
+        // As with shared memory, nobody notices here that the daemon is dead.
+        if !self.is_gone() {
+            let mut kept = self.kept.borrow_mut();
+            for (_, request) in &self.asked {
+                if let Request::Write(page, _) = *request {
+                    assert!(!kept.writing.contains(&page), "two writes of one page are under way");
+                    kept.writing.push(page);
+                }
+            }
+            drop(kept);
+            self.under_way.append(&mut self.asked);
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<Ended<usize>, Error> {
+        while self.ended.is_empty() {
+            if self.is_gone() {
+                return Err(Error::Gone);
+            }
+            assert!(!self.under_way.is_empty(), "the client waits for nothing");
+            // Of the requests that are under way some end before the daemon dies. Of some the
+            // client hears that, and of others it does not.
+            let dies = self.kept.borrow_mut().dies();
+            let hears = if dies { self.kept.borrow_mut().random.below(3) } else { 1 };
+            let ends = if dies { self.kept.borrow_mut().random.below(130) } else { 1 };
+            for number in 0..ends.min(self.under_way.len() as u64) {
+                let ended = self.end_one();
+                if number < hears {
+                    self.ended.push_back(ended);
+                }
+            }
+            if dies {
+                self.kept.borrow_mut().writing.clear();
+            }
+        }
+        self.in_flight -= 1;
+        Ok(self.ended.pop_front().expect("one has ended"))
+    }
+
+    fn page(&self, lease: &usize) -> &PageBytes {
+        &self.frames[*lease]
+    }
+
+    fn page_mut(&mut self, lease: &mut usize) -> Option<&mut PageBytes> {
+        self.frames.get_mut(*lease)
+    }
+
+    fn give_later(&mut self, lease: usize) -> Result<(), Error> {
+        self.free.push(lease);
+        Ok(())
+    }
+}
+
+impl Simulated {
+    fn has_room(&self, page: u64) -> bool {
+        self.kept.borrow().rooms.contains(&(page as usize / BLOCK_PAGES))
+    }
+}
+
+pub struct SimulatedRun(Rc<RefCell<Kept>>);
+
+impl Run for SimulatedRun {
+    type Connection = Simulated;
+
+    fn connect(&mut self) -> Result<Simulated, Error> {
+        let mut kept = self.0.borrow_mut();
+        if !kept.is_alive && (kept.away > 0 || !kept.is_promised()) {
+            kept.away = kept.away.saturating_sub(1);
+            let source = io::ErrorKind::ConnectionRefused.into();
+            return Err(Error::Connect { path: String::new(), source });
+        }
+        if !kept.is_alive {
+            kept.is_alive = true;
+            kept.daemon += 1;
+        }
+        if kept.dies() {
+            return Err(Error::Gone);
+        }
+        Ok(Simulated {
+            kept: Rc::clone(&self.0),
+            daemon: kept.daemon,
+            frames: vec![[0; PAGE_SIZE]; FRAMES],
+            free: (0..FRAMES).collect(),
+            asked: Vec::new(),
+            under_way: Vec::new(),
+            ended: VecDeque::new(),
+            in_flight: 0,
+        })
+    }
+
+    fn is_promised(&self) -> bool {
+        self.0.borrow().is_promised()
+    }
+
+    fn claim(&mut self, limit: usize) -> Option<usize> {
+        let mut kept = self.0.borrow_mut();
+        let free: Vec<usize> = (0..limit).filter(|room| !kept.rooms.contains(room)).collect();
+        let room = *free.get(kept.random.below(free.len() as u64) as usize)?;
+        for page in room * BLOCK_PAGES..(room + 1) * BLOCK_PAGES {
+            kept.pages[page] = rubbish(&mut kept.random);
+        }
+        kept.rooms.insert(room);
+        Some(room)
+    }
+
+    fn release(&mut self, room: usize) {
+        let mut kept = self.0.borrow_mut();
+        assert!(kept.rooms.remove(&room), "room {room} was not claimed");
+        let late = kept.writing.iter().find(|page| **page as usize / BLOCK_PAGES == room);
+        assert_eq!(late, None, "a write is under way to room that is given back");
+    }
+
+    fn now(&self) -> Duration {
+        self.0.borrow().now
+    }
+
+    fn pause(&mut self) {
+        let mut kept = self.0.borrow_mut();
+        kept.now += Duration::from_millis(2);
+        kept.paused += 1;
+        assert!(kept.is_promised(), "a pager waits for a daemon that nobody promises");
+        assert!(kept.paused < 1_000_000, "a pager waits for ever");
+    }
+
+    fn tell(&mut self, _: &str) {}
+}
+
+/// The store over a simulated run. It counts the failures, for the checks of the simulated program.
+pub struct Mortal {
+    store: Shared<SimulatedRun>,
+    run: Rc<RefCell<Kept>>,
+    pub said: Arc<Mutex<Said>>,
+}
+
+impl Mortal {
+    pub fn new(random: Random, faults: Faults, deaths: Deaths) -> Self {
+        let kept = Kept {
+            random,
+            faults,
+            deaths: Deaths { one_in: 0, ..deaths },
+            pages: vec![0; faults.rooms as usize * BLOCK_PAGES],
+            rooms: BTreeSet::new(),
+            daemon: 0,
+            is_alive: false,
+            away: 0,
+            writing: Vec::new(),
+            now: Duration::ZERO,
+            paused: 0,
+        };
+        let run = Rc::new(RefCell::new(kept));
+        let store = Shared::new(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
+        run.borrow_mut().deaths = deaths;
+        Mortal { store, run, said: Arc::default() }
+    }
+
+    fn note<T>(&self, result: io::Result<T>, count: impl Fn(&mut Said) -> &mut u64) -> io::Result<T> {
+        if result.is_err() {
+            *count(&mut self.said.lock().unwrap()) += 1;
+        }
+        self.said.lock().unwrap().rooms = self.run.borrow().rooms.len();
+        result
+    }
+}
+
+impl Store for Mortal {
+    fn claim(&mut self) -> Option<u64> {
+        let room = self.store.claim();
+        let _ = self.note(room.ok_or(io::ErrorKind::StorageFull.into()), |said| &mut said.refused);
+        room
+    }
+
+    fn release(&mut self, first: u64) {
+        self.store.release(first);
+        let _ = self.note(Ok(()), |said| &mut said.refused);
+    }
+
+    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
+        let result = self.store.write(page, bytes);
+        self.note(result, |said| &mut said.refused)
+    }
+
+    fn settle(&mut self) -> io::Result<()> {
+        let result = self.store.settle();
+        self.note(result, |said| &mut said.refused)
+    }
+
+    fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        let result = self.store.read(first, out);
+        self.note(result, |said| &mut said.unreadable)
+    }
+}
