@@ -24,6 +24,7 @@ mod keeper;
 mod programs;
 mod relay;
 mod report;
+mod run_end;
 mod stages;
 mod start;
 mod volumes;

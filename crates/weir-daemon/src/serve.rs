@@ -10,6 +10,7 @@ use crate::error::{Error, ErrorKind};
 use crate::keeper::Held;
 use crate::relay::Relay;
 use crate::report::{StartProgress, StartReport};
+use crate::run_end;
 use crate::start::{Bar, Start, warn_of_unlocked_memory};
 use crate::{bug, core_dump, keeper};
 use signal_hook::consts::SIGUSR1;
@@ -41,6 +42,9 @@ pub fn run(
     if let (Err(error), Some(path), true) = (&outcome, &options.start_report, is_first) {
         StartReport::of(error).write(path);
     }
+    if let Some(socket) = &options.programs {
+        run_end::clear(socket);
+    }
     outcome
 }
 
@@ -66,7 +70,12 @@ fn serve(
     if is_kept && keeper.is_none() {
         let fuse = options.fuse.as_ref();
         let left = fuse.filter(|_| options.pool.is_none()).map(|fuse| fuse::Left::before(&fuse.file));
-        let code = keeper::run(log, file, options.swap).map_err(|error| {
+        let used_by = match (options.swap, &options.programs) {
+            (true, _) => keeper::Use::Swap,
+            (false, Some(_)) => keeper::Use::Run,
+            (false, None) => keeper::Use::Anyone,
+        };
+        let code = keeper::run(log, file, used_by).map_err(|error| {
             let what = format!(
                 "--keeper: no daemon can be started: {error}; look at the limits on open files and processes"
             );
@@ -93,6 +102,10 @@ fn serve(
     bug::end_process(log, relay.is_some());
     // Install signal handlers first, so that an early SIGTERM also ends the daemon in good order.
     let mut signals = Signals::new(signals::END.into_iter().chain([SIGUSR1])).map_err(denied)?;
+
+    if options.programs.is_some() {
+        run_end::watch().map_err(denied)?;
+    }
 
     let (link, held) = keeper.unzip();
     *is_first = held.as_ref().is_none_or(Held::is_empty);

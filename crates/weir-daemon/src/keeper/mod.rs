@@ -25,4 +25,4 @@ pub use copy::is_copy;
 pub use link::played;
 pub use link::{Held, Link, processors, upgrade_failed};
 pub use note::{read_note, write_note};
-pub use supervise::run;
+pub use supervise::{Use, run};

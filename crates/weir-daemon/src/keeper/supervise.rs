@@ -48,6 +48,18 @@ enum Kept {
     Descriptor(OwnedFd),
 }
 
+/// The use of the daemon's pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Use {
+    /// A kernel may swap on the volume. So the next daemon must start while memory is short.
+    Swap,
+    /// Anyone may use the volume, for as long as the daemon serves.
+    Anyone,
+    /// One `weir run` uses the volume. The pages are of no use after it, and the machine does not
+    /// wait for them. So the keeper takes no memory for itself, and a signal is final.
+    Run,
+}
+
 /// How a daemon ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
@@ -84,13 +96,14 @@ struct Keeper<'a> {
     lacks: bool,
     /// The configuration's file, and its pages in memory.
     config: Option<&'a Path>,
-    /// Whether a kernel may swap on the volume.
-    swap: bool,
+    used_by: Use,
     config_pages: Option<Resident>,
     signals: UnixStream,
     /// A signal waits for the daemon to serve, until this time. Then it is passed on anyway.
     /// `None`: no signal waits.
     told_by: Option<Instant>,
+    /// Whether a signal has ended the use of the pages, so that there is no next daemon.
+    is_over: bool,
     /// The number of processors that every daemon plans its threads for.
     processors: usize,
     /// The time when the last daemon was gone, and how long its end took, from the first sign on.
@@ -102,9 +115,9 @@ struct Keeper<'a> {
 ///
 /// # Errors
 /// Fails when no daemon can be started at all.
-pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
-    if !copy::is_copy() {
-        let error = copy::run(swap);
+pub fn run(log: &Log, config: Option<&Path>, used_by: Use) -> io::Result<i32> {
+    if !copy::is_copy() && used_by != Use::Run {
+        let error = copy::run(used_by == Use::Swap);
         (log)(
             Level::Warning,
             format_args!(
@@ -113,7 +126,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         );
     }
     let _relay = Relay::start()?;
-    let _program_pages = held(log, "its program", resident::program());
+    let _program_pages = (used_by != Use::Run).then(|| held(log, "its program", resident::program()));
     let (signals, tell) = UnixStream::pair()?;
     signals.set_nonblocking(true)?;
     for signal in signals::END {
@@ -126,18 +139,25 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         set_aside: Vec::new(),
         lacks: false,
         config,
-        swap,
+        used_by,
         config_pages: None,
         signals,
         told_by: None,
+        is_over: false,
         processors: processors(),
         gone: None,
     };
     open_many_files();
-    let mut programs = Programs::new();
+    let mut programs = Programs::new(used_by);
     let mut stillborn = 0;
     let mut tries: u64 = 1;
     loop {
+        if used_by == Use::Run && keeper.is_told_within(Duration::ZERO) {
+            keeper.hear_signal();
+        }
+        if keeper.is_over {
+            return Ok(0);
+        }
         (keeper.set_aside, keeper.lacks) = (Vec::new(), false);
         let born = Instant::now();
         let life = match keeper.one_life(programs.next(), programs.failed()) {
@@ -176,6 +196,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             );
         }
         match life.end {
+            _ if keeper.is_over => return Ok(0),
             End::Exit(0) if life.makes_way => {
                 (log)(Level::Info, format_args!("the daemon makes way for another"));
             }
@@ -194,8 +215,10 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             keeper.told_by = Some(Instant::now() + HEARING);
         }
         stillborn = if born.elapsed() < SHORT_LIFE && !life.was_ready { stillborn + 1 } else { 0 };
-        if let Some(pause) = pause_after(stillborn) {
-            std::thread::sleep(pause);
+        match pause_after(stillborn) {
+            Some(pause) if used_by == Use::Run => _ = keeper.is_told_within(pause),
+            Some(pause) => std::thread::sleep(pause),
+            None => {}
         }
     }
 }
@@ -224,9 +247,13 @@ struct Programs {
 }
 
 impl Programs {
-    /// The first daemon runs the keeper's own program.
-    fn new() -> Self {
-        let (installed, stamp) = copy::original();
+    /// The first daemon runs the keeper's own program. Each daemon of a run does: the pagers of the
+    /// run's programs are of that version.
+    fn new(used_by: Use) -> Self {
+        let (installed, stamp) = match used_by {
+            Use::Run => (PathBuf::new(), None),
+            _ => copy::original(),
+        };
         Programs {
             own: PathBuf::from("/proc/self/exe"),
             installed,
@@ -299,7 +326,7 @@ impl Keeper<'_> {
         let mut arguments = std::env::args_os();
         // Let the new daemon use the kernel's reserve of memory until it serves. If the kernel
         // denies that, the start may be slow or fail, and the keeper starts another daemon.
-        if self.swap {
+        if self.used_by == Use::Swap {
             let _ = swap_safety::reach_reserves(Children::Inherit);
         }
         let child = Command::new(program)
@@ -311,7 +338,7 @@ impl Keeper<'_> {
             .envs(failed.then_some((REFUSED, "1")))
             .envs(self.gone.map(|(at, took)| (GONE, format!("{at} {}", took.as_nanos()))))
             .spawn();
-        if self.swap {
+        if self.used_by == Use::Swap {
             let _ = swap_safety::leave_reserves();
         }
         let pid = Pid::from_child(&child?);
@@ -343,7 +370,7 @@ impl Keeper<'_> {
             (self.log)(Level::Warning, format_args!("the new daemon did not take over: {error}"));
         }
         loop {
-            let listens = life.was_ready || !takes_over;
+            let listens = life.was_ready || !takes_over || self.is_over;
             if self.told_by.is_some_and(|by| listens || Instant::now() >= by) {
                 self.pass_on_signal(&pidfd, &mut life);
             }
@@ -404,6 +431,9 @@ impl Keeper<'_> {
     /// Sets memory aside for the next daemon's start. If memory is short now, no more is set aside:
     /// the present daemon serves on, and the next start may fail.
     fn set_aside(&mut self, daemon: Pid) {
+        if self.used_by == Use::Run {
+            return;
+        }
         let have: usize = self.set_aside.iter().map(Memory::len).sum();
         let more = (own_memory(daemon) * 5 / 4).saturating_sub(have);
         self.lacks = false;
@@ -502,6 +532,7 @@ impl Keeper<'_> {
         use std::io::Read as _;
         let mut bytes = [0; 64];
         while self.signals.read(&mut bytes).is_ok_and(|read| read > 0) {}
+        self.is_over = self.used_by == Use::Run;
         self.told_by.get_or_insert_with(|| Instant::now() + HEARING);
     }
 
@@ -575,10 +606,11 @@ mod tests {
             set_aside: Vec::new(),
             lacks: false,
             config: None,
-            swap: false,
+            used_by: Use::Anyone,
             config_pages: None,
             signals,
             told_by: None,
+            is_over: false,
             processors: 1,
             gone: None,
         }

@@ -1,0 +1,62 @@
+//! The end of a `weir run` whose daemon this is. The run may be killed, and so may the keeper.
+
+use rustix::process::{Signal, getpid, kill_process};
+use std::io::{self, Read as _};
+use std::path::Path;
+use std::thread;
+use weir_pager::{Ledger, directory};
+
+/// Ends this process by a signal once the run has ended: then standard input ends. The run has the
+/// other end of that pipe.
+///
+/// # Errors
+/// Fails when the system has no thread left.
+pub fn watch() -> io::Result<()> {
+    thread::Builder::new().name("weir-run-end".into()).spawn(|| {
+        let mut input = io::stdin();
+        while matches!(input.read(&mut [0; 16]), Ok(1..)) {}
+        let _ = kill_process(getpid(), Signal::TERM);
+    })?;
+    Ok(())
+}
+
+/// Removes the directory of a run that cannot do so itself, because it was killed. `socket` is the
+/// pagers' socket, in that directory.
+pub fn clear(socket: &Path) {
+    let Some(run) = socket.parent() else { return };
+    let ledger = run.join(directory::LEDGER);
+    if Ledger::is_abandoned(&ledger) {
+        // A daemon that was killed has left its sockets.
+        for name in [directory::SHARE, directory::CONTROL, directory::PROGRAMS, directory::MESSAGES] {
+            let _ = std::fs::remove_file(run.join(name));
+        }
+        let _ = std::fs::remove_file(ledger);
+        // It stays if anything else is in there.
+        let _ = std::fs::remove_dir(run);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_directory_of_a_run_goes_only_once_the_run_has_ended_and_only_what_is_a_run_s() {
+        let run = std::env::temp_dir().join(format!("weir-run-end-{}", std::process::id()));
+        std::fs::create_dir(&run).unwrap();
+        let clear = || clear(&run.join(directory::PROGRAMS));
+        clear();
+        assert!(run.exists(), "no run has made it");
+        let promise = Ledger::create(&run.join(directory::LEDGER)).unwrap();
+        std::fs::write(run.join("precious"), "").unwrap();
+        clear();
+        assert!(run.join(directory::LEDGER).exists(), "the run goes on");
+        drop(promise);
+        clear();
+        assert!(!run.join(directory::LEDGER).exists() && run.join("precious").exists());
+        std::fs::remove_file(run.join("precious")).unwrap();
+        drop(Ledger::create(&run.join(directory::LEDGER)).unwrap());
+        clear();
+        assert!(!run.exists());
+    }
+}
