@@ -464,6 +464,11 @@ pub struct RunOptions {
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<Address>,
 
+    /// Survive a crash of the daemon that has the pages, by a second process, as for weir serve
+    /// [default: yes, unless a store's pages end with the daemon].
+    #[arg(long, value_name = "yes|no", value_parser = yes_or_no)]
+    pub keeper: Option<bool>,
+
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub program: Vec<OsString>,
@@ -489,6 +494,14 @@ pub struct LimitOptions {
 pub struct EvictOptions {
     /// The number of the bounded program's process; weir status lists it.
     pub pid: u32,
+}
+
+fn yes_or_no(text: &str) -> Result<bool, String> {
+    match text {
+        "yes" => Ok(true),
+        "no" => Ok(false),
+        _ => Err("accepted: yes, no".to_owned()),
+    }
 }
 
 /// Parses the resident limit: at least as much as a pager can work with.

@@ -3,18 +3,17 @@
 mod common;
 
 use common::Ends;
-use common::bounded::{Scratch, build, can_run, compiled, directory_of};
+use common::bounded::{LIMIT_MIB, PRELUDE, Scratch, build, can_run, directory_of, line, program, python};
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 const WEIR: &str = env!("CARGO_BIN_EXE_weir");
-const LIMIT_MIB: usize = 48;
 
 fn weir(arguments: &[&str]) -> Output {
     let limit = format!("{LIMIT_MIB}MiB");
@@ -95,17 +94,6 @@ fn same_in_less(arguments: &[&str], stdin: &Path) {
         }
     }
     panic!("{program} took {least} MiB or more in each run");
-}
-
-/// The path of a program that is in PATH.
-fn program(name: &str) -> Option<String> {
-    let path = std::env::var_os("PATH")?;
-    let found =
-        std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| file.is_file());
-    if found.is_none() {
-        println!("skipped: {name}: not installed");
-    }
-    found?.to_str().map(str::to_owned)
 }
 
 /// Lines that come backwards in groups of 64, each group in random order. In a completely random
@@ -192,13 +180,6 @@ with open('/dev/null', 'wb') as null: print(null.write(memory))
     assert!(alone.status.success() && bounded.status.success(), "{said}");
     assert_eq!(String::from_utf8_lossy(&bounded.stdout), String::from_utf8_lossy(&alone.stdout));
     assert_eq!(said, "");
-}
-
-/// The path of the interpreter itself: the file in PATH may be a script that looks for it.
-fn python() -> Option<String> {
-    let any = program("python3")?;
-    let output = Command::new(any).args(["-c", "import sys; print(sys.executable)"]).output().ok()?;
-    Some(String::from_utf8(output.stdout).ok()?.trim().to_owned()).filter(|path| !path.is_empty())
 }
 
 #[test]
@@ -303,28 +284,6 @@ fn what_cannot_be_bounded_is_refused_in_one_line() {
     }
 }
 
-#[test]
-fn a_daemon_that_dies_costs_sigbus_and_never_wrong_bytes() {
-    let name = "a_daemon_that_dies";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let script = "
-import os, signal
-size = 160 << 20
-memory = bytearray(size)
-for at in range(0, size, 4096): memory[at] = at // 4096 % 251 + 1
-parent = os.getppid()
-for process in open(f'/proc/{parent}/task/{parent}/children').read().split():
-    if int(process) != os.getpid(): os.kill(int(process), signal.SIGKILL)
-for at in range(0, size, 4096):
-    if memory[at] != at // 4096 % 251 + 1: os._exit(1)
-os._exit(0)
-";
-    let input = scratch.file("script.py", script);
-    let output = weir(&["--", &python, input.to_str().unwrap()]);
-    assert_eq!(output.status.code(), Some(128 + libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
 /// Runs a Python script bounded; returns its output. `wrap` is a command that comes before it.
 fn bounded(name: &str, wrap: &[&str], script: &str) -> Option<(Option<i32>, String, String)> {
     let python = python().filter(|_| can_run(name))?;
@@ -334,17 +293,6 @@ fn bounded(name: &str, wrap: &[&str], script: &str) -> Option<(Option<i32>, Stri
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     Some((output.status.code(), text(&output.stdout), text(&output.stderr)))
 }
-
-/// Functions of libc, and memory that is filled with numbers and checked.
-const PRELUDE: &str = "
-import ctypes, mmap, os, signal, socket, subprocess, sys, time
-libc = ctypes.CDLL(None, use_errno=True)
-def new(size): return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-def fill(memory, seed):
-    for at in range(0, len(memory), 4096): memory[at:at + 8] = (at ^ seed).to_bytes(8, 'little')
-def check(memory, seed):
-    return all(memory[at:at + 8] == (at ^ seed).to_bytes(8, 'little') for at in range(0, len(memory), 4096))
-";
 
 #[test]
 fn a_child_has_what_a_mapping_grew_by() {
@@ -568,12 +516,6 @@ for line in sys.stdin:
     }
 }
 
-fn line(lines: &mut impl std::io::BufRead) -> String {
-    let mut text = String::new();
-    lines.read_line(&mut text).unwrap();
-    text.trim().to_owned()
-}
-
 /// Runs a command about a process; returns its exit code and what it has said.
 fn about(arguments: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(WEIR).args(arguments).output().unwrap();
@@ -698,258 +640,4 @@ fn an_order_for_what_is_not_bounded_names_the_process_and_the_next_step() {
         let (found, text) = about(arguments);
         assert!(found == Some(code) && text.contains(said) && text.lines().count() == 1, "{text}");
     }
-}
-
-/// A program whose four threads go through its memory, two in order and two at random, write, and
-/// compare with what they wrote before. It ends with 1 at the first difference.
-const SWEEPER: &str = r#"
-#include <pthread.h>
-#include <stdio.h>
-#include <sys/mman.h>
-#include <unistd.h>
-enum { PAGES = 40960, THREADS = 4, WORDS = 512 };
-static unsigned long *memory;
-static unsigned long written[PAGES]; /* static arrays are not managed */
-static unsigned long word(unsigned long page, unsigned long round) { return page * 0x9e3779b97f4a7c15 ^ round; }
-static void put(unsigned long page) {
-    written[page]++;
-    memory[page * WORDS] = memory[page * WORDS + WORDS - 1] = word(page, written[page]);
-}
-static void *sweep(void *number) {
-    unsigned long me = (unsigned long)number, chance = me + 1;
-    for (unsigned long at = 0;; at++) {
-        chance = chance * 6364136223846793005 + 1442695040888963407;
-        unsigned long page = (me < 2 ? at : chance >> 33) % (PAGES / THREADS) + me * (PAGES / THREADS);
-        unsigned long right = word(page, written[page]);
-        if (memory[page * WORDS] != right || memory[page * WORDS + WORDS - 1] != right) {
-            dprintf(2, "page %lu is not what was written\n", page);
-            _exit(1);
-        }
-        put(page);
-    }
-}
-int main(void) {
-    memory = mmap(0, PAGES * 4096ul, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return 2;
-    for (unsigned long page = 0; page < PAGES; page++) put(page);
-    pthread_t thread;
-    for (unsigned long me = 0; me < THREADS; me++)
-        if (pthread_create(&thread, 0, sweep, (void *)me)) return 2;
-    dprintf(1, "%d\n", getpid());
-    char byte;
-    while (read(0, &byte, 1) > 0) {}
-    _exit(0);
-}
-"#;
-
-/// Compiles [`SWEEPER`].
-fn sweeper(name: &str, scratch: &Scratch) -> Option<PathBuf> {
-    let source = scratch.file("sweeper.c", SWEEPER);
-    compiled(name, &source, scratch)
-}
-
-/// A program under `weir run`. It is killed when this is dropped.
-struct Sweeping {
-    run: std::process::Child,
-    pid: u32,
-}
-
-impl Sweeping {
-    fn start(program: &Path) -> Self {
-        let limit = format!("{LIMIT_MIB}MiB");
-        let mut command = Command::new(WEIR);
-        command.args(["run", "--resident", &limit, "--store", "host:512MiB", "--"]).arg(program);
-        Self::of(&mut command)
-    }
-
-    /// Starts a program that prints its process number.
-    fn of(command: &mut Command) -> Self {
-        let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut run = piped.spawn().unwrap();
-        let mut lines = std::io::BufReader::new(run.stdout.take().expect("piped"));
-        let pid = line(&mut lines).parse().unwrap();
-        Sweeping { run, pid }
-    }
-
-    fn daemon(&self) -> u32 {
-        let run = self.run.id();
-        let tasks = fs::read_dir(format!("/proc/{run}/task")).unwrap().flatten();
-        let children: String =
-            tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok()).collect();
-        let numbers = children.split_whitespace().map(|number| number.parse().unwrap());
-        let others: Vec<u32> = numbers.filter(|number| *number != self.pid).collect();
-        assert_eq!(others.len(), 1, "the run has its program and its daemon");
-        others[0]
-    }
-
-    /// Waits for the end of the run; returns its exit code and its lines.
-    fn ended(&mut self) -> (Option<i32>, String) {
-        let begun = Instant::now();
-        let status = loop {
-            if let Some(status) = self.run.try_wait().unwrap() {
-                break status;
-            }
-            assert!(begun.elapsed() < Duration::from_secs(120), "the program neither ends nor goes on");
-            thread::sleep(Duration::from_millis(5));
-        };
-        let mut said = String::new();
-        self.run.stderr.take().expect("piped").read_to_string(&mut said).unwrap();
-        (status.code(), said)
-    }
-}
-
-impl Drop for Sweeping {
-    fn drop(&mut self) {
-        if let Ok(None) = self.run.try_wait() {
-            kill(self.pid);
-            let _ = self.run.wait();
-        }
-    }
-}
-
-fn kill(process: u32) {
-    let process = rustix::process::Pid::from_raw(process.cast_signed()).expect("a process");
-    common::kill(process, rustix::process::Signal::KILL);
-}
-
-/// `WEIR_SCALE=full` kills 102 daemons; `WEIR_RECORD=FILE` writes the result.
-#[test]
-fn a_daemon_killed_at_any_moment_costs_sigbus_and_never_wrong_bytes() {
-    let name = "a_daemon_killed_at_any_moment";
-    if !can_run(name) {
-        return;
-    }
-    let scratch = Scratch::new(name);
-    let Some(program) = sweeper(name, &scratch) else { return };
-    let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
-    let rounds = if full { 34 } else { 2 };
-    for round in 0..rounds {
-        // Faults and writes are under way all the time, since the threads never stop.
-        for order in [&[][..], &["evict"], &["limit", "32MiB"]] {
-            let mut sweeping = Sweeping::start(&program);
-            let (pid, daemon) = (sweeping.pid.to_string(), sweeping.daemon());
-            thread::sleep(Duration::from_millis(round * 7 % 50));
-            let command = order.split_first().map(|(&order, rest)| {
-                let command = [&[order, &pid], rest].concat();
-                Command::new(WEIR).args(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
-            });
-            thread::sleep(Duration::from_millis(round * 13 % 40));
-            kill(daemon);
-            let (code, said) = sweeping.ended();
-            assert_eq!(code, Some(128 + libc::SIGBUS), "{order:?}, round {round}: {said}");
-            assert!(said.contains("the program gets SIGBUS"), "{order:?}, round {round}: {said}");
-            // Nobody answers the command any more; it says so and ends.
-            command.map(|mut command| command.wait().unwrap());
-            let directory = directory_of(sweeping.run.id());
-            assert!(!directory.exists(), "{} is left", directory.display());
-        }
-    }
-    println!("figure: {} daemons killed, 0 pages wrong", 3 * rounds);
-    if let Some(path) = std::env::var_os("WEIR_RECORD") {
-        let record = serde_json::json!({
-            "schema": 1,
-            "command": "WEIR_SCALE=full WEIR_RECORD=FILE cargo test -p weir --test run a_daemon_killed",
-            "keeper": false, "kills": 3 * rounds, "during": ["sweeps", "weir evict", "weir limit"],
-            "wrong_pages": 0, "ended_by_sigbus": 3 * rounds, "directories_left": 0,
-        });
-        fs::write(path, format!("{record:#}\n")).unwrap();
-    }
-}
-
-#[test]
-fn what_a_killed_program_held_is_free_for_the_next_one() {
-    let script = "
-size, me = 128 << 20, int(sys.argv[1])
-memory = new(size)
-fill(memory, me)
-assert check(memory, me)
-if me < 4: os.kill(os.getpid(), signal.SIGKILL)
-print('good')
-";
-    let name = "what_a_killed_program_held";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
-    let one = format!("{python} {}", input.display());
-    // There is room for one of them, not for two.
-    let shell = format!("for me in 1 2 3 4; do {one} $me; done 2>/dev/null");
-    let limit = format!("{LIMIT_MIB}MiB");
-    let output = Command::new(WEIR)
-        .args(["run", "--resident", &limit, "--store", "host:192MiB", "--", "sh", "-c", &shell])
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "good\n", "{said}");
-    assert!(!said.contains("the store is full"), "{said}");
-}
-
-/// `WEIR_RUN_DIRECTORY` has the sockets. With `all` the script takes the ledger too, by which the
-/// processes of one run share out their daemon's room.
-const SCRIBBLER: &str = "
-import random
-memory = new(128 << 20)
-fill(memory, 9)
-seed, which = sys.argv[1:]
-chance = random.Random(int(seed))
-shared = []
-for line in open('/proc/self/maps'):
-    span, rights, *rest = line.split()
-    if rights == 'rw-s' and (which == 'all' or not rest[-1].endswith('/ledger')):
-        start, end = (int(bound, 16) for bound in span.split('-'))
-        shared.append((start, end - start))
-assert len(shared) >= (2 if which == 'all' else 1), shared
-print(os.getpid(), flush=True)
-run = os.environ['WEIR_RUN_DIRECTORY']
-for name in os.listdir(run):
-    for kind in socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM:
-        end = socket.socket(socket.AF_UNIX, kind)
-        try:
-            end.settimeout(1)
-            end.connect(os.path.join(run, name))
-            for part in range(20): end.send(chance.randbytes(1 + part * 37))
-        except OSError: pass
-for round in range(20):
-    for start, size in shared:
-        for at in range(0, min(size, 1 << 20), 4096):
-            ctypes.memmove(start + at, chance.randbytes(512), 512)
-os.kill(os.getpid(), signal.SIGKILL)
-";
-
-#[test]
-fn a_program_that_scribbles_over_all_that_it_shares_with_its_daemon_harms_nobody_else() {
-    let name = "a_program_that_scribbles";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let Some(sweeper) = sweeper(name, &scratch) else { return };
-    let input = scratch.file("script.py", &format!("{PRELUDE}{SCRIBBLER}"));
-    let mut other = Sweeping::start(&sweeper);
-    let environment = fs::read(format!("/proc/{}/environ", other.pid)).unwrap();
-    let text = String::from_utf8_lossy(&environment).into_owned();
-    let variables: Vec<_> = text.split('\0').filter_map(|variable| variable.split_once('=')).collect();
-    for seed in 1..=3 {
-        // One of the sweeper's own run, with the same daemon; then one with a run of its own.
-        let mut neighbour = Command::new(&python);
-        neighbour.env_clear().envs(variables.iter().copied()).arg(&input).args([&seed.to_string(), "most"]);
-        let mut stranger = Command::new(WEIR);
-        stranger.args(["run", "--resident", "48MiB", "--store", "host:512MiB", "--", &python]);
-        stranger.arg(&input).args([&seed.to_string(), "all"]);
-        for mut hostile in [neighbour, stranger] {
-            let mut hostile = Sweeping::of(&mut hostile);
-            let directory = directory_of(hostile.run.id());
-            // It may get SIGBUS, or wait for a daemon that has cut it off, before it kills itself.
-            for _ in 0..500 {
-                if hostile.run.try_wait().unwrap().is_some() {
-                    break;
-                }
-                thread::sleep(Duration::from_millis(20));
-            }
-            kill(hostile.pid);
-            hostile.ended();
-            assert!(!directory.exists(), "{} is left", directory.display());
-        }
-    }
-    // The sweeper ends with 1 if a page was wrong.
-    drop(other.run.stdin.take());
-    let (code, said) = other.ended();
-    assert_eq!(code, Some(0), "{said}");
 }

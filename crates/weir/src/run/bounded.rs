@@ -3,7 +3,7 @@
 //! No file lists the bounded programs. Each `weir run` has a daemon that listens at a socket.
 //! `/proc/net/unix` shows that socket for as long as the daemon lives.
 
-use super::{CONTROL, DIRECTORY};
+use super::DIRECTORY;
 use crate::cli::{EvictOptions, LimitOptions};
 use crate::failure;
 use std::collections::BTreeSet;
@@ -16,6 +16,7 @@ use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_daemon::control::{self, Program, Request};
 use weir_pager::BLOCK;
+use weir_pager::directory::CONTROL;
 
 /// Longest wait for a program to follow an order.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -102,6 +103,11 @@ fn wait(socket: &Path, pid: u32, is_done: impl Fn(&Program) -> bool) -> Result<P
             Ok((_, programs)) => programs,
             // The process has ended, and its run with it.
             Err(_) if !Path::new(&format!("/proc/{pid}")).exists() => Vec::new(),
+            // The daemon may have died. The next one knows the process once its pager has found it.
+            Err(_) if begun.elapsed() <= PATIENCE => {
+                thread::sleep(LOOK);
+                continue;
+            }
             Err(error) => return Err(failure::of(error)),
         };
         let Some(program) = programs.into_iter().rev().find(|program| program.pid == pid) else {

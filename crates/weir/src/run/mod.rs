@@ -10,7 +10,9 @@ mod program;
 pub use bounded::{all, evict, first_control, limit};
 
 use crate::cli::RunOptions;
-use rustix::process::{Pid, Signal, WaitOptions};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::ffi::OsString;
@@ -24,16 +26,15 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use weir_cli::failure::{Failure, chain};
-use weir_pager::{BLOCK_PAGES, Ledger, directory};
+use weir_pager::{BLOCK_PAGES, Ledger, Promise, directory};
 use weir_share::Client;
 use weir_store::StoreUrl;
 
 /// The object that is preloaded into the program.
 const OBJECT: &str = "libweir_preload.so";
-/// Other processes find a run by two names. The name of its directory begins with `DIRECTORY`, and
-/// the number of its process follows. In there, `CONTROL` is the daemon's control socket.
+/// The name of a run's directory begins with this, and the number of its process follows. Other
+/// processes find the run by that name, and by the daemon's control socket in the directory.
 const DIRECTORY: &str = "weir-run-";
-const CONTROL: &str = "control";
 /// Largest number of a run's processes whose memory can be limited at a time. Each has a thread in
 /// the daemon.
 const PROCESSES: u16 = 64;
@@ -73,7 +74,7 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
 /// has their pages too. If this process gets SIGTERM or SIGHUP, passes the signal on to all of
 /// these. Signals from a terminal need not be passed on: the terminal sends them to each process.
 fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
-    let keeper = daemon.pid();
+    let group = daemon.group();
     let handle = signals.handle();
     thread::spawn(move || {
         for signal in &mut signals {
@@ -82,7 +83,7 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<E
                 SIGHUP => Signal::HUP,
                 _ => continue,
             };
-            for process in left_behind(keeper) {
+            for process in left_behind(group) {
                 let _ = rustix::process::kill_process(process, signal);
             }
         }
@@ -91,7 +92,7 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<E
     let ended = Instant::now();
     let mut is_said = false;
     loop {
-        let left = left_behind(keeper);
+        let left = left_behind(group);
         if left.is_empty() {
             break;
         }
@@ -112,13 +113,18 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<E
     status
 }
 
-/// The children of this process other than the daemon.
+/// The children of this process other than the daemon's. If the keeper was killed, its daemon has
+/// become a child of this process. All of the daemon's are in one process group.
 fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
     let children = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let all: String = tasks.filter_map(children).collect();
     let numbers = all.split_ascii_whitespace().filter_map(|number| number.parse().ok());
-    numbers.filter_map(Pid::from_raw).filter(|process| Some(*process) != daemon).collect()
+    let is_daemon_s = |process: Pid| rustix::process::getpgid(Some(process)).ok() == daemon;
+    numbers
+        .filter_map(Pid::from_raw)
+        .filter(|process| Some(*process) != daemon && !is_daemon_s(*process))
+        .collect()
 }
 
 /// Finds the object to preload: beside this program, or where a package installs it.
@@ -146,7 +152,9 @@ fn preload(object: &Path) -> OsString {
     all
 }
 
-/// A daemon for one program, in a directory of its own; both are removed when this is dropped.
+/// A daemon for one program, in a directory of its own; both are removed when this is dropped. The
+/// process is the daemon's keeper, or the daemon itself if there is no keeper. It leads a process
+/// group.
 struct Daemon {
     directory: PathBuf,
     process: Option<Child>,
@@ -176,9 +184,12 @@ impl Daemon {
             Failure::Failed(format!("cannot make {}: {error}; set TMPDIR", directory.display()))
         })?;
         let mut daemon = Daemon { directory, process: None, relay: None };
+        let unmade = |path: &Path, error: io::Error| Failure::Failed(format!("{}: {error}", path.display()));
+        let ledger = daemon.directory.join(directory::LEDGER);
+        let promise = Ledger::create(&ledger).map_err(|error| unmade(&ledger, error))?;
         let default = [StoreUrl::Host { size: weir_core::ByteSize(options.resident.0 * TIMES) }];
         let stores = if options.store.is_empty() { &default[..] } else { &options.store };
-        let control = daemon.directory.join(CONTROL);
+        let control = daemon.directory.join(directory::CONTROL);
         let mut command = Command::new("/proc/self/exe");
         command.args(["serve", "--log", "warn", "--connections", &PROCESSES.to_string()]);
         command.arg("--share").arg(daemon.share()).arg("--control").arg(&control);
@@ -189,9 +200,13 @@ impl Daemon {
         for store in stores {
             command.args(["--store", &store.to_string()]);
         }
+        if keeps(options.keeper, stores)? {
+            command.arg("--keeper");
+        }
         // A terminal's signals are meant for the program, which may handle them and run on. So the
-        // daemon must not get them.
-        command.stdin(Stdio::null()).process_group(0);
+        // daemon must not get them. The daemon ends when its standard input does, thus with this
+        // process.
+        command.stdin(Stdio::piped()).process_group(0);
         let parent = rustix::process::getpid();
         // SAFETY: the child makes only two system calls before it becomes the daemon.
         unsafe {
@@ -209,9 +224,8 @@ impl Daemon {
         let pages = Client::connect(&daemon.share(), weir_share::Options::default())
             .map_err(|error| Failure::Failed(chain(&error)))?
             .pages();
-        let unmade = |path: &Path, error: io::Error| Failure::Failed(format!("{}: {error}", path.display()));
-        let path = daemon.directory.join(directory::LEDGER);
-        Ledger::create(&path, pages as usize / BLOCK_PAGES).map_err(|error| unmade(&path, error))?;
+        promise.set_blocks(pages as usize / BLOCK_PAGES).map_err(|error| unmade(&ledger, error))?;
+        daemon.hold(promise).map_err(Failure::failed)?;
         let path = daemon.directory.join(directory::MESSAGES);
         let messages = UnixDatagram::bind(&path).map_err(|error| unmade(&path, error))?;
         daemon.relay = Some((thread::spawn(move || relay(&messages)), path));
@@ -234,8 +248,34 @@ impl Daemon {
         self.directory.join(directory::SHARE)
     }
 
-    fn pid(&self) -> Option<Pid> {
+    /// The number of the daemon's process group.
+    fn group(&self) -> Option<Pid> {
         self.process.as_ref().map(Pid::from_child)
+    }
+
+    /// Holds the promise of another daemon until the process that would start one has ended.
+    fn hold(&self, promise: Promise) -> io::Result<()> {
+        let process = Pid::from_child(self.process.as_ref().expect("just started"));
+        let ended = rustix::process::pidfd_open(process, PidfdFlags::empty())?;
+        thread::spawn(move || {
+            let mut fds = [PollFd::new(&ended, PollFlags::IN)];
+            while rustix::event::poll(&mut fds, None) == Err(Errno::INTR) {}
+            drop(promise);
+        });
+        Ok(())
+    }
+}
+
+/// Whether the daemon of these stores has a keeper. By default it has one if every store outlives
+/// the daemon.
+fn keeps(asked: Option<bool>, stores: &[StoreUrl]) -> Result<bool, Failure> {
+    let ends = stores.iter().find(|store| !store.outlives_its_process());
+    match (asked, ends) {
+        (Some(true), Some(store)) => Err(Failure::Failed(format!(
+            "--keeper yes: the pages of {store} end with the daemon; accepted: host memory, cards, files, or --keeper no"
+        ))),
+        (Some(asked), _) => Ok(asked),
+        (None, ends) => Ok(ends.is_none()),
     }
 }
 
@@ -244,8 +284,11 @@ impl Drop for Daemon {
         if let Some(process) = &mut self.process {
             // Children of the program that still run lose their pages: they get SIGBUS, never
             // zeros.
-            let _ = rustix::process::kill_process(Pid::from_child(process), Signal::TERM);
+            let group = Pid::from_child(process);
+            let _ = rustix::process::kill_process(group, Signal::TERM);
             let _ = process.wait();
+            // If the keeper was killed, its daemon ends by the end of its standard input.
+            while let Ok(Some(_)) = rustix::process::waitpgid(group, WaitOptions::empty()) {}
         }
         if let Some((relay, path)) = self.relay.take() {
             let told = UnixDatagram::unbound().and_then(|socket| socket.send_to(&[], path));

@@ -2,9 +2,14 @@
 
 use super::WEIR;
 use std::fs;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Once;
+use std::thread;
+use std::time::{Duration, Instant};
+
+pub const LIMIT_MIB: usize = 48;
 
 /// Builds the object that is preloaded, beside the program.
 pub fn build() {
@@ -80,4 +85,200 @@ pub fn compiled(name: &str, source: &Path, scratch: &Scratch) -> Option<PathBuf>
             None
         }
     }
+}
+
+/// The path of a program that is in PATH.
+pub fn program(name: &str) -> Option<String> {
+    let path = std::env::var_os("PATH")?;
+    let found =
+        std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| file.is_file());
+    if found.is_none() {
+        println!("skipped: {name}: not installed");
+    }
+    found?.to_str().map(str::to_owned)
+}
+
+/// The path of the interpreter itself: the file in PATH may be a script that looks for it.
+pub fn python() -> Option<String> {
+    let any = program("python3")?;
+    let output = Command::new(any).args(["-c", "import sys; print(sys.executable)"]).output().ok()?;
+    Some(String::from_utf8(output.stdout).ok()?.trim().to_owned()).filter(|path| !path.is_empty())
+}
+
+/// Functions of libc, and memory that is filled with numbers and checked.
+pub const PRELUDE: &str = "
+import ctypes, mmap, os, signal, socket, subprocess, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def new(size): return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def fill(memory, seed):
+    for at in range(0, len(memory), 4096): memory[at:at + 8] = (at ^ seed).to_bytes(8, 'little')
+def check(memory, seed):
+    return all(memory[at:at + 8] == (at ^ seed).to_bytes(8, 'little') for at in range(0, len(memory), 4096))
+";
+
+pub fn line(lines: &mut impl std::io::BufRead) -> String {
+    let mut text = String::new();
+    lines.read_line(&mut text).unwrap();
+    text.trim().to_owned()
+}
+
+/// A program whose four threads go through its memory, two in order and two at random, write, and
+/// compare with what they wrote before. It ends with 1 at the first difference. For each byte that
+/// it reads it prints how many pages they have checked.
+pub const SWEEPER: &str = r#"
+#include <pthread.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <unistd.h>
+enum { PAGES = 40960, THREADS = 4, WORDS = 512 };
+static unsigned long *memory;
+static unsigned long written[PAGES]; /* static arrays are not managed */
+static unsigned long word(unsigned long page, unsigned long round) { return page * 0x9e3779b97f4a7c15 ^ round; }
+static volatile unsigned long done[THREADS];
+static void put(unsigned long page) {
+    written[page]++;
+    memory[page * WORDS] = memory[page * WORDS + WORDS - 1] = word(page, written[page]);
+}
+static void *sweep(void *number) {
+    unsigned long me = (unsigned long)number, chance = me + 1;
+    for (unsigned long at = 0;; at++) {
+        chance = chance * 6364136223846793005 + 1442695040888963407;
+        unsigned long page = (me < 2 ? at : chance >> 33) % (PAGES / THREADS) + me * (PAGES / THREADS);
+        unsigned long right = word(page, written[page]);
+        if (memory[page * WORDS] != right || memory[page * WORDS + WORDS - 1] != right) {
+            dprintf(2, "page %lu is not what was written\n", page);
+            _exit(1);
+        }
+        put(page);
+        done[me]++;
+    }
+}
+int main(void) {
+    memory = mmap(0, PAGES * 4096ul, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return 2;
+    for (unsigned long page = 0; page < PAGES; page++) put(page);
+    pthread_t thread;
+    for (unsigned long me = 0; me < THREADS; me++)
+        if (pthread_create(&thread, 0, sweep, (void *)me)) return 2;
+    dprintf(1, "%d\n", getpid());
+    char byte;
+    while (read(0, &byte, 1) > 0) dprintf(1, "%lu\n", done[0] + done[1] + done[2] + done[3]);
+    _exit(0);
+}
+"#;
+
+/// Compiles [`SWEEPER`].
+pub fn sweeper(name: &str, scratch: &Scratch) -> Option<PathBuf> {
+    let source = scratch.file("sweeper.c", SWEEPER);
+    compiled(name, &source, scratch)
+}
+
+/// A program under `weir run`. It is killed when this is dropped.
+pub struct Sweeping {
+    pub run: std::process::Child,
+    pub pid: u32,
+    lines: std::io::BufReader<std::process::ChildStdout>,
+}
+
+impl Sweeping {
+    /// Starts a program under `weir run`, with these further flags.
+    pub fn start(program: &Path, flags: &[&str]) -> Self {
+        let limit = format!("{LIMIT_MIB}MiB");
+        let mut command = Command::new(WEIR);
+        command.args(["run", "--resident", &limit, "--store", "host:512MiB"]).args(flags);
+        Self::of(command.arg("--").arg(program))
+    }
+
+    /// Starts a program that prints its process number.
+    pub fn of(command: &mut Command) -> Self {
+        let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut run = piped.spawn().unwrap();
+        let mut lines = std::io::BufReader::new(run.stdout.take().expect("piped"));
+        let pid = line(&mut lines).parse().unwrap();
+        Sweeping { run, pid, lines }
+    }
+
+    /// The keeper of the run; without a keeper, the daemon.
+    pub fn keeper(&self) -> u32 {
+        let others: Vec<u32> =
+            children(self.run.id()).into_iter().filter(|number| *number != self.pid).collect();
+        assert_eq!(others.len(), 1, "the run has its program and its keeper or daemon");
+        others[0]
+    }
+
+    /// The daemon that the keeper has started after this one.
+    pub fn daemon_after(&self, before: u32) -> u32 {
+        let keeper = self.keeper();
+        let begun = Instant::now();
+        loop {
+            if let Some(daemon) = children(keeper).into_iter().find(|number| *number != before) {
+                return daemon;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(120), "the keeper starts no daemon");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The number of pages that the sweeper has checked.
+    pub fn checked(&mut self) -> u64 {
+        std::io::Write::write_all(self.run.stdin.as_mut().expect("piped"), b".").unwrap();
+        line(&mut self.lines).parse().unwrap_or_else(|_| panic!("it has ended: {:?}", self.ended()))
+    }
+
+    /// Returns once the sweeper has checked more pages.
+    pub fn goes_on(&mut self) {
+        let before = self.checked();
+        let begun = Instant::now();
+        while self.checked() < before + 1000 {
+            assert!(begun.elapsed() < Duration::from_secs(120), "it stands still");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits for the end of the run; returns its exit code and its lines.
+    pub fn ended(&mut self) -> (Option<i32>, String) {
+        let begun = Instant::now();
+        let status = loop {
+            if let Some(status) = self.run.try_wait().unwrap() {
+                break status;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(120), "the program neither ends nor goes on");
+            thread::sleep(Duration::from_millis(5));
+        };
+        let mut said = String::new();
+        self.run.stderr.take().expect("piped").read_to_string(&mut said).unwrap();
+        (status.code(), said)
+    }
+}
+
+impl Drop for Sweeping {
+    fn drop(&mut self) {
+        if let Ok(None) = self.run.try_wait() {
+            kill(self.pid);
+            let _ = self.run.wait();
+        }
+    }
+}
+
+/// The children of a process that have not ended.
+pub fn children(process: u32) -> Vec<u32> {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let children: String =
+        tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok()).collect();
+    children
+        .split_whitespace()
+        .map(|number| number.parse().unwrap())
+        .filter(|child| is_alive(*child))
+        .collect()
+}
+
+/// Whether a process is there and has not ended.
+pub fn is_alive(process: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+pub fn kill(process: u32) {
+    let process = rustix::process::Pid::from_raw(process.cast_signed()).expect("a process");
+    super::kill(process, rustix::process::Signal::KILL);
 }

@@ -1,0 +1,382 @@
+//! `weir run` when somebody kills: its daemon, its keeper, its program, or itself. With a keeper a
+//! killed daemon costs a wait. Without one it costs SIGBUS, and never wrong content.
+//! `WEIR_SCALE=full` kills a hundred daemons in each test (`tests/torture run-killed`).
+
+mod common;
+
+use common::PATIENCE;
+use common::bounded::{
+    LIMIT_MIB, PRELUDE, Scratch, Sweeping, can_run, children, directory_of, is_alive, kill, python, sweeper,
+};
+use std::fs;
+use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+
+fn weir(arguments: &[&str]) -> Output {
+    let limit = format!("{LIMIT_MIB}MiB");
+    let stores = ["run", "--resident", &limit, "--store", "host:512MiB"];
+    Command::new(WEIR).args(stores).args(arguments).stdin(Stdio::null()).output().expect("it runs")
+}
+
+fn is_full() -> bool {
+    std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full")
+}
+
+/// Waits for something that takes almost no time. Returns how long it took.
+fn eventually(what: &str, is_so: impl Fn() -> bool) -> Duration {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "{what} does not happen");
+        thread::sleep(Duration::from_millis(1));
+    }
+    begun.elapsed()
+}
+
+#[test]
+fn without_a_keeper_a_daemon_killed_at_any_moment_costs_sigbus_and_never_wrong_bytes() {
+    let name = "without_a_keeper";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let Some(program) = sweeper(name, &scratch) else { return };
+    let rounds = if is_full() { 34 } else { 2 };
+    for round in 0..rounds {
+        // Faults and writes are under way all the time, since the threads never stop.
+        for order in [&[][..], &["evict"], &["limit", "32MiB"]] {
+            let mut sweeping = Sweeping::start(&program, &["--keeper", "no"]);
+            let (pid, daemon) = (sweeping.pid.to_string(), sweeping.keeper());
+            thread::sleep(Duration::from_millis(round * 7 % 50));
+            let command = order.split_first().map(|(&order, rest)| {
+                let command = [&[order, &pid], rest].concat();
+                Command::new(WEIR).args(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+            });
+            thread::sleep(Duration::from_millis(round * 13 % 40));
+            kill(daemon);
+            let (code, said) = sweeping.ended();
+            assert_eq!(code, Some(128 + libc::SIGBUS), "{order:?}, round {round}: {said}");
+            assert!(said.contains("the program gets SIGBUS"), "{order:?}, round {round}: {said}");
+            // Nobody answers the command any more; it says so and ends.
+            command.map(|mut command| command.wait().unwrap());
+            let directory = directory_of(sweeping.run.id());
+            assert!(!directory.exists(), "{} is left", directory.display());
+        }
+    }
+    println!("figure: without-a-keeper kills {}", 3 * rounds);
+    println!("figure: without-a-keeper wrong_pages 0 lower 0");
+}
+
+#[test]
+fn without_a_keeper_a_daemon_that_dies_costs_sigbus_and_never_wrong_bytes() {
+    let name = "without_a_keeper_a_daemon";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+import os, signal
+size = 160 << 20
+memory = bytearray(size)
+for at in range(0, size, 4096): memory[at] = at // 4096 % 251 + 1
+parent = os.getppid()
+for process in open(f'/proc/{parent}/task/{parent}/children').read().split():
+    if int(process) != os.getpid(): os.kill(int(process), signal.SIGKILL)
+for at in range(0, size, 4096):
+    if memory[at] != at // 4096 % 251 + 1: os._exit(1)
+os._exit(0)
+";
+    let input = scratch.file("script.py", script);
+    let output = weir(&["--keeper", "no", "--", &python, input.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(128 + libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The lines that a run has said, besides those about its daemon's end.
+fn besides(said: &str) -> Vec<&str> {
+    let known =
+        ["the daemon ended unasked", "the daemon has died; waiting", "the new daemon did not take over"];
+    said.lines().filter(|line| !known.iter().any(|known| line.contains(known))).collect()
+}
+
+#[test]
+fn a_daemon_killed_at_any_moment_costs_a_wait_and_no_byte() {
+    let name = "a_daemon_killed_at_any_moment";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let Some(program) = sweeper(name, &scratch) else { return };
+    let mut sweeping = Sweeping::start(&program, &[]);
+    let pid = sweeping.pid.to_string();
+    let (mut kills, mut daemon) = (0, 0);
+    for round in 0..if is_full() { 34 } else { 2 } {
+        for order in [&[][..], &["evict"], &["limit", "32MiB"]] {
+            let command = order.split_first().map(|(&order, rest)| {
+                let command = [&[order, &pid], rest].concat();
+                Command::new(WEIR).args(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+            });
+            thread::sleep(Duration::from_millis(round * 13 % 40));
+            // In some rounds the next daemon is killed too, before or while the pager finds it.
+            for again in 0..=round % 3 {
+                daemon = sweeping.daemon_after(daemon);
+                thread::sleep(Duration::from_millis(round * again * 7 % 60));
+                kill(daemon);
+                kills += 1;
+            }
+            sweeping.goes_on();
+            command.map(|mut command| command.wait().unwrap());
+        }
+    }
+    drop(sweeping.run.stdin.take());
+    let (code, said) = sweeping.ended();
+    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+    assert!(!directory_of(sweeping.run.id()).exists());
+    println!("figure: with-a-keeper kills {kills} higher 100");
+    println!("figure: with-a-keeper wrong_pages 0 lower 0");
+}
+
+#[test]
+fn children_and_later_programs_of_a_run_go_on_after_its_daemon_was_killed() {
+    let name = "children_and_later_programs";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+me = int(sys.argv[1])
+memory = new(72 << 20)
+fill(memory, me)
+child = os.fork()
+if child == 0: os._exit(check(memory, me))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+for round in range(3): assert check(memory, me)
+";
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let one = format!("{python} {}", input.display());
+    // Two at a time, each started while a daemon may be dead.
+    let shell = format!(
+        "echo $$; for me in 1 3 5; do {one} $me & {one} $((me+1)) || exit 1; wait $! || exit 1; done"
+    );
+    let limit = format!("{LIMIT_MIB}MiB");
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", &limit, "--store", "host:512MiB", "--", "sh", "-c", &shell]);
+    let mut running = Sweeping::of(&mut command);
+    let mut daemon = 0;
+    let mut kills = 0;
+    while kills < 40 && running.run.try_wait().unwrap().is_none() {
+        thread::sleep(Duration::from_millis(kills * 37 % 400));
+        // The run may be over.
+        let Some(keeper) = children(running.run.id()).into_iter().find(|child| *child != running.pid) else {
+            break;
+        };
+        let Some(next) = children(keeper).into_iter().find(|child| *child != daemon) else { continue };
+        daemon = next;
+        kill(daemon);
+        kills += 1;
+    }
+    let (code, said) = running.ended();
+    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{kills} kills: {said}");
+    assert!(kills > 3, "{kills}");
+}
+
+#[test]
+fn a_run_that_is_killed_takes_its_keeper_its_daemon_and_its_files_along() {
+    let name = "a_run_that_is_killed";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let Some(program) = sweeper(name, &scratch) else { return };
+    for flags in [&["--keeper", "yes"][..], &["--keeper", "no"]] {
+        for is_between in [false, true] {
+            let mut sweeping = Sweeping::start(&program, flags);
+            let (keeper, pid) = (sweeping.keeper(), sweeping.pid);
+            let daemon = if flags[1] == "yes" { sweeping.daemon_after(0) } else { keeper };
+            if is_between {
+                kill(daemon);
+            }
+            let later = if flags[1] == "yes" && is_between { sweeping.daemon_after(daemon) } else { daemon };
+            kill(sweeping.run.id());
+            let took = eventually("the end of all", || ![keeper, daemon, later].into_iter().any(is_alive));
+            println!("figure: run-killed seconds {:.3} lower", took.as_secs_f64());
+            eventually("the end of its program by SIGBUS", || !is_alive(pid));
+            let directory = directory_of(sweeping.run.id());
+            if is_between && flags[1] == "no" {
+                // All that could have removed the directory was killed.
+                fs::remove_dir_all(&directory).unwrap();
+            }
+            eventually("the end of its directory", || !directory.exists());
+            assert_eq!(sweeping.run.wait().unwrap().code(), None);
+        }
+    }
+}
+
+#[test]
+fn a_keeper_that_is_killed_takes_nothing_along_and_its_daemon_ends_with_the_run() {
+    let name = "a_keeper_that_is_killed";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let Some(program) = sweeper(name, &scratch) else { return };
+    let mut sweeping = Sweeping::start(&program, &[]);
+    let (keeper, daemon) = (sweeping.keeper(), sweeping.daemon_after(0));
+    kill(keeper);
+    sweeping.goes_on();
+    drop(sweeping.run.stdin.take());
+    let (code, said) = sweeping.ended();
+    assert_eq!((code, &*said), (Some(0), ""));
+    assert!(!is_alive(daemon) && !directory_of(sweeping.run.id()).exists());
+}
+
+fn signal(process: u32, signal: rustix::process::Signal) {
+    let process = rustix::process::Pid::from_raw(process.cast_signed()).expect("a process");
+    common::kill(process, signal);
+}
+
+#[test]
+fn a_program_that_waits_for_the_next_daemon_says_so_and_can_be_killed_or_told_that_none_comes() {
+    use rustix::process::Signal;
+    let name = "a_program_that_waits";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let Some(program) = sweeper(name, &scratch) else { return };
+    for is_given_up in [false, true] {
+        let mut sweeping = Sweeping::start(&program, &[]);
+        let (keeper, daemon) = (sweeping.keeper(), sweeping.daemon_after(0));
+        // A keeper that is stopped starts no daemon.
+        signal(keeper, Signal::STOP);
+        kill(daemon);
+        thread::sleep(Duration::from_millis(1500));
+        assert!(is_alive(sweeping.pid));
+        if is_given_up {
+            kill(keeper);
+        } else {
+            signal(sweeping.pid, Signal::TERM);
+            eventually("the end of the program", || !is_alive(sweeping.pid));
+            signal(keeper, Signal::CONT);
+        }
+        let (code, said) = sweeping.ended();
+        let expected = if is_given_up { libc::SIGBUS } else { libc::SIGTERM };
+        assert_eq!(code, Some(128 + expected), "{said}");
+        assert_eq!(said.matches("the daemon has died; waiting for the next one").count(), 1, "{said}");
+        assert_eq!(said.contains("the program gets SIGBUS"), is_given_up, "{said}");
+        assert!(!directory_of(sweeping.run.id()).exists());
+    }
+}
+
+#[test]
+fn a_keeper_is_refused_for_pages_that_end_with_the_daemon() {
+    if !can_run("a_keeper_is_refused") {
+        return;
+    }
+    let run = |flags: &[&str]| {
+        let run = ["run", "--resident", "32MiB", "--store", "sim:size=64MiB"];
+        Command::new(WEIR).args(run).args(flags).args(["--", "/bin/true"]).output().unwrap()
+    };
+    let output = run(&["--keeper", "yes"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("end with the daemon; accepted: "), "{said}");
+    assert!(run(&[]).status.success() && run(&["--keeper", "no"]).status.success());
+    let output = run(&["--keeper", "perhaps"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("accepted: yes, no"), "{said}");
+}
+
+#[test]
+fn what_a_killed_program_held_is_free_for_the_next_one() {
+    let script = "
+size, me = 128 << 20, int(sys.argv[1])
+memory = new(size)
+fill(memory, me)
+assert check(memory, me)
+if me < 4: os.kill(os.getpid(), signal.SIGKILL)
+print('good')
+";
+    let name = "what_a_killed_program_held";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let one = format!("{python} {}", input.display());
+    // There is room for one of them, not for two.
+    let shell = format!("for me in 1 2 3 4; do {one} $me; done 2>/dev/null");
+    let limit = format!("{LIMIT_MIB}MiB");
+    let output = Command::new(WEIR)
+        .args(["run", "--resident", &limit, "--store", "host:192MiB", "--", "sh", "-c", &shell])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "good\n", "{said}");
+    assert!(!said.contains("the store is full"), "{said}");
+}
+
+/// `WEIR_RUN_DIRECTORY` has the sockets. With `all` the script takes the ledger too, by which the
+/// processes of one run share out their daemon's room.
+const SCRIBBLER: &str = "
+import random
+memory = new(128 << 20)
+fill(memory, 9)
+seed, which = sys.argv[1:]
+chance = random.Random(int(seed))
+shared = []
+for line in open('/proc/self/maps'):
+    span, rights, *rest = line.split()
+    if rights == 'rw-s' and (which == 'all' or not rest[-1].endswith('/ledger')):
+        start, end = (int(bound, 16) for bound in span.split('-'))
+        shared.append((start, end - start))
+assert len(shared) >= (2 if which == 'all' else 1), shared
+print(os.getpid(), flush=True)
+run = os.environ['WEIR_RUN_DIRECTORY']
+for name in os.listdir(run):
+    for kind in socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM:
+        end = socket.socket(socket.AF_UNIX, kind)
+        try:
+            end.settimeout(1)
+            end.connect(os.path.join(run, name))
+            for part in range(20): end.send(chance.randbytes(1 + part * 37))
+        except OSError: pass
+for round in range(20):
+    for start, size in shared:
+        for at in range(0, min(size, 1 << 20), 4096):
+            ctypes.memmove(start + at, chance.randbytes(512), 512)
+os.kill(os.getpid(), signal.SIGKILL)
+";
+
+#[test]
+fn a_program_that_scribbles_over_all_that_it_shares_with_its_daemon_harms_nobody_else() {
+    let name = "a_program_that_scribbles";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let Some(sweeper) = sweeper(name, &scratch) else { return };
+    let input = scratch.file("script.py", &format!("{PRELUDE}{SCRIBBLER}"));
+    let mut other = Sweeping::start(&sweeper, &[]);
+    let environment = fs::read(format!("/proc/{}/environ", other.pid)).unwrap();
+    let text = String::from_utf8_lossy(&environment).into_owned();
+    let variables: Vec<_> = text.split('\0').filter_map(|variable| variable.split_once('=')).collect();
+    for seed in 1..=3 {
+        // One of the sweeper's own run, with the same daemon; then one with a run of its own.
+        let mut neighbour = Command::new(&python);
+        neighbour.env_clear().envs(variables.iter().copied()).arg(&input).args([&seed.to_string(), "most"]);
+        let mut stranger = Command::new(WEIR);
+        stranger.args(["run", "--resident", "48MiB", "--store", "host:512MiB", "--", &python]);
+        stranger.arg(&input).args([&seed.to_string(), "all"]);
+        for mut hostile in [neighbour, stranger] {
+            let mut hostile = Sweeping::of(&mut hostile);
+            let directory = directory_of(hostile.run.id());
+            // It may get SIGBUS, or wait for a daemon that has cut it off, before it kills itself.
+            for _ in 0..500 {
+                if hostile.run.try_wait().unwrap().is_some() {
+                    break;
+                }
+                thread::sleep(Duration::from_millis(20));
+            }
+            kill(hostile.pid);
+            hostile.ended();
+            assert!(!directory.exists(), "{} is left", directory.display());
+        }
+    }
+    // The sweeper ends with 1 if a page was wrong.
+    drop(other.run.stdin.take());
+    let (code, said) = other.ended();
+    assert_eq!(code, Some(0), "{said}");
+}
