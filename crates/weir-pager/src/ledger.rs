@@ -21,7 +21,7 @@ const RUN: u32 = 0;
 /// (`F_OFD_SETLK`). The kernel ends that lock with the process, or when the process becomes another
 /// program. Process numbers would not do: two namespaces have the same ones.
 ///
-/// The daemon has the owner's open file too ([`witness`](Self::witness)). So the lock outlives a
+/// The daemon has the owner's open file too. So the lock outlives a
 /// process whose writes are still under way.
 #[derive(Debug)]
 pub struct Ledger {
