@@ -6,10 +6,15 @@ mod common;
 
 use common::PATIENCE;
 use common::bounded::{
-    LIMIT_MIB, PRELUDE, Scratch, Sweeping, can_run, children, directory_of, is_alive, kill, python, sweeper,
+    self, LIMIT_MIB, PRELUDE, Scratch, Sweeping, can_run, children, directory_of, is_alive, kill, python,
+    sweeper,
 };
 use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -263,6 +268,224 @@ fn a_program_that_waits_for_the_next_daemon_says_so_and_can_be_killed_or_told_th
         assert_eq!(said.contains("the program gets SIGBUS"), is_given_up, "{said}");
         assert!(!directory_of(sweeping.run.id()).exists());
     }
+}
+
+/// A connection to a Redis server.
+struct Redis(BufReader<UnixStream>);
+
+impl Redis {
+    const KEY_BYTES: usize = 2048;
+
+    fn connect(path: &Path) -> Option<Self> {
+        UnixStream::connect(path).ok().map(|socket| Redis(BufReader::new(socket)))
+    }
+
+    /// The value of a key after so many changes.
+    fn value(key: u32, version: u32) -> Vec<u8> {
+        let word = u64::from(key) << 32 | u64::from(version);
+        let words = (0..Self::KEY_BYTES as u64 / 8).map(|at| (word ^ at).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        words.flat_map(u64::to_ne_bytes).collect()
+    }
+
+    /// Sends commands together, and returns the answers: a value, or the words of a status.
+    fn ask(&mut self, commands: &[Vec<Vec<u8>>]) -> Vec<Vec<u8>> {
+        let mut sent = Vec::new();
+        for command in commands {
+            sent.extend(format!("*{}\r\n", command.len()).into_bytes());
+            for word in command {
+                sent.extend(format!("${}\r\n", word.len()).into_bytes());
+                sent.extend([word, &b"\r\n"[..]].concat());
+            }
+        }
+        self.0.get_mut().write_all(&sent).unwrap();
+        let answer = |_| {
+            let mut line = String::new();
+            self.0.read_line(&mut line).unwrap();
+            let text = line.trim_end();
+            let Some(bytes) = text.strip_prefix('$') else { return text.as_bytes().to_vec() };
+            let mut value = vec![0; bytes.parse::<usize>().expect("the key is there") + 2];
+            self.0.read_exact(&mut value).unwrap();
+            value.truncate(value.len() - 2);
+            value
+        };
+        commands.iter().map(answer).collect()
+    }
+
+    fn set(&mut self, keys: &[(u32, u32)]) {
+        let command = |&(key, version): &(u32, u32)| {
+            vec![b"SET".to_vec(), format!("page:{key}").into_bytes(), Self::value(key, version)]
+        };
+        let answers = self.ask(&keys.iter().map(command).collect::<Vec<_>>());
+        assert!(answers.iter().all(|answer| answer == b"+OK"), "{}", String::from_utf8_lossy(&answers[0]));
+    }
+
+    /// The number of these keys that have another value than this version's.
+    fn wrong(&mut self, keys: &[(u32, u32)]) -> usize {
+        let command = |&(key, _): &(u32, u32)| vec![b"GET".to_vec(), format!("page:{key}").into_bytes()];
+        let answers = self.ask(&keys.iter().map(command).collect::<Vec<_>>());
+        let values = keys.iter().map(|&(key, version)| Self::value(key, version));
+        answers.into_iter().zip(values).filter(|(found, right)| found != right).count()
+    }
+}
+
+#[test]
+fn redis_has_every_key_as_it_was_written_after_kills_of_its_daemon() {
+    let name = "redis_has_every_key";
+    let Some(server) = bounded::program("redis-server").filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let socket = scratch.0.join("socket");
+    let (keys, kills) = if is_full() { (50_000, 100) } else { (25_000, 4) };
+    let shell = format!(
+        "echo $$; exec {server} --port 0 --unixsocket {} --save '' --appendonly no --loglevel warning",
+        socket.display()
+    );
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "host:512MiB", "--", "sh", "-c", &shell]);
+    let mut running = Sweeping::of(&mut command);
+    eventually("the start of the server", || Redis::connect(&socket).is_some());
+    let mut redis = Redis::connect(&socket).expect("it is there");
+    let mut versions = vec![0; keys as usize];
+    for first in (0..keys).step_by(50) {
+        redis.set(&(first..first + 50).map(|key| (key, 0)).collect::<Vec<_>>());
+    }
+    // Other clients write other keys meanwhile.
+    let other = bounded::program("redis-benchmark").map(|benchmark| {
+        let mut command = Command::new(benchmark);
+        command.arg("-s").arg(&socket).args([
+            "-t",
+            "set,get",
+            "-n",
+            "1000000000",
+            "-r",
+            "20000",
+            "-d",
+            "512",
+        ]);
+        command.args(["-c", "4", "-q"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    });
+    let (batches, has_ended) = (AtomicU64::new(0), AtomicBool::new(false));
+    let pid = running.pid;
+    let (wrong, mut daemon) = (AtomicU64::new(0), 0);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _end = common::Ends(&has_ended);
+            let mut chance = 1_u64;
+            while !has_ended.load(Ordering::Relaxed) {
+                let mut batch: Vec<(u32, u32)> = Vec::new();
+                for _ in 0..24 {
+                    chance = chance
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
+                    let key = (chance >> 33) as u32 % keys;
+                    if batch.iter().all(|(other, _)| *other != key) {
+                        batch.push((key, versions[key as usize]));
+                    }
+                }
+                wrong.fetch_add(redis.wrong(&batch) as u64, Ordering::Relaxed);
+                batch.iter_mut().for_each(|(_, version)| *version += 1);
+                redis.set(&batch);
+                batch.iter().for_each(|&(key, version)| versions[key as usize] = version);
+                batches.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let _end = common::Ends(&has_ended);
+        for kill_number in 0..kills {
+            thread::sleep(Duration::from_millis(kill_number * 37 % 150));
+            daemon = running.daemon_after(daemon);
+            kill(daemon);
+            // The batch after the next one began after the kill.
+            let before = batches.load(Ordering::Relaxed);
+            eventually("an answer after a kill", || {
+                batches.load(Ordering::Relaxed) > before + 1 || has_ended.load(Ordering::Relaxed)
+            });
+        }
+    });
+    if let Some(mut other) = other {
+        let _ = other.kill();
+        let _ = other.wait();
+    }
+    for first in (0..keys).step_by(50) {
+        let batch: Vec<_> = (first..first + 50).map(|key| (key, versions[key as usize])).collect();
+        wrong.fetch_add(redis.wrong(&batch) as u64, Ordering::Relaxed);
+    }
+    signal(pid, rustix::process::Signal::TERM);
+    let (code, said) = running.ended();
+    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+    println!("figure: redis kills {kills} higher 100");
+    println!("figure: redis checked {} higher", 24 * batches.into_inner() + u64::from(keys));
+    println!("figure: redis wrong_values {} lower 0", wrong.load(Ordering::Relaxed));
+    assert_eq!(wrong.into_inner(), 0);
+}
+
+/// A circuit of a quantum simulator, Qrack. It prints the probabilities of some basis states.
+const CIRCUIT: &str = "
+import math, os, random, sys
+from pyqrack import QrackSimulator
+qubits, chance = 23, random.Random(26)
+print(os.getpid(), flush=True)
+simulator = QrackSimulator(qubits, is_gpu=False)
+for qubit in range(qubits): simulator.h(qubit)
+for layer in range(2):
+    for qubit in range(qubits): simulator.u(qubit, *(chance.uniform(0, 2 * math.pi) for _ in range(3)))
+    for qubit in range(layer % 2, qubits - 1, 2): simulator.mcx([qubit], qubit + 1)
+places = [chance.getrandbits(qubits) for _ in range(256)]
+bits = [[bool(place >> at & 1) for at in range(qubits)] for place in places]
+print(*(simulator.prob_perm(list(range(qubits)), place) * 2**qubits for place in bits), flush=True)
+";
+
+#[test]
+fn a_quantum_simulator_has_the_same_state_after_kills_of_its_daemon() {
+    let name = "a_quantum_simulator";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let has_qrack = Command::new(&python).args(["-c", "import pyqrack"]).output().unwrap().status.success();
+    if !has_qrack {
+        println!("\nskipped: {name}: pyqrack (pip install pyqrack-cpu numpy)");
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let input = scratch.file("circuit.py", CIRCUIT);
+    let states =
+        |text: &str| -> Vec<f64> { text.split_whitespace().map(|number| number.parse().unwrap()).collect() };
+    let alone = Command::new(&python).arg(&input).output().unwrap();
+    let right = states(String::from_utf8_lossy(&alone.stdout).split_once('\n').expect("two lines").1);
+    let (mut kills, mut rounds, mut apart) = (0_u64, 0, 0.0_f64);
+    let most = if is_full() { 100 } else { 3 };
+    while kills < most {
+        let mut command = Command::new(WEIR);
+        command.args(["run", "--resident", "32MiB", "--store", "host:512MiB", "--", &python]).arg(&input);
+        let mut running = Sweeping::of(&mut command);
+        let (run, pid, has_ended) = (running.run.id(), running.pid, AtomicBool::new(false));
+        let found = thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let _end = common::Ends(&has_ended);
+                running.line()
+            });
+            let mut daemon = 0;
+            while !has_ended.load(Ordering::Relaxed) {
+                thread::sleep(Duration::from_millis(200 + kills * 37 % 300));
+                let keeper = children(run).into_iter().find(|child| *child != pid);
+                let next =
+                    keeper.and_then(|keeper| children(keeper).into_iter().find(|child| *child != daemon));
+                if let Some(next) = next.filter(|_| kills < most && !has_ended.load(Ordering::Relaxed)) {
+                    daemon = next;
+                    kill(daemon);
+                    kills += 1;
+                }
+            }
+            reader.join().unwrap()
+        });
+        let (code, said) = running.ended();
+        assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+        let found = states(&found);
+        assert_eq!(found.len(), right.len());
+        apart = found.iter().zip(&right).map(|(one, other)| (one - other).abs()).fold(apart, f64::max);
+        rounds += 1;
+    }
+    println!("figure: qrack kills {kills} higher 100");
+    println!("figure: qrack states_compared {} higher", rounds * right.len());
+    println!("figure: qrack most_apart {apart:.6} lower 0.001");
+    // Sums whose order differs are about 1e-5 apart. A wrong page makes all states differ.
+    assert!(apart < 1e-3, "{apart}");
 }
 
 #[test]

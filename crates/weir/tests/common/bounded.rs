@@ -219,6 +219,11 @@ impl Sweeping {
         }
     }
 
+    /// The next line of its output.
+    pub fn line(&mut self) -> String {
+        line(&mut self.lines)
+    }
+
     /// The number of pages that the sweeper has checked.
     pub fn checked(&mut self) -> u64 {
         std::io::Write::write_all(self.run.stdin.as_mut().expect("piped"), b".").unwrap();
