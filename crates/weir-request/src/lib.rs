@@ -184,6 +184,11 @@ impl<L: PageLane> Requests<L> {
         &mut self.lane
     }
 
+    /// The lane, without the requests that are under way.
+    pub fn into_lane(self) -> L {
+        self.lane
+    }
+
     /// Announces a batch of requests that are about to begin.
     pub fn announce<M: RequestMemory>(&mut self, requests: impl Iterator<Item = (Id, Request)>, memory: &M) {
         self.lane.announce(requests.flat_map(|(id, Request { op, span, .. })| {

@@ -9,14 +9,17 @@
 use crate::Pool;
 use crate::lane::{Op, Run, StoreLane};
 use crate::records::Occupant;
-use std::sync::PoisonError;
+use crate::status::LaneMetrics;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 use weir_core::Slot;
 use weir_store::Fault;
 
 /// The operations that a dropped lane left under way.
 pub(crate) struct Closing {
+    /// The counts of the lane's seat, which no other lane has meanwhile.
+    metrics: Arc<LaneMetrics>,
     stores: Box<[StoreLane]>,
     ops: Box<[Op]>,
     runs: Box<[Run]>,
@@ -32,13 +35,14 @@ impl Closing {
     /// Takes over a lane's operations. Allocates nothing: an I/O thread may drop a lane.
     pub fn new(
         pool: &Pool,
+        metrics: Arc<LaneMetrics>,
         mut stores: Box<[StoreLane]>,
         ops: Box<[Op]>,
         runs: Box<[Run]>,
         unsettled: usize,
     ) -> Self {
         stores.iter_mut().for_each(|store| store.lane.submit());
-        let mut closing = Closing { stores, ops, runs: Box::default(), unsettled, ended: false };
+        let mut closing = Closing { metrics, stores, ops, runs: Box::default(), unsettled, ended: false };
         for op in 0..closing.ops.len() {
             let Some(run) = closing.ops[op].run() else { continue };
             let run = &runs[run as usize];
@@ -66,7 +70,7 @@ impl Closing {
         match (slot, result) {
             (None, _) => {}
             (Some(_), Err(Fault::Timeout)) => self.unsettled += 1,
-            (Some((store, slot)), _) => pool.free_unpublished(store, slot),
+            (Some((store, slot)), _) => pool.free_unpublished(store, slot, &self.metrics),
         }
     }
 
@@ -80,7 +84,7 @@ impl Closing {
         for (at, store) in stores.iter_mut().enumerate() {
             store.lane.poll(now, &mut |done| self.end(pool, done.ticket, done.result));
             store.lane.settled(&mut |slot| {
-                pool.free_unpublished(at, slot);
+                pool.free_unpublished(at, slot, &self.metrics);
                 self.unsettled -= 1;
             });
             in_flight += store.lane.in_flight();
@@ -144,12 +148,12 @@ impl Pool {
         self.release_seat(seat);
     }
 
-    fn free_unpublished(&self, store: usize, slot: Slot) {
+    fn free_unpublished(&self, store: usize, slot: Slot, metrics: &LaneMetrics) {
         let records = &self.tiers[store].records;
         match records.occupant(slot).and_then(Occupant::fill) {
             // The slot has a published pack, in which this page was to be published too. The pack's
             // other pages stay.
-            Some(_) => self.retire_unpublished(store, slot),
+            Some(_) => self.retire_unpublished(store, slot, metrics),
             None => records.free_slot(slot, 0),
         }
     }

@@ -71,3 +71,72 @@ pub fn repeated(bytes: &[u8]) -> Option<u64> {
     let word = u64::from_ne_bytes(bytes[..8].try_into().expect("8 bytes"));
     bytes.chunks_exact(8).all(|other| other == word.to_ne_bytes()).then_some(word)
 }
+
+/// The writes of a place by several writers at once, which may be under way together.
+#[derive(Clone, Debug)]
+pub struct Race {
+    writes: Vec<Interval>,
+}
+
+/// A write of a [`Race`].
+#[derive(Clone, Copy, Debug)]
+struct Interval {
+    number: u64,
+    value: u64,
+    began: u64,
+    /// The time from which on it takes no effect any more; `None`: it may still take effect.
+    over: Option<u64>,
+    /// The time by which it had certainly taken effect, since it was acknowledged or read.
+    seen: Option<u64>,
+}
+
+impl Race {
+    /// A place that certainly has this content.
+    pub fn of(value: u64) -> Self {
+        let first = Interval { number: 0, value, began: 0, over: Some(0), seen: Some(0) };
+        Race { writes: vec![first] }
+    }
+
+    /// Begins a write with this number. No read is under way that began before `oldest`.
+    pub fn begin(&mut self, number: u64, value: u64, time: u64, oldest: u64) {
+        let writes = std::mem::take(&mut self.writes);
+        let gone = |it: &Interval| writes.iter().any(|other| other.replaces(it, oldest));
+        self.writes = writes.iter().filter(|it| !gone(it)).copied().collect();
+        self.writes.push(Interval { number, value, began: time, over: None, seen: None });
+    }
+
+    /// Ends a write, which was acknowledged or takes no effect from here on. A write that has ended
+    /// stays as it is.
+    pub fn end(&mut self, number: u64, time: u64, acknowledged: bool) {
+        let write = self.writes.iter_mut().find(|write| write.number == number && write.over.is_none());
+        if let Some(write) = write {
+            write.over = Some(time);
+            write.seen = write.seen.or(acknowledged.then_some(time));
+        }
+    }
+
+    /// Whether some write may still take effect.
+    pub fn is_written(&self) -> bool {
+        self.writes.iter().any(|write| write.over.is_none())
+    }
+
+    /// Whether a read that began then, and ends now, may give this content: some write of it may be
+    /// the last one. If only one may be, later reads must not find an older one.
+    pub fn allows(&mut self, value: u64, began: u64, now: u64) -> bool {
+        let replaced = |it: &Interval| self.writes.iter().any(|other| other.replaces(it, began));
+        let may = |(_, it): &(usize, &Interval)| it.value == value && !replaced(it);
+        let found: Vec<usize> = self.writes.iter().enumerate().filter(may).map(|(at, _)| at).collect();
+        if let [at] = found[..] {
+            let seen = &mut self.writes[at].seen;
+            *seen = Some(seen.map_or(now, |seen| seen.min(now)));
+        }
+        !found.is_empty()
+    }
+}
+
+impl Interval {
+    /// Whether every read from `time` on finds this write, or a later one, and not `other`.
+    fn replaces(&self, other: &Interval, time: u64) -> bool {
+        self.seen.is_some_and(|seen| seen <= time) && other.over.is_some_and(|over| over < self.began)
+    }
+}

@@ -29,7 +29,7 @@ pub use claims::{
     waiting_on_the_wake_fd_finds_every_completion,
 };
 pub use content::content;
-pub use history::{Chance, History, Write, repeated};
+pub use history::{Chance, History, Race, Write, repeated};
 pub use interleaving::any_interleaving_agrees_with_the_model;
 pub use shelf::Shelf;
 

@@ -560,14 +560,14 @@ impl Op {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        let Lane { pool, seat, stores, ops, runs, finished, .. } = self;
+        let Lane { pool, seat, metrics, stores, ops, runs, finished, .. } = self;
         if self.in_flight + self.unsettled == 0 {
             return pool.free_seat(*seat);
         }
         // Writes under way hold slots that no other lane knows of, and reads need the lane's pin.
         // So the pool keeps both until the stores have ended the operations.
         let (stores, ops, runs) = (std::mem::take(stores), std::mem::take(ops), std::mem::take(runs));
-        let mut closing = Closing::new(pool, stores, ops, runs, self.unsettled);
+        let mut closing = Closing::new(pool, Arc::clone(metrics), stores, ops, runs, self.unsettled);
         finished.drain(..).for_each(|(op, result)| closing.end_single(pool, op, result));
         pool.close(*seat, closing);
     }

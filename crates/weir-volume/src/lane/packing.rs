@@ -475,4 +475,34 @@ mod tests {
         reader.leave();
         assert!(records.claimable(packs[0], volume.epochs.safe()).is_some());
     }
+
+    #[test]
+    fn a_pack_whose_last_page_was_never_published_is_counted_no_more() {
+        for is_dropped in [false, true] {
+            let config = Config { pages: 8, lanes: 2, depth: 8 };
+            let store = Arc::new(Host::new(config.slots()).expect("memory"));
+            let volume = Volume::create(config, vec![store]).expect("a volume");
+            volume.compress(Compression::Lz4);
+            let [mut writer, mut other] = [(); 2].map(|()| volume.lane().expect("a lane"));
+            for page in 0..2 {
+                let content = std::array::from_fn(|at| (at / 512) as u8 + page as u8);
+                assert_eq!(writer.write(page, PageNo(page), &content), Progress::Queued);
+            }
+            writer.submit();
+            // Page 1 is written by another lane meanwhile, so it waits in its pack. Then page 0
+            // leaves the pack.
+            assert_eq!(other.write(0, PageNo(1), &[0; PAGE_SIZE]), Progress::Done(Ok(())));
+            writer.poll(Instant::now(), &mut |done| assert_eq!(done.ticket, 0));
+            assert_eq!(volume.status().packs, 1);
+            assert_eq!(other.write(0, PageNo(0), &[0; PAGE_SIZE]), Progress::Done(Ok(())));
+            if is_dropped {
+                drop(writer);
+            } else {
+                writer.forsake(|_| true);
+                writer.poll(Instant::now(), &mut |done| assert_eq!(done.result, Err(Fault::Forsaken)));
+            }
+            let status = volume.status();
+            assert_eq!((status.packs, status.stores[0].used), (0, 0), "dropped: {is_dropped}");
+        }
+    }
 }

@@ -5,6 +5,7 @@ use super::count::count;
 use crate::Pool;
 use crate::entry::{Entry, Place};
 use crate::records::Occupant;
+use crate::status::LaneMetrics;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Fault, Progress};
 
@@ -175,17 +176,19 @@ impl Lane {
     /// page only leaves the pack.
     pub(super) fn unclaim(&self, entry: Entry) {
         if let Place::Stored { store, slot } = entry.place() {
-            self.pool.retire_unpublished(store, slot);
+            self.pool.retire_unpublished(store, slot, self.metrics());
         }
     }
 }
 
 impl Pool {
     /// Frees a slot that the map never named. If the slot has a pack, only one page leaves it:
-    /// other pages of the pack may have been published and read.
-    pub(crate) fn retire_unpublished(&self, store: usize, slot: Slot) {
+    /// other pages of the pack may have been published and read. `metrics` counts a pack whose last
+    /// page has left.
+    pub(crate) fn retire_unpublished(&self, store: usize, slot: Slot, metrics: &LaneMetrics) {
         let records = &self.tiers[store].records;
-        records.retire(slot, || if records.has_packs() { self.epochs.now() } else { 0 });
+        let retired = records.retire(slot, || if records.has_packs() { self.epochs.now() } else { 0 });
+        metrics.unpacks.add(u64::from(retired.freed && retired.pack));
     }
 
     /// Gives `entry`, which is not yet published, the generation `generation`. Renews the checksum
