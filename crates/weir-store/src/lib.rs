@@ -20,6 +20,7 @@ pub mod conformance;
 mod error;
 mod file;
 mod host;
+mod lateness;
 mod open;
 mod reclaim;
 mod remote;
@@ -33,6 +34,7 @@ pub mod vram;
 pub use error::{DENIED, OpenError, OpenErrorKind};
 pub use file::{FileStore, FileUrl, MemberTraffic, StripeUrl, is_left_over};
 pub use host::Host;
+pub use lateness::Lateness;
 pub use open::{open, open_watched, reopen};
 pub use reclaim::{Headroom, Reclaim};
 pub use remote::{RemoteCounts, RemoteStore, RemoteUrl};
@@ -249,7 +251,8 @@ pub trait Lane: Send {
     /// the present time. The time limit of an operation begins at the first poll after its
     /// submission. If the operation has not finished within [`ANSWER_WITHIN`], it ends with
     /// [`Fault::Timeout`]. A write that ended so may still change its slot until
-    /// [`settled`](Lane::settled) names the slot.
+    /// [`settled`](Lane::settled) names the slot. A lane with nothing in flight may not be polled
+    /// until it is given another operation.
     fn poll(&mut self, _now: Instant, _done: &mut dyn FnMut(Done<'_>)) {}
 
     /// Names the slots of writes that ended with [`Fault::Timeout`] and have been completed since,

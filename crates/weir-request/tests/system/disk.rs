@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use weir_core::{Memory, PAGE_SIZE, PageBytes, Slot};
 use weir_device::{ANSWER_WITHIN, POLL_EVERY};
 use weir_store::{
-    Done, Fault, Lane, OpenError, Progress, Reclaim, Sim, SimUrl, State, Store, Survive, Ticket,
+    Done, Fault, Lane, Lateness, OpenError, Progress, Reclaim, Sim, SimUrl, State, Store, Survive, Ticket,
 };
 
 /// Most questions for a store's state within one step of an actor. A step does a bounded piece of
@@ -29,20 +29,39 @@ pub struct Disk {
 
 struct DiskLane {
     lane: Box<dyn Lane>,
-    sim: Arc<Sim>,
     stalls: Arc<AtomicBool>,
-    /// The time of the first poll that found the store stalled.
-    since: Option<Instant>,
+    lateness: Lateness,
+    /// The operations under way, by the tickets that the store's lane has.
+    operations: Vec<Option<Operation>>,
+    unsubmitted: Vec<usize>,
+    in_flight: usize,
+    /// Slots of late writes that have arrived since.
+    settled: Vec<Slot>,
+    /// The time of the last poll.
+    polled: Option<Instant>,
 }
 
-/// The time that a stalled operation is given.
+/// An operation on slots side by side.
+#[derive(Clone, Copy)]
+struct Operation {
+    ticket: Ticket,
+    next: Slot,
+    left: usize,
+    is_write: bool,
+}
+
+/// The error of an operation that was not begun, since the store does not end those before it.
+const ETIMEDOUT: i32 = 110;
+/// The time that a store has for an operation.
 const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
 impl Disk {
     pub fn open(url: SimUrl) -> Self {
         let sim = Arc::new(Sim::open(url).expect("memory"));
         let chunks = sim.slots().div_ceil(sim.chunk_slots()) as usize;
-        let memory = Memory::shared("weir-system", chunks * PAGE_SIZE).expect("memory");
+        // The last page is never taken.
+        let memory = Memory::sparse("weir-system", (chunks + 1) * PAGE_SIZE).expect("addresses");
+        memory.take_more(0, chunks * PAGE_SIZE).expect("memory");
         Disk { sim, memory: Mutex::new(memory), looks: AtomicU32::new(0), stalls: Arc::default() }
     }
 
@@ -53,7 +72,6 @@ impl Disk {
 
     pub fn stall(&self, stalls: bool) {
         self.stalls.store(stalls, Ordering::Relaxed);
-        self.sim.hang(false);
     }
 
     pub fn is_stalled(&self) -> bool {
@@ -92,12 +110,15 @@ impl Store for Disk {
         self.sim.slots()
     }
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
-        let lane = self.sim.lane(depth)?;
         Ok(Box::new(DiskLane {
-            lane,
-            sim: Arc::clone(&self.sim),
+            lane: self.sim.lane(depth)?,
             stalls: Arc::clone(&self.stalls),
-            since: None,
+            lateness: Lateness::new(depth, LIMIT),
+            operations: vec![None; depth],
+            unsubmitted: Vec::new(),
+            in_flight: 0,
+            settled: Vec::new(),
+            polled: None,
         }))
     }
     fn state(&self, member: u32) -> State {
@@ -136,44 +157,100 @@ impl Reclaim for Disk {
     }
 }
 
+impl DiskLane {
+    /// Begins an operation by `begin`, which gets the ticket for the store's lane.
+    fn begin(
+        &mut self,
+        (ticket, next, left): (Ticket, Slot, usize),
+        is_write: bool,
+        begin: impl FnOnce(&mut dyn Lane, Ticket) -> (Progress, usize),
+    ) -> (Progress, usize) {
+        let hangs = self.in_flight == 0;
+        if let Some(polled) = self.polled.filter(|_| hangs) {
+            // Nobody polls a lane whose operations are all late.
+            self.poll(polled, &mut |done| unreachable!("{} was answered before", done.ticket));
+        }
+        let refused = if hangs { Progress::Done(Err(Fault::Io(ETIMEDOUT))) } else { Progress::Full };
+        let Some(number) = self.operations.iter().position(Option::is_none) else { return (refused, 0) };
+        let (progress, begun) = begin(&mut *self.lane, number as Ticket);
+        match progress {
+            Progress::Queued if begun > 0 => {
+                let left = left.min(begun);
+                self.operations[number] = Some(Operation { ticket, next, left, is_write });
+                self.unsubmitted.push(number);
+                self.in_flight += left;
+            }
+            Progress::Full => return (refused, 0),
+            _ => {}
+        }
+        (progress, begun)
+    }
+}
+
 impl Lane for DiskLane {
     fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
         others_may_act(24);
-        let progress = self.lane.write(ticket, slot, page);
+        let (progress, _) =
+            self.begin((ticket, slot, 1), true, |lane, number| (lane.write(number, slot, page), 1));
         others_may_act(24);
         progress
     }
     fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
         others_may_act(24);
-        self.lane.read(ticket, slot, page)
+        self.begin((ticket, slot, 1), false, |lane, number| (lane.read(number, slot, page), 1)).0
     }
     fn run_room(&self, write: bool) -> usize {
         self.lane.run_room(write)
     }
     fn read_run(&mut self, ticket: Ticket, first: Slot, count: usize) -> usize {
-        self.lane.read_run(ticket, first, count)
+        let run = |lane: &mut dyn Lane, number| (Progress::Queued, lane.read_run(number, first, count));
+        self.begin((ticket, first, count), false, run).1
     }
     fn write_run(&mut self, ticket: Ticket, first: Slot, pages: &[PageBytes]) -> usize {
-        self.lane.write_run(ticket, first, pages)
+        let run = |lane: &mut dyn Lane, number| (Progress::Queued, lane.write_run(number, first, pages));
+        self.begin((ticket, first, pages.len()), true, run).1
     }
     fn submit(&mut self) {
         self.lane.submit();
+        self.unsubmitted.drain(..).for_each(|number| self.lateness.submitted(number));
     }
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
-        if self.stalls.load(Ordering::Relaxed) {
-            if now < *self.since.get_or_insert(now) + LIMIT {
-                return;
-            }
-            self.sim.hang(true);
-        } else {
-            self.since = None;
+        let DiskLane { lane, stalls, lateness, operations, in_flight, settled, polled, .. } = self;
+        *polled = Some(now);
+        lateness.stamp(now);
+        if !stalls.load(Ordering::Relaxed) {
+            lane.poll(now, &mut |answer| {
+                let number = answer.ticket as usize;
+                let operation = operations[number].as_mut().expect("an operation under way");
+                let Operation { ticket, next, left, is_write } = *operation;
+                (operation.next, operation.left) = (Slot(next.0 + 1), left - 1);
+                let is_late = lateness.is_late(number);
+                if left == 1 {
+                    lateness.end(number);
+                    operations[number] = None;
+                }
+                match is_late {
+                    true if is_write => settled.push(next),
+                    true => {}
+                    false => {
+                        *in_flight -= 1;
+                        done(Done { ticket, ..answer });
+                    }
+                }
+            });
         }
-        self.lane.poll(now, done);
+        lateness.expire(now, |number| {
+            let Operation { ticket, left, .. } = operations[number].expect("an operation under way");
+            for _ in 0..left {
+                *in_flight -= 1;
+                done(Done { ticket, result: Err(Fault::Timeout), page: None });
+            }
+        });
     }
     fn settled(&mut self, free: &mut dyn FnMut(Slot)) {
-        self.lane.settled(free);
+        self.settled.drain(..).for_each(free);
     }
     fn in_flight(&self) -> usize {
-        self.lane.in_flight()
+        self.in_flight
     }
 }

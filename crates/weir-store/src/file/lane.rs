@@ -12,6 +12,7 @@
 
 use super::staging::Staging;
 use super::{Position, Shared};
+use crate::lateness::Lateness;
 use crate::{ANSWER_WITHIN, Done, Fault, Lane, OpenError, OpenErrorKind, POLL_EVERY, Progress, Ticket};
 use io_uring::{IoUring, opcode, squeue, types};
 use std::mem::ManuallyDrop;
@@ -50,14 +51,8 @@ pub(super) struct FileLane {
     queued: Vec<usize>,
     /// Number of runs that the io_uring has not completed yet.
     running: usize,
-    limit: Duration,
-    /// Staging pages of operations that were submitted since the last poll. Their time limit has
-    /// not begun.
-    unstamped: Vec<usize>,
-    /// The earliest time at which an operation under way reaches its limit.
-    due: Option<Instant>,
-    /// Number of operations that ended with a timeout and that the io_uring has not completed.
-    late: usize,
+    /// The time limits of the operations, by their staging pages.
+    lateness: Lateness,
     /// Slots of timed-out writes that the io_uring has completed since.
     settled: Vec<Slot>,
     /// Whether the staging memory is registered with the io_uring, so that it need not be pinned
@@ -76,11 +71,6 @@ struct Operation {
     slot: Slot,
     place: Position,
     direction: Direction,
-    /// The time of the first poll after the operation was submitted.
-    started: Option<Instant>,
-    /// Whether the caller was told that the operation has timed out, while the io_uring still has
-    /// it.
-    is_late: bool,
 }
 
 /// A flush under way.
@@ -150,8 +140,6 @@ impl FileLane {
             slot: Slot(0),
             place: Position { member: 0, offset: 0 },
             direction: Direction::Read,
-            started: None,
-            is_late: false,
         };
         let limit = shared.limit;
         Ok(FileLane {
@@ -163,10 +151,7 @@ impl FileLane {
             runs: vec![Run { pages: 0, done: 0, retries: 0 }; depth].into(),
             queued: Vec::with_capacity(depth),
             running: 0,
-            limit,
-            unstamped: Vec::with_capacity(depth),
-            due: None,
-            late: 0,
+            lateness: Lateness::new(depth, limit),
             settled: Vec::with_capacity(depth),
             is_registered,
             flush: None,
@@ -183,15 +168,29 @@ impl FileLane {
         place: Position,
         direction: Direction,
     ) -> Result<usize, Progress> {
-        let Some(page) = self.staging.take() else {
+        let Some(page) = self.staging.take().or_else(|| self.take_late()) else {
             // If all operations of the lane have timed out, the disk hangs, and no poll frees a
             // staging page soon.
             let hangs = self.in_flight() == 0;
             return Err(if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full });
         };
-        self.operations[page] = Operation { ticket, slot, place, direction, started: None, is_late: false };
+        self.operations[page] = Operation { ticket, slot, place, direction };
         self.queued.push(page);
         Ok(page)
+    }
+
+    /// Takes a staging page of a late operation that the disk has ended meanwhile. If all operations
+    /// of a lane are late, its owner waits for nothing and does not poll it.
+    fn take_late(&mut self) -> Option<usize> {
+        if self.in_flight() > 0 {
+            return None;
+        }
+        while let Some((first, _)) = self.next_completion() {
+            for page in first..first + self.runs[first].pages {
+                self.finish(page, Ok(()), &mut |done| unreachable!("{} was answered before", done.ticket));
+            }
+        }
+        self.staging.take()
     }
 
     /// Whether the operation of staging page `page` continues the I/O that ends with page
@@ -286,9 +285,8 @@ impl FileLane {
 
     /// Completes the operation of one staging page, unless that has been done.
     fn finish(&mut self, page: usize, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
-        let Operation { ticket, slot, direction, is_late, .. } = self.operations[page];
-        if is_late {
-            self.late -= 1;
+        let Operation { ticket, slot, direction, .. } = self.operations[page];
+        if self.lateness.end(page) {
             if direction == Direction::Write {
                 self.settled.push(slot);
             }
@@ -314,7 +312,7 @@ impl FileLane {
             self.finish(page, Ok(()), done);
         }
         for page in first + whole..first + run.pages {
-            if run.pages == 1 || self.operations[page].is_late {
+            if run.pages == 1 || self.lateness.is_late(page) {
                 self.finish(page, Err(fault), done);
             } else {
                 self.runs[page] = Run { pages: 1, done: 0, retries: 0 };
@@ -335,36 +333,6 @@ impl FileLane {
             self.flush = None;
             done(Done { ticket, result, page: None });
         }
-    }
-
-    /// Starts the time limit of operations that were submitted since the last poll.
-    fn stamp(&mut self, now: Instant) {
-        self.unstamped.drain(..).for_each(|page| self.operations[page].started = Some(now));
-    }
-
-    /// Ends the operations whose time is over.
-    fn expire(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
-        if self.in_flight() == 0 {
-            return;
-        }
-        if self.due.is_some_and(|due| now < due) {
-            return;
-        }
-        let mut next = now + self.limit;
-        for (page, operation) in self.operations.iter_mut().enumerate() {
-            let Some(started) = operation.started.filter(|_| !operation.is_late) else { continue };
-            if !self.staging.is_in_use(page) {
-                continue;
-            }
-            if now < started + self.limit {
-                next = next.min(started + self.limit);
-                continue;
-            }
-            operation.is_late = true;
-            self.late += 1;
-            done(Done { ticket: operation.ticket, result: Err(Fault::Timeout), page: None });
-        }
-        self.due = Some(next);
     }
 }
 
@@ -421,7 +389,7 @@ impl Lane for FileLane {
 
     fn submit(&mut self) {
         if !self.queued.is_empty() {
-            self.unstamped.extend_from_slice(&self.queued);
+            self.queued.iter().for_each(|page| self.lateness.submitted(*page));
         }
         let mut at = 0;
         while at < self.queued.len() {
@@ -442,14 +410,14 @@ impl Lane for FileLane {
     }
 
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
-        self.stamp(now);
+        self.lateness.stamp(now);
         while let Some((first, result)) = self.next_completion() {
             if first == FLUSH as usize {
                 self.flushed(result, done);
                 continue;
             }
             let pages = first..first + self.runs[first].pages;
-            if self.operations[pages.clone()].iter().all(|operation| operation.is_late) {
+            if pages.clone().all(|page| self.lateness.is_late(page)) {
                 pages.for_each(|page| self.finish(page, Ok(()), done));
                 continue;
             }
@@ -461,7 +429,13 @@ impl Lane for FileLane {
         // Hand the queued entries to the kernel: runs to be continued, runs to be tried again, and
         // entries that the kernel refused before.
         self.enter();
-        self.expire(now, done);
+        if self.in_flight() > 0 {
+            let FileLane { lateness, operations, .. } = self;
+            lateness.expire(now, |page| {
+                let ticket = operations[page].ticket;
+                done(Done { ticket, result: Err(Fault::Timeout), page: None });
+            });
+        }
     }
 
     fn settled(&mut self, free: &mut dyn FnMut(Slot)) {
@@ -469,7 +443,7 @@ impl Lane for FileLane {
     }
 
     fn in_flight(&self) -> usize {
-        self.staging.in_use() - self.late + usize::from(self.flush.is_some())
+        self.staging.in_use() - self.lateness.late() + usize::from(self.flush.is_some())
     }
 
     /// The descriptor of the io_uring itself, which is readable while completions wait. An eventfd
@@ -487,7 +461,7 @@ impl Drop for FileLane {
     /// the files are unregistered explicitly. An io_uring that is only closed releases them later,
     /// and their locks would outlive the store.
     fn drop(&mut self) {
-        let until = Instant::now() + self.limit;
+        let until = Instant::now() + self.lateness.limit;
         let nap = types::Timespec::from(POLL_EVERY);
         while self.running > 0 {
             if self.next_completion().is_some() {
@@ -588,7 +562,7 @@ mod tests {
         let url = FileUrl { size: Some(ByteSize(4 << 20)), ..FileUrl::new(path("in-time")) };
         let store = FileStore::open(&url).unwrap();
         std::fs::remove_file(&url.path).unwrap();
-        assert!(lane(&store).limit < ANSWER_WITHIN);
+        assert!(lane(&store).lateness.limit < ANSWER_WITHIN);
     }
 
     /// A lane into a pipe, and the pipe's ends. The lane's I/O hangs as long as a test wants.
@@ -617,7 +591,7 @@ mod tests {
             traffic: super::super::traffic::Traffic::of(&[PathBuf::new(), PathBuf::new()]),
         };
         let mut lane = FileLane::open("pipe", Arc::new(shared), 4).unwrap();
-        lane.limit = Duration::from_millis(300);
+        lane.lateness.limit = Duration::from_millis(300);
         (lane, reading, writing)
     }
 
@@ -677,10 +651,10 @@ mod tests {
         lane.submit();
         let (ended, settled) = poll_until(&mut lane, |ended, _| !ended.is_empty());
         assert_eq!((ended, settled), (vec![(5, Err(Fault::Timeout))], vec![]));
-        assert_eq!(lane.late, 1);
+        assert_eq!(lane.lateness.late(), 1);
         writing.write_all(&[5; PAGE_SIZE]).unwrap();
         let begun = Instant::now();
-        while lane.late > 0 {
+        while lane.lateness.late() > 0 {
             lane.poll(Instant::now(), &mut |done| panic!("{done:?}"));
             lane.settled(&mut |slot| panic!("{slot:?}"));
             assert!(begun.elapsed() < Duration::from_secs(60));
@@ -689,10 +663,25 @@ mod tests {
     }
 
     #[test]
+    fn a_lane_whose_operations_were_all_late_works_again_though_nobody_has_polled_it() {
+        let (mut lane, _reading, mut writing) = hanging();
+        for ticket in 0..4 {
+            assert_eq!(lane.read(ticket, Slot(0), &mut [0; PAGE_SIZE]), Progress::Queued);
+        }
+        lane.submit();
+        poll_until(&mut lane, |ended, _| ended.len() == 4);
+        writing.write_all(&[5; 4 * PAGE_SIZE]).unwrap();
+        let begun = Instant::now();
+        while lane.read(9, Slot(0), &mut [0; PAGE_SIZE]) != Progress::Queued {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it refuses for ever");
+        }
+    }
+
+    #[test]
     fn an_operation_that_waits_for_its_submission_does_not_end() {
         let (mut lane, _reading, _writing) = hanging();
         assert_eq!(lane.write(1, Slot(1), &[1; PAGE_SIZE]), Progress::Queued);
-        std::thread::sleep(2 * lane.limit);
+        std::thread::sleep(2 * lane.lateness.limit);
         lane.poll(Instant::now(), &mut |done| panic!("{done:?}"));
         lane.submit();
         assert_eq!(poll_until(&mut lane, |ended, _| !ended.is_empty()).0, [(1, Ok(()))]);

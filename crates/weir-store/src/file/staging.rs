@@ -62,10 +62,6 @@ impl Staging {
         self.free += 1;
     }
 
-    pub(super) fn is_in_use(&self, page: usize) -> bool {
-        self.used[page / 64] & 1 << (page % 64) != 0
-    }
-
     /// The address of a staging page.
     pub(super) fn address(&self, page: usize) -> *mut u8 {
         assert!(page < self.pages, "a page of the staging area");
