@@ -26,7 +26,8 @@ mod disk;
 mod draws;
 mod world;
 
-use draws::{Draws, Lists, shrink};
+use draws::{Draws, shrink};
+use std::any::Any;
 use std::panic::{catch_unwind, resume_unwind, set_hook, take_hook};
 use world::{FAILED, Tally, World};
 
@@ -40,27 +41,34 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
-/// Plays a seed. A history that fails is cut.
+/// The beginning of a failure's text.
+fn text(failure: &(dyn Any + Send)) -> String {
+    let text = failure.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| failure.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+    text.unwrap_or_default().chars().take_while(|char| !char.is_numeric()).take(40).collect()
+}
+
+/// Plays a seed. A history that fails is cut to one that fails in the same way, and printed.
 fn play(seed: u64, events: u64) -> Tally {
-    let played = catch_unwind(|| World::play(Draws::of_seed(seed), events));
-    played.unwrap_or_else(|failure| {
-        eprintln!("seed {seed} failed: history {} failed", seed + 1);
-        if number("WEIR_SIMULATOR_SHRINK") != Some(0) {
-            let said = take_hook();
-            set_hook(Box::new(|_| {}));
-            let fails =
-                |lists: &Lists| catch_unwind(|| World::play(Draws::of(lists.clone()), u64::MAX)).is_err();
-            let cut = shrink(FAILED.take(), fails);
-            set_hook(said);
-            let lists: Vec<String> = cut.iter().map(|list| format!("vec!{list:?}")).collect();
-            let lists = lists.join(", ");
-            eprintln!(
-                "#[test]\nfn seed_{seed}() {{\n    World::play(Draws::of(vec![{lists}]), u64::MAX);\n}}"
-            );
-            World::play(Draws::of(cut), u64::MAX);
-        }
-        resume_unwind(failure)
-    })
+    let failure = match catch_unwind(|| World::play(Draws::of_seed(seed), events)) {
+        Ok(tally) => return tally,
+        Err(failure) => failure,
+    };
+    eprintln!("seed {seed} failed: history {} failed", seed + 1);
+    if number("WEIR_SIMULATOR_SHRINK") != Some(0) {
+        let said = take_hook();
+        set_hook(Box::new(|_| {}));
+        let cut = shrink(FAILED.take(), |lists| {
+            let played = catch_unwind(|| World::play(Draws::of(lists.clone()), u64::MAX));
+            played.is_err_and(|other| text(&*other) == text(&*failure))
+        });
+        set_hook(said);
+        let lists: Vec<String> = cut.iter().map(|list| format!("vec!{list:?}")).collect();
+        let lists = lists.join(", ");
+        eprintln!("#[test]\nfn seed_{seed}() {{\n    World::play(Draws::of(vec![{lists}]), u64::MAX);\n}}");
+        World::play(Draws::of(cut), u64::MAX);
+    }
+    resume_unwind(failure)
 }
 
 #[test]

@@ -84,6 +84,13 @@ struct Connection {
     sleeps: u32,
 }
 
+impl Connection {
+    /// How many requests are under way, whether a thread serves it, and whether its client is there.
+    fn state(&self) -> (usize, bool, bool) {
+        (self.sent.iter().flatten().count(), self.requests.is_some(), !self.is_left)
+    }
+}
+
 struct Worker {
     mover: Option<Mover>,
     task: Option<Task>,
@@ -177,6 +184,8 @@ pub struct World {
     disks: Vec<Arc<Disk>>,
     has_chunks: bool,
     compresses: bool,
+    /// Whether daemons die one after another, while no write of a dead one arrives.
+    has_storm: bool,
     pool: RefCell<Option<Arc<Pool>>>,
     volumes: RefCell<Vec<Arc<Volume>>>,
     /// The pages of each volume, if those of all are counted one after the other.
@@ -237,12 +246,13 @@ impl World {
                 write_error: errors,
                 corrupt,
                 lose,
-                delay: [0, 1, 3, 3, 20][within(0, 5) as usize],
+                delay: [0, 1, 3, 3, 7][within(0, 5) as usize],
                 ..SimUrl::default()
             }))
         };
         let disks: Vec<_> = (0..count).map(disk).collect();
         let compresses = within(0, 2) == 1;
+        let has_storm = within(0, 8) == 7;
         let first = if within(0, 2) == 0 { config.pages } else { within(1, config.pages) };
         let ranges = [0..first, first..config.pages].into_iter().filter(|pages| !pages.is_empty()).collect();
         let connection = |at| {
@@ -263,6 +273,7 @@ impl World {
             config,
             has_chunks,
             compresses,
+            has_storm,
             pool: RefCell::default(),
             volumes: RefCell::default(),
             connections: (0..connections).map(connection).collect(),
@@ -378,6 +389,7 @@ impl World {
         match self.within(0, 1000) {
             0..970 => self.act(),
             970..980 => self.wait(),
+            980..998 if self.has_storm => self.take_over(),
             980..986 => self.stall(),
             986..990 => self.take_over(),
             990..998 => self.land(),
@@ -752,7 +764,7 @@ impl World {
     fn take_over(&self) {
         self.depth.set(NESTED_MOST);
         self.count(|tally| tally.deaths += 1);
-        let outlive = self.one_in(2);
+        let outlive = self.has_storm || self.one_in(2);
         self.disks.iter().for_each(|disk| disk.sim.let_writes_outlive_lanes(outlive));
         for connection in &self.connections {
             let mut connection = connection.borrow_mut();
@@ -838,12 +850,14 @@ impl World {
             }
         }
         self.rest();
-        // The mover looks once more which of its late writes have arrived.
-        if let Worker { mover: Some(mover), task, .. } = &mut *self.worker.borrow_mut() {
-            *task = Some(Task::MoveUp { from: 0, next: 0 });
-            mover.begin(Task::MoveUp { from: 0, next: 0 }).expect("there is a store");
+        // Late writes arrive. The mover looks after its own when it has something to do.
+        for _ in 0..10 {
+            if let Worker { mover: Some(mover), task, .. } = &mut *self.worker.borrow_mut() {
+                *task = Some(Task::MoveUp { from: 0, next: 0 });
+                mover.begin(Task::MoveUp { from: 0, next: 0 }).expect("there is a store");
+            }
+            self.rest();
         }
-        self.rest();
         let pool = self.pool();
         // This ends the quarantines.
         let _ = pool.begin_give_back(usize::MAX, &[]);
@@ -860,10 +874,7 @@ impl World {
     /// Waits until every client has its answers, and no server has anything under way.
     fn rest(&self) {
         let is_busy = || {
-            let idle = |it: &RefCell<Connection>| {
-                let it = it.borrow();
-                it.sent.iter().all(Option::is_none) && it.requests.is_some() && !it.is_left
-            };
+            let idle = |it: &RefCell<Connection>| it.borrow().state() == (0, true, true);
             self.books().is_busy()
                 || self.worker.borrow().task.is_some()
                 || !self.connections.iter().all(idle)
@@ -873,7 +884,13 @@ impl World {
             while is_busy() {
                 self.round(Duration::from_millis(1));
                 rounds += 1;
-                assert!(rounds < 100_000, "the end does not come");
+                assert!(
+                    rounds < 20_000,
+                    "the end does not come: a call {}, a task {:?}, connections {:?}",
+                    self.books().is_busy(),
+                    self.worker.borrow().task,
+                    self.connections.iter().map(|it| it.borrow().state()).collect::<Vec<_>>()
+                );
             }
             self.round(Duration::from_millis(1));
         }
