@@ -85,7 +85,8 @@ struct Connection {
 }
 
 impl Connection {
-    /// How many requests are under way, whether a thread serves it, and whether its client is there.
+    /// The number of requests under way, whether a thread serves them, and whether the client is
+    /// there.
     fn state(&self) -> (usize, bool, bool) {
         (self.sent.iter().flatten().count(), self.requests.is_some(), !self.is_left)
     }

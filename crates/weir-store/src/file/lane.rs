@@ -179,8 +179,8 @@ impl FileLane {
         Ok(page)
     }
 
-    /// Takes a staging page of a late operation that the disk has ended meanwhile. If all operations
-    /// of a lane are late, its owner waits for nothing and does not poll it.
+    /// Takes a staging page of a late operation that the disk has ended meanwhile. If all
+    /// operations of a lane are late, its owner waits for nothing and does not poll it.
     fn take_late(&mut self) -> Option<usize> {
         if self.in_flight() > 0 {
             return None;
