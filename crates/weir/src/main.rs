@@ -18,6 +18,7 @@ mod doctor;
 mod examples;
 mod failure;
 mod give_back;
+mod journal;
 mod mount;
 mod on;
 mod progress;

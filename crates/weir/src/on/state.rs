@@ -1,18 +1,13 @@
 //! The journal of `weir on`: its changes to the machine, on disk before they are made. So `weir
 //! off` can undo all of them, even after a crash between two steps.
 
+use crate::journal::{self, Directory};
 use serde::{Deserialize, Serialize};
-use std::fs;
-use std::io::{self, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
 
 /// The version of the journal's file.
 const SCHEMA: u32 = 1;
-
-/// The journal's file in the run-time directory.
-const FILE: &str = "state.json";
 
 /// A change to the machine, with the values that undo it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -179,47 +174,11 @@ impl State {
     }
 }
 
-/// Takes the lock, and tries again for a while after a refusal. A child of a killed `weir on` may
-/// hold the lock until it runs its own program.
-fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
-    const TRIES: u32 = 25;
-    let mut result = Ok(());
-    for _ in 0..TRIES {
-        result = rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
-        if result != Err(rustix::io::Errno::WOULDBLOCK) {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
-    result
-}
-
-/// Whether this open directory is still the one at the path.
-fn is_at(open: &fs::File, path: &Path) -> bool {
-    let identity = |found: io::Result<fs::Metadata>| found.map(|found| (found.dev(), found.ino())).ok();
-    let there = identity(fs::metadata(path));
-    there.is_some() && there == identity(open.metadata())
-}
-
 /// The run-time directory, locked against another `weir on` or `off`, with the state in it.
 #[derive(Debug)]
 pub struct Journal {
-    directory: PathBuf,
-    _lock: Lock,
+    directory: Directory,
     state: State,
-}
-
-/// The lock of the directory, which is unlocked explicitly. Closing alone would leave it to a child
-/// that another thread has just started, until that child runs its own program.
-#[derive(Debug)]
-struct Lock(fs::File);
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // If the unlocking fails, the kernel ends the lock once every copy of this descriptor is
-        // closed.
-        let _ = rustix::fs::flock(&self.0, rustix::fs::FlockOperation::Unlock);
-    }
 }
 
 impl Journal {
@@ -229,33 +188,8 @@ impl Journal {
     /// Fails when the directory cannot be made, another process has it, or the file has another
     /// schema.
     pub fn open(directory: &Path) -> Result<Self, Failure> {
-        let failed = |error: io::Error| {
-            let is_root = rustix::process::geteuid().is_root();
-            let next = if is_root { "give another --runtime DIRECTORY" } else { "use sudo" };
-            Failure::Failed(format!("cannot use {}: {error}; {next}", directory.display()))
-        };
-        let lock = loop {
-            fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
-            let lock = match fs::File::open(directory) {
-                // The process that had locked the directory has just removed it.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                lock => lock.map_err(failed)?,
-            };
-            match lock_soon(&lock) {
-                Ok(()) => {}
-                Err(rustix::io::Errno::WOULDBLOCK) => {
-                    return Err(Failure::Failed(format!(
-                        "another weir on, off or restart is at work in {}; wait for it",
-                        directory.display()
-                    )));
-                }
-                Err(errno) => return Err(failed(errno.into())),
-            }
-            // The lock of a removed directory does not protect the new directory at the path.
-            if is_at(&lock, directory) {
-                break lock;
-            }
-        };
+        let path = directory;
+        let directory = Directory::open(path, "weir on, off or restart")?;
         let fresh = State {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -264,8 +198,8 @@ impl Journal {
             parts: 0,
             steps: Vec::new(),
         };
-        let state = read(directory)?.unwrap_or(fresh);
-        Ok(Journal { directory: directory.to_owned(), _lock: Lock(lock), state })
+        let state = read(path)?.unwrap_or(fresh);
+        Ok(Journal { directory, state })
     }
 
     /// The state as recorded so far.
@@ -310,67 +244,26 @@ impl Journal {
         self.save()
     }
 
-    /// Writes the file whole or not at all: a new file replaces the old one.
     fn save(&self) -> Result<(), Failure> {
-        let path = self.directory.join(FILE);
-        let save = || -> io::Result<()> {
-            let new = self.directory.join(format!("{FILE}.new"));
-            let mut file = fs::File::create(&new)?;
-            file.write_all(&serde_json::to_vec_pretty(&self.state)?)?;
-            file.sync_all()?;
-            fs::rename(&new, &path)
-        };
-        save().map_err(|error| Failure::Failed(format!("cannot write {}: {error}", path.display())))
+        self.directory.save(&self.state)
     }
 
     /// Removes the journal's file, and the directory if it is then empty.
     pub fn delete(self) -> Result<(), Failure> {
-        for name in [FILE, "state.json.new"] {
-            match fs::remove_file(self.directory.join(name)) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(Failure::failed(error)),
-                _ => {}
-            }
-        }
-        match fs::remove_dir(&self.directory) {
-            // The directory may be gone: systemd itself removes a unit's run-time directory. Or it
-            // may stay, because it has files that are not Weir's. Neither is a failure.
-            Ok(()) => Ok(()),
-            Err(error)
-                if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) =>
-            {
-                Ok(())
-            }
-            Err(error) => Err(Failure::failed(error)),
-        }
+        self.directory.delete()
     }
 }
 
 /// The state in a directory, if there is one.
 pub fn read(directory: &Path) -> Result<Option<State>, Failure> {
-    let path = directory.join(FILE);
-    let text = match fs::read(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => {
-            return Err(Failure::Failed(format!("cannot read {}: {error}; run as root", path.display())));
-        }
-    };
-    let broken = |problem: String| {
-        Failure::Failed(format!(
-            "{} cannot be understood: {problem}; use the weir that wrote it to turn off",
-            path.display()
-        ))
-    };
-    let state: State = serde_json::from_slice(&text).map_err(|error| broken(error.to_string()))?;
-    if state.schema != SCHEMA {
-        return Err(broken(format!("it is of schema {}, this weir knows {SCHEMA}", state.schema)));
-    }
-    Ok(Some(state))
+    journal::read(directory, SCHEMA)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::journal::FILE;
+    use std::fs;
 
     fn directory(name: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("weir-state-{}-{name}", std::process::id()));
@@ -403,7 +296,7 @@ mod tests {
         let directory = directory("lock");
         let journal = Journal::open(&directory).expect("a journal");
         let Err(Failure::Failed(error)) = Journal::open(&directory) else { panic!("both have it") };
-        assert!(error.contains("another weir on"), "{error}");
+        assert!(error.contains("another weir on, off or restart is at work in"), "{error}");
         journal.delete().expect("removed");
     }
 
@@ -413,7 +306,7 @@ mod tests {
         let journal = Journal::open(&directory).expect("a journal");
         // The copied descriptor stands for the one of a child between fork and exec. Both have the
         // same open file.
-        let child = journal._lock.0.try_clone().expect("a descriptor");
+        let child = journal.directory.descriptor().expect("a descriptor");
         drop(journal);
         let again = fs::File::open(&directory).expect("there");
         let free = rustix::fs::flock(&again, rustix::fs::FlockOperation::NonBlockingLockExclusive);
