@@ -31,6 +31,11 @@ impl Machine {
         Some(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
+    /// The target of a symbolic link, if there is one.
+    pub fn link(&self, path: &str) -> Option<PathBuf> {
+        fs::read_link(self.at(path)).ok()
+    }
+
     /// The value of `key` in a file of `key: value` lines, as `/proc/meminfo` is.
     pub fn value(&self, path: &str, key: &str) -> Option<String> {
         let text = self.text(path)?;

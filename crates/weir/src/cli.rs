@@ -4,6 +4,7 @@
 use crate::cache::CacheCommand;
 use crate::compress::Algorithm;
 use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions};
+use crate::stack::StackCommand;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -74,6 +75,14 @@ pub enum Command {
         /// The subcommand.
         #[command(subcommand)]
         command: CacheCommand,
+    },
+
+    /// The kernel's own cache and stripe (bcache over md raid0) with a block device of Weir as the
+    /// cache: create, status, destroy.
+    Stack {
+        /// The subcommand.
+        #[command(subcommand)]
+        command: StackCommand,
     },
 
     /// Run a program in less memory than it uses: pages above the limit go to stores. Experimental:

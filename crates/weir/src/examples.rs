@@ -117,6 +117,21 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
     ),
     ("weir-cache-detach", &[("weir cache detach", "Every page goes to the disk, then the cache ends.")]),
     (
+        "weir-stack-create",
+        &[
+            (
+                "weir stack create --cache /dev/nbd0 /dev/sdb /dev/sdc",
+                "Two disks behind what weir attach has connected; a dead cache loses nothing.",
+            ),
+            (
+                "weir stack create --mode write-back --cache /dev/ublkb0 /dev/sdb /dev/sdc",
+                "For swap and scratch: writes go home in long rows.",
+            ),
+        ],
+    ),
+    ("weir-stack-status", &[("weir stack status", "Dirty bytes, hit rates, settings.")]),
+    ("weir-stack-destroy", &[("weir stack destroy", "Every page goes to the disks, then the stack ends.")]),
+    (
         "weir-run",
         &[(
             "weir run --resident 1GiB --store file:/var/tmp/pages?size=16GiB -- sort big.txt",

@@ -25,6 +25,7 @@ mod progress;
 mod run;
 mod serve;
 mod some_store;
+mod stack;
 mod status;
 mod trial;
 mod volume;
@@ -61,6 +62,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Status(options) => status::run(&options),
         Command::Volume { command } => volume::run(command),
         Command::Cache { command } => cache::run(&command),
+        Command::Stack { command } => stack::run(&command),
         Command::Attach(options) => attach::attach(options),
         Command::Detach(options) => attach::detach(&options),
         Command::Mount(options) => mount::run(&options),

@@ -8,7 +8,7 @@ mod check;
 mod control;
 mod create;
 mod home;
-mod marks;
+pub mod marks;
 mod options;
 mod report;
 mod trace;

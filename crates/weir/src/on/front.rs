@@ -193,7 +193,8 @@ pub fn unload(module: &str) {
     modprobe(&["--remove", "--quiet", module]);
 }
 
-fn modprobe(arguments: &[&str]) -> bool {
+/// Runs modprobe, and returns whether it succeeded.
+pub fn modprobe(arguments: &[&str]) -> bool {
     let helper = fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();
     let helper = Some(helper.trim()).filter(|path| Path::new(path).exists()).unwrap_or("modprobe");
     let status = Command::new(helper).args(arguments).stdin(Stdio::null()).stderr(Stdio::null()).status();

@@ -8,8 +8,8 @@
 mod again;
 mod battery;
 mod drain;
-mod front;
-mod interrupt;
+pub mod front;
+pub mod interrupt;
 mod off;
 mod options;
 pub mod parts;

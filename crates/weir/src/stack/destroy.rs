@@ -1,0 +1,298 @@
+//! `weir stack destroy`: brings home what the cache alone has, then undoes the steps of the
+//! journal, the last first. Each step can be undone again after an interruption.
+
+use super::kernel::Kernel;
+use super::options::DestroyOptions;
+use super::state::{self, Journal, Phase, State, Step};
+use super::superblock::Lack;
+use super::system::{Link, System};
+use crate::on::interrupt;
+use crate::progress::Shown;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use weir_cli::failure::Failure;
+use weir_core::ByteSize;
+use weir_system::device_use;
+use weir_system::loop_device::LoopDevice;
+
+/// Time between two looks at the machine.
+const LOOK: Duration = Duration::from_millis(100);
+/// Number of looks after which a device that does not come or go is given up.
+const LOOKS: u32 = 300;
+
+/// How to undo.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Wish {
+    /// Erase the marks on the disks too.
+    pub wipe: bool,
+    /// Go on although pages are lost.
+    pub lose_dirty: bool,
+}
+
+/// The end of a stack.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Ended {
+    /// Pages that only the cache had are lost.
+    pub has_lost: bool,
+}
+
+/// Called while the program waits, with the number of bytes that only the cache has.
+///
+/// # Errors
+/// Fails when the program is to end.
+pub type Watch<'a> = dyn FnMut(u64) -> Result<(), Failure> + 'a;
+
+/// Ends the stack.
+pub fn run(options: &DestroyOptions) -> Result<(), Failure> {
+    let directory = &options.runtime.path;
+    check_root()?;
+    let Some(state) = state::read(directory)? else {
+        println!("no stack: nothing in {} to destroy", directory.display());
+        return Ok(());
+    };
+    interrupt::watch()?;
+    let journal = Journal::open(directory)?;
+    let wish = Wish { wipe: options.wipe, lose_dirty: options.lose_dirty };
+    let ended = finish(journal, wish)?;
+    println!("{}", told(&state, wish, ended));
+    Ok(())
+}
+
+/// Refuses other users than root.
+pub fn check_root() -> Result<(), Failure> {
+    if rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    Err(Failure::Failed("only root can make or end a stack: use sudo".to_owned()))
+}
+
+/// Tells the user what is left of the stack.
+fn told(state: &State, wish: Wish, ended: Ended) -> String {
+    let homes: Vec<_> = state.homes().iter().map(|path| path.display().to_string()).collect();
+    if wish.wipe || state.phase == Phase::Creating || homes.is_empty() {
+        return format!("destroyed: nothing of the stack is left on {}", homes.join(", "));
+    }
+    let what = if ended.has_lost { "the pages that are not lost are" } else { "all pages are" };
+    let (assemble, device) = if homes.len() > 1 {
+        (format!("mdadm --assemble /dev/md0 {}; ", homes.join(" ")), "/dev/md0")
+    } else {
+        (String::new(), homes[0].as_str())
+    };
+    format!(
+        "destroyed: {what} on {}; without a cache they are /dev/bcache0 after: modprobe bcache; {assemble}echo {device} >/sys/fs/bcache/register",
+        homes.join(", ")
+    )
+}
+
+/// Undoes all steps, and removes the journal. Shows the progress.
+///
+/// # Errors
+/// Fails while a program uses the stack, and at the first step that cannot be undone.
+pub fn finish(mut journal: Journal, wish: Wish) -> Result<Ended, Failure> {
+    let mut kernel = Kernel::this();
+    refuse_used(&kernel, journal.state())?;
+    let say = |far: &str, left: &str| eprintln!("destroying: {far} are at home{left}");
+    let (mut shown, mut total) = (Shown::new("destroying", say), 0);
+    let mut watch = |dirty: u64| {
+        interrupt::check()?;
+        total = dirty.max(total);
+        shown.show(total - dirty, total);
+        Ok(())
+    };
+    let ended = undo(&mut kernel, &mut journal, wish, &mut watch)?;
+    drop(shown);
+    journal.delete()?;
+    Ok(ended)
+}
+
+/// Refuses to end a stack whose device is in use.
+fn refuse_used(kernel: &Kernel, state: &State) -> Result<(), Failure> {
+    let made = state.backing().and_then(|backing| kernel.backing(backing)?.device);
+    let Some(device) = made.map(|name| format!("/dev/{name}")) else { return Ok(()) };
+    let served = LoopDevice::over(Path::new(&device)).first().map(|user| user.path().display().to_string());
+    let served = served.map(|user| format!("by {user}: run losetup -d {user}"));
+    match device_use::user_or_opener(&device).or(served) {
+        Some(user) => Err(Failure::Failed(device_use::in_use(&device, &user))),
+        None => Ok(()),
+    }
+}
+
+/// Undoes all steps.
+///
+/// # Errors
+/// Fails at the first step that cannot be undone. The journal then has that step and those before.
+pub fn undo(
+    system: &mut dyn System,
+    journal: &mut Journal,
+    wish: Wish,
+    watch: &mut Watch<'_>,
+) -> Result<Ended, Failure> {
+    let mut ended = Ended::default();
+    // Nobody was told of a stack that was not finished, so its disks hold nothing of the user's.
+    let wipe = wish.wipe || journal.state().phase == Phase::Creating;
+    if journal.state().phase == Phase::Up {
+        journal.enter(Phase::Destroying)?;
+    }
+    while let Some(step) = journal.state().steps.last().cloned() {
+        match &step {
+            Step::Set { device, uuid, bytes } => {
+                let backing = journal.state().backing().map(Path::to_owned).unwrap_or_default();
+                ended = undo_set(system, &backing, (device, uuid, *bytes), wish.lose_dirty, watch)?;
+            }
+            Step::Backing { device, uuid } => undo_backing(system, device, uuid.as_deref(), wipe, watch)?,
+            Step::Array { path, uuid, members } => {
+                undo_array(system, (path, uuid), members, wipe)?;
+            }
+            Step::Module { name } => system.unload(name)?,
+        }
+        journal.strike_last()?;
+    }
+    Ok(ended)
+}
+
+/// Waits until the machine has come to a state.
+///
+/// # Errors
+/// Fails with `what` when that takes too long, or with the error of `watch`.
+pub fn wait(
+    system: &mut dyn System,
+    watch: &mut Watch<'_>,
+    what: &str,
+    is_so: &dyn Fn(&dyn System) -> bool,
+) -> Result<(), Failure> {
+    for _ in 0..LOOKS {
+        if is_so(system) {
+            return Ok(());
+        }
+        watch(0)?;
+        system.pause(LOOK)?;
+    }
+    Err(Failure::Failed(format!("{what}, after {} s; the kernel's log says why (dmesg)", {
+        LOOKS / (1000 / LOOK.as_millis() as u32)
+    })))
+}
+
+/// Takes the cache away, once the disks have all that it has.
+fn undo_set(
+    system: &mut dyn System,
+    backing: &Path,
+    set: (&Path, &str, u64),
+    lose_dirty: bool,
+    watch: &mut Watch<'_>,
+) -> Result<Ended, Failure> {
+    let (device, uuid, bytes) = set;
+    let dirty = bring_home(system, backing, uuid, watch)?;
+    // Where pages are missing now, the set has died with them.
+    let has_lost = lacks_pages(system, backing);
+    if has_lost && !lose_dirty {
+        return Err(lost(device, dirty, bytes));
+    }
+    if system.has_set(uuid) {
+        system.unregister(uuid)?;
+        let what = format!("{} does not leave bcache", device.display());
+        wait(system, watch, &what, &|system| !system.has_set(uuid))?;
+    }
+    // A dead device cannot be read, and one that another program has filled meanwhile is not ours.
+    if system.superblock(device).is_some_and(|found| found.set == uuid) {
+        system.erase_superblock(device)?;
+    }
+    Ok(Ended { has_lost })
+}
+
+/// Has bcache write all dirty pages home and leave the set, and waits until it has, or the set is
+/// dead. Returns how many bytes only the cache had at the last look.
+fn bring_home(
+    system: &mut dyn System,
+    backing: &Path,
+    uuid: &str,
+    watch: &mut Watch<'_>,
+) -> Result<u64, Failure> {
+    let (mut is_asked, mut dirty) = (false, 0);
+    loop {
+        let Some(now) = system.backing(backing) else { return Ok(dirty) };
+        if now.link == Link::NoCache || !system.has_set(uuid) {
+            return Ok(dirty);
+        }
+        if !is_asked {
+            system.detach(backing)?;
+            is_asked = true;
+        }
+        dirty = now.dirty;
+        watch(dirty)?;
+        system.pause(LOOK)?;
+    }
+}
+
+/// Whether a cache has, or had, pages that the disks lack.
+pub fn lacks_pages(system: &dyn System, backing: &Path) -> bool {
+    system.backing(backing).is_some_and(|it| matches!(it.link, Link::Dirty))
+        || system.superblock(backing).is_some_and(|it| it.lack == Lack::Dirty)
+}
+
+/// The failure for a cache that died with pages that nobody else has.
+fn lost(device: &Path, dirty: u64, bytes: u64) -> Failure {
+    let device = device.display();
+    let amount = if dirty > 0 {
+        format!("about {}", ByteSize(dirty))
+    } else {
+        format!("some of its {}", ByteSize(bytes))
+    };
+    Failure::Failed(format!(
+        "the cache {device} is dead, and {amount} that only it had is lost, nobody knows which pages; --lose-dirty ends the stack all the same, with what the disks have"
+    ))
+}
+
+/// Takes an array or disk from bcache. Its superblock then says that it has no cache, or is erased.
+fn undo_backing(
+    system: &mut dyn System,
+    device: &Path,
+    uuid: Option<&str>,
+    wipe: bool,
+    watch: &mut Watch<'_>,
+) -> Result<(), Failure> {
+    let found = system.superblock(device);
+    if let (Some(ours), Some(found)) = (uuid, &found)
+        && found.uuid != ours
+    {
+        return Ok(());
+    }
+    stop_backing(system, device, watch)?;
+    let found = system.superblock(device);
+    let is_plain = found.as_ref().is_some_and(|found| found.lack == Lack::NoCache);
+    if found.is_some() && (wipe || !is_plain) {
+        system.erase_superblock(device)?;
+    }
+    if !wipe && !is_plain {
+        system.make_backing(device)?;
+    }
+    Ok(())
+}
+
+/// Takes an array or disk from bcache, if bcache has it, and waits until it has left.
+pub fn stop_backing(system: &mut dyn System, device: &Path, watch: &mut Watch<'_>) -> Result<(), Failure> {
+    if system.backing(device).is_none() {
+        return Ok(());
+    }
+    system.stop_backing(device)?;
+    let what = format!("{} does not leave bcache", device.display());
+    wait(system, watch, &what, &|system| system.backing(device).is_none())
+}
+
+/// Stops an array, if it is the one that was made.
+fn undo_array(
+    system: &mut dyn System,
+    array: (&Path, &str),
+    members: &[PathBuf],
+    wipe: bool,
+) -> Result<(), Failure> {
+    let (path, uuid) = array;
+    if system.array(path).as_deref() == Some(uuid) {
+        system.stop_array(path)?;
+    }
+    for disk in members.iter().filter(|_| wipe) {
+        if system.member(disk).as_deref() == Some(uuid) {
+            system.erase_member(disk)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,162 @@
+//! The journal of a stack: its changes to the machine, on disk before they are made.
+
+use crate::journal::{self, Directory};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use weir_cli::failure::Failure;
+
+/// The version of the journal's file.
+const SCHEMA: u32 = 1;
+
+/// A change to the machine, with the values that undo it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "step", rename_all = "kebab-case")]
+pub enum Step {
+    /// A kernel module that was not loaded before.
+    Module {
+        /// The module's name for modprobe.
+        name: String,
+    },
+    /// A stripe over several disks.
+    Array {
+        /// The array's device, such as `/dev/md0`.
+        path: PathBuf,
+        /// The array's identity, which its disks carry.
+        uuid: String,
+        /// The disks, in the order of the stripe.
+        members: Vec<PathBuf>,
+    },
+    /// The array or single disk that bcache stands in front of.
+    Backing {
+        /// The device of the array or disk.
+        device: PathBuf,
+        /// The identity of bcache's superblock there; `None` until it is made.
+        uuid: Option<String>,
+    },
+    /// The cache of bcache, a set of one device.
+    Set {
+        /// The cache's device.
+        device: PathBuf,
+        /// The identity of the set.
+        uuid: String,
+        /// The size of the cache's device.
+        bytes: u64,
+    },
+}
+
+/// The progress of a stack.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// `create` has done some of its steps. Nobody was told of the device yet.
+    Creating,
+    /// `create` has done all its steps.
+    Up,
+    /// `destroy` has undone some of the steps.
+    Destroying,
+}
+
+/// The content of the journal's file.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct State {
+    /// The schema's version: [`SCHEMA`].
+    pub schema: u32,
+    /// The version of Weir that wrote the file.
+    pub version: String,
+    /// The progress of the stack.
+    pub phase: Phase,
+    /// The steps that were done, in order.
+    pub steps: Vec<Step>,
+}
+
+impl State {
+    /// The array or single disk that bcache stands in front of.
+    pub fn backing(&self) -> Option<&Path> {
+        self.steps.iter().find_map(|step| match step {
+            Step::Backing { device, .. } => Some(device.as_path()),
+            _ => None,
+        })
+    }
+
+    /// The device, the identity and the size of the cache.
+    pub fn set(&self) -> Option<(&Path, &str, u64)> {
+        self.steps.iter().find_map(|step| match step {
+            Step::Set { device, uuid, bytes } => Some((device.as_path(), uuid.as_str(), *bytes)),
+            _ => None,
+        })
+    }
+
+    /// The disks of the stripe, or the single disk.
+    pub fn homes(&self) -> Vec<&Path> {
+        let members = self.steps.iter().find_map(|step| match step {
+            Step::Array { members, .. } => Some(members.iter().map(PathBuf::as_path).collect()),
+            _ => None,
+        });
+        members.unwrap_or_else(|| self.backing().into_iter().collect())
+    }
+}
+
+/// The journal, which no other `weir stack` has at the same time.
+#[derive(Debug)]
+pub struct Journal {
+    directory: Directory,
+    state: State,
+}
+
+impl Journal {
+    /// Opens the journal in a directory, which is made if it is missing.
+    ///
+    /// # Errors
+    /// Fails when the directory cannot be made, another process has it, or the file has another
+    /// schema.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        let directory = Directory::open(path, "weir stack create or destroy")?;
+        let fresh = State {
+            schema: SCHEMA,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            phase: Phase::Creating,
+            steps: Vec::new(),
+        };
+        let state = read(path)?.unwrap_or(fresh);
+        Ok(Journal { directory, state })
+    }
+
+    /// The state as recorded so far.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// Records a step that is about to be done.
+    pub fn intend(&mut self, step: Step) -> Result<(), Failure> {
+        self.state.steps.push(step);
+        self.directory.save(&self.state)
+    }
+
+    /// Corrects the last step when more is known about it.
+    pub fn amend(&mut self, step: Step) -> Result<(), Failure> {
+        self.state.steps.pop();
+        self.intend(step)
+    }
+
+    /// Strikes the last step out, which is undone.
+    pub fn strike_last(&mut self) -> Result<(), Failure> {
+        self.state.steps.pop();
+        self.directory.save(&self.state)
+    }
+
+    /// Records the progress of the stack.
+    pub fn enter(&mut self, phase: Phase) -> Result<(), Failure> {
+        self.state.phase = phase;
+        self.directory.save(&self.state)
+    }
+
+    /// Removes the journal, and its directory if it is then empty.
+    pub fn delete(self) -> Result<(), Failure> {
+        self.directory.delete()
+    }
+}
+
+/// The state in a directory, if there is one.
+pub fn read(directory: &Path) -> Result<Option<State>, Failure> {
+    journal::read(directory, SCHEMA)
+}

@@ -1,0 +1,82 @@
+//! The machine, as far as a stack asks it. One such machine is the kernel with its tools. Another
+//! is a model in memory, in which a test dies after each change.
+
+use super::superblock::Superblock;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use weir_cli::failure::Failure;
+
+/// An array or disk that the kernel's bcache has.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Backing {
+    /// The block device that bcache makes of it, such as `bcache0`; `None` if it waits for a cache.
+    pub device: Option<String>,
+    /// How it stands to its cache.
+    pub link: Link,
+    /// Bytes that only the cache has.
+    pub dirty: u64,
+}
+
+/// How an array or disk stands to its cache, as sysfs says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Link {
+    /// It has no cache.
+    NoCache,
+    /// The cache has no page that the disks lack.
+    Clean,
+    /// The cache has pages that the disks lack.
+    Dirty,
+    /// It goes on without a cache that had such pages.
+    Inconsistent,
+}
+
+/// The machine. Each change is one call, which may be the last one before the process is killed.
+pub trait System {
+    /// Whether a module is loaded, or built in.
+    fn has_module(&self, name: &str) -> bool;
+    /// The identity of the array that runs at a path.
+    fn array(&self, path: &Path) -> Option<String>;
+    /// The identity of the array to which a disk belongs, as the disk says.
+    fn member(&self, disk: &Path) -> Option<String>;
+    /// The superblock of bcache on a device; `None` if it has none or cannot be read.
+    fn superblock(&self, device: &Path) -> Option<Superblock>;
+    /// The state of an array or disk in bcache; `None` if it does not have it.
+    fn backing(&self, device: &Path) -> Option<Backing>;
+    /// Whether bcache has this set.
+    fn has_set(&self, uuid: &str) -> bool;
+
+    /// Loads a module.
+    fn load(&mut self, name: &str) -> Result<(), Failure>;
+    /// Unloads a module, unless it is in use.
+    fn unload(&mut self, name: &str) -> Result<(), Failure>;
+    /// Makes and starts an array.
+    fn make_array(&mut self, path: &Path, uuid: &str, members: &[PathBuf]) -> Result<(), Failure>;
+    /// Stops an array.
+    fn stop_array(&mut self, path: &Path) -> Result<(), Failure>;
+    /// Erases what an array wrote on a disk of it.
+    fn erase_member(&mut self, disk: &Path) -> Result<(), Failure>;
+    /// Writes the superblock of an array or disk without a cache.
+    fn make_backing(&mut self, device: &Path) -> Result<(), Failure>;
+    /// Writes the superblock of a cache.
+    fn make_set(&mut self, device: &Path, uuid: &str, bytes: u64) -> Result<(), Failure>;
+    /// Erases a superblock of bcache.
+    fn erase_superblock(&mut self, device: &Path) -> Result<(), Failure>;
+    /// Erases the marks of all content on an array.
+    fn erase_marks(&mut self, array: &Path) -> Result<(), Failure>;
+    /// Hands a device to bcache, which may have it already.
+    fn register(&mut self, device: &Path) -> Result<(), Failure>;
+    /// Puts a set in front of an array or disk.
+    fn attach(&mut self, backing: &Path, set: &str) -> Result<(), Failure>;
+    /// Has bcache write all dirty pages of an array or disk home, and then leave its set.
+    fn detach(&mut self, backing: &Path) -> Result<(), Failure>;
+    /// Takes an array or disk from bcache.
+    fn stop_backing(&mut self, backing: &Path) -> Result<(), Failure>;
+    /// Takes a set from bcache.
+    fn unregister(&mut self, set: &str) -> Result<(), Failure>;
+    /// Writes a setting of an array or disk.
+    fn set_backing(&mut self, backing: &Path, name: &str, value: &str) -> Result<(), Failure>;
+    /// Writes a setting of a set.
+    fn set_set(&mut self, set: &str, name: &str, value: &str) -> Result<(), Failure>;
+    /// Waits. Meanwhile the machine goes on.
+    fn pause(&mut self, time: Duration) -> Result<(), Failure>;
+}
