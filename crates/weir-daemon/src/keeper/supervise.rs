@@ -541,7 +541,10 @@ impl Keeper<'_> {
     fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
         self.told_by = None;
         life.owes_answer = true;
-        if let Err(error) = rustix::process::pidfd_send_signal(daemon, Signal::TERM) {
+        // A daemon that takes over would first serve, and then end. For a run that is over it need
+        // not.
+        let signal = if self.is_over && !life.was_ready { Signal::KILL } else { Signal::TERM };
+        if let Err(error) = rustix::process::pidfd_send_signal(daemon, signal) {
             (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));
         }
     }

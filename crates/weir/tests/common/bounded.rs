@@ -178,6 +178,8 @@ pub struct Sweeping {
     pub run: std::process::Child,
     pub pid: u32,
     lines: std::io::BufReader<std::process::ChildStdout>,
+    errors: std::io::BufReader<std::process::ChildStderr>,
+    said: String,
 }
 
 impl Sweeping {
@@ -195,7 +197,8 @@ impl Sweeping {
         let mut run = piped.spawn().unwrap();
         let mut lines = std::io::BufReader::new(run.stdout.take().expect("piped"));
         let pid = line(&mut lines).parse().unwrap();
-        Sweeping { run, pid, lines }
+        let errors = std::io::BufReader::new(run.stderr.take().expect("piped"));
+        Sweeping { run, pid, lines, errors, said: String::new() }
     }
 
     /// The keeper of the run; without a keeper, the daemon.
@@ -216,6 +219,14 @@ impl Sweeping {
             }
             assert!(begun.elapsed() < Duration::from_secs(120), "the keeper starts no daemon");
             thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Returns once the run has said these words.
+    pub fn says(&mut self, words: &str) {
+        while !self.said.contains(words) {
+            let read = std::io::BufRead::read_line(&mut self.errors, &mut self.said).unwrap();
+            assert!(read > 0, "it has ended without {words:?}: {}", self.said);
         }
     }
 
@@ -250,9 +261,8 @@ impl Sweeping {
             assert!(begun.elapsed() < Duration::from_secs(120), "the program neither ends nor goes on");
             thread::sleep(Duration::from_millis(5));
         };
-        let mut said = String::new();
-        self.run.stderr.take().expect("piped").read_to_string(&mut said).unwrap();
-        (status.code(), said)
+        self.errors.read_to_string(&mut self.said).unwrap();
+        (status.code(), std::mem::take(&mut self.said))
     }
 }
 
