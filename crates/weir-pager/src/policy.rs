@@ -133,6 +133,11 @@ impl Policy {
         self.order.front().copied()
     }
 
+    /// The blocks in place, the newest one first.
+    pub fn newest_first(&self) -> impl Iterator<Item = u32> + '_ {
+        self.order.iter().rev().copied()
+    }
+
     /// Notes that a block could not be moved out. It counts as the newest block from now on.
     pub fn spared(&mut self, id: u32) {
         self.went(id);

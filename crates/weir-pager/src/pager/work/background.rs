@@ -48,7 +48,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             let id = self.victim()?;
             if self.blocks.get(id).room.is_none() {
-                let room = self.store.claim();
+                let room = self.store.claim().or_else(|| self.take_spare_room());
                 if room.is_none() {
                     if !self.is_full {
                         self.outside.tell("the store is full; the program takes more memory than its limit");
@@ -220,6 +220,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
         true
     }
 
+    /// Takes the room of a block that is in place. Such a block keeps its room until the store is
+    /// full, and claims another one when it moves out.
+    fn take_spare_room(&mut self) -> Option<u64> {
+        let blocks = &self.blocks;
+        let id = self.policy.newest_first().find(|&id| blocks.get(id).room.is_some())?;
+        self.release_room(id);
+        self.store.claim()
+    }
+
     pub(super) fn release_room(&mut self, id: u32) {
         // Settle before the release: the room may get another owner, whose content a late write of
         // this block must not overwrite.
@@ -257,6 +266,39 @@ mod tests {
             assert_eq!([5, 6].map(|page| work.kernel.world.word(first + page)), [word, 0]);
             work.policy.went(id);
         }
+    }
+
+    #[test]
+    fn a_block_goes_to_the_room_of_one_in_place_where_the_store_has_no_other() {
+        let (mut work, first) = work_at_rest();
+        let ids = [0, 1].map(|number| {
+            let page = first + number * BLOCK_PAGES;
+            work.kernel.world.map(page, page + BLOCK_PAGES);
+            work.kernel.register(address(page), address(page + BLOCK_PAGES)).unwrap();
+            work.kernel.world.come(page + 5, page as u64);
+            let id = work.blocks.add(address(page), State::Resident);
+            work.policy.came(id);
+            id
+        });
+        // The first block goes out and comes back. It keeps its room.
+        work.begin_write().expect("it can go");
+        while work.writing.is_some() {
+            work.write();
+        }
+        work.bring(ids[0]).unwrap();
+        assert!(work.blocks.get(ids[0]).room.is_some());
+        while work.store.claim().is_some() {}
+        // The second block goes to that room, and the first one has none any more.
+        work.begin_write().expect("it can go");
+        while work.writing.is_some() {
+            work.write();
+        }
+        assert_eq!(work.blocks.get(ids[1]).state, State::Stored);
+        assert_eq!((work.blocks.get(ids[0]).room, work.rooms), (None, 1));
+        assert!(work.begin_write().is_none(), "nothing else has room");
+        work.bring(ids[1]).unwrap();
+        let words = [0, 1].map(|number| work.kernel.world.word(first + number * BLOCK_PAGES + 5));
+        assert_eq!(words, [first as u64, (first + BLOCK_PAGES) as u64]);
     }
 
     #[test]
