@@ -7,6 +7,7 @@ mod work;
 
 use crate::kernel::{System, reserve};
 use crate::{BLOCK, Error, Store, Tell};
+use rustix::process::{Pid, getpid};
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
@@ -113,7 +114,12 @@ pub(crate) struct Shared {
     /// A range to adopt: its first byte, and the byte after its last. A thread that holds the lock
     /// `adopting` writes it; the pager reads it without the lock.
     adopt: [AtomicUsize; 2],
+    /// A range that no child inherits any more, or that children inherit again if `is_inherited` is
+    /// true. Written and read as `adopt` is.
+    inherit: [AtomicUsize; 2],
+    is_inherited: AtomicBool,
     adopting: Mutex<()>,
+    process: Pid,
 }
 
 /// Registered pages by which threads call the pager. A thread that touches one waits until the
@@ -198,7 +204,10 @@ impl Pager {
             bells: Bells::new()?,
             counters: Counters::default(),
             adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
+            inherit: [AtomicUsize::new(0), AtomicUsize::new(0)],
+            is_inherited: AtomicBool::new(false),
             adopting: Mutex::new(()),
+            process: getpid(),
         });
         let (say, hear) = sync_channel(1);
         let pager = Pager(Arc::clone(&shared));
@@ -231,6 +240,22 @@ impl Pager {
         self.0.adopt[1].store(start + bytes, Ordering::Relaxed);
         self.look();
         self.0.adopt[1].store(0, Ordering::Relaxed);
+    }
+
+    /// Notes that the program leaves memory out of its forks (`MADV_DONTFORK`), or includes it
+    /// again. Memory that is left out need not be resident for a fork. Does nothing in a child
+    /// process.
+    pub fn inherit(&self, start: usize, bytes: usize, is_inherited: bool) {
+        // In a child the lock may be held by a thread that only the parent has.
+        if getpid() != self.0.process {
+            return;
+        }
+        let _adopting = self.0.adopting.lock().expect("nothing panics under it");
+        self.0.is_inherited.store(is_inherited, Ordering::Relaxed);
+        self.0.inherit[0].store(start, Ordering::Relaxed);
+        self.0.inherit[1].store((start + bytes).next_multiple_of(PAGE_SIZE), Ordering::Relaxed);
+        self.look();
+        self.0.inherit[1].store(0, Ordering::Relaxed);
     }
 
     /// Returns once the pager has looked for new memory.

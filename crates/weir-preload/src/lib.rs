@@ -245,19 +245,30 @@ pub unsafe extern "C" fn mmap64(
 }
 
 /// # Safety
-/// Does the same as madvise(2). If a program gives up the content of pages, the kernel tells the
-/// pager. But it does not if the program turns them into a guard region (Linux 6.13), so this
-/// function makes it do so.
+/// Does the same as madvise(2), except that it has no pages merged with equal ones (KSM): the
+/// kernel does not move merged pages. If a program gives up the content of pages, the kernel tells
+/// the pager. But it does not if the program turns them into a guard region (Linux 6.13), so this
+/// function makes it do so. The pager also learns which memory no child inherits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) -> c_int {
     /// Advice that no available crate defines.
     const GUARD_INSTALL: c_int = 102;
+    let pager = PAGER.get();
+    if advice == libc::MADV_MERGEABLE && pager.is_some() {
+        return 0;
+    }
     // SAFETY: the caller's arguments are passed on unchanged.
     let advised = unsafe { libc::syscall(libc::SYS_madvise, at, bytes, advice) as c_int };
     if advised == 0 && advice == GUARD_INSTALL {
         // SAFETY: the pages of a guard region have no content, and this call does not remove the
         // guards.
         unsafe { libc::syscall(libc::SYS_madvise, at, bytes, libc::MADV_DONTNEED) };
+    }
+    if advised == 0
+        && matches!(advice, libc::MADV_DONTFORK | libc::MADV_DOFORK)
+        && let Some(pager) = pager
+    {
+        pager.inherit(at.addr(), bytes, advice == libc::MADV_DOFORK);
     }
     advised
 }

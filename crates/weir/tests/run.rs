@@ -3,7 +3,9 @@
 mod common;
 
 use common::Ends;
-use common::bounded::{LIMIT_MIB, PRELUDE, Scratch, build, can_run, directory_of, line, program, python};
+use common::bounded::{
+    LIMIT_MIB, PRELUDE, Scratch, build, can_run, compiled, directory_of, line, program, python,
+};
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
@@ -640,4 +642,74 @@ fn an_order_for_what_is_not_bounded_names_the_process_and_the_next_step() {
         let (found, text) = about(arguments);
         assert!(found == Some(code) && text.contains(said) && text.lines().count() == 1, "{text}");
     }
+}
+
+#[test]
+fn a_fork_does_not_bring_back_what_the_program_leaves_out_of_it_and_no_page_is_merged() {
+    let name = "a_fork_does_not_bring_back";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let source = scratch.file(
+        "apart.c",
+        r#"
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { BYTES = 192 << 20, PAGE = 4096 };
+
+static long number_of(const char *name) {
+    char line[256];
+    long number = -1;
+    FILE *status = fopen("/proc/self/status", "r");
+    while (fgets(line, sizeof line, status))
+        if (!strncmp(line, name, strlen(name))) sscanf(line + strlen(name), "%ld", &number);
+    fclose(status);
+    return number >> 10;
+}
+
+int main(void) {
+    unsigned char *memory = mmap(0, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    madvise(memory, BYTES, MADV_DONTFORK);
+    madvise(memory, BYTES, MADV_MERGEABLE);
+    for (long at = 0; at < BYTES; at++) memory[at] = at * 31 >> 3;
+    for (int i = 0; i < 3; i++) {
+        pid_t child = fork();
+        if (child == 0) _exit(memory[5] == 0 ? 1 : 2);
+        int status;
+        waitpid(child, &status, 0);
+        if (!WIFSIGNALED(status)) printf("the child has it\n");
+    }
+    printf("%ld\n", number_of("VmHWM:"));
+    // Now children have it.
+    madvise(memory, BYTES, MADV_DOFORK);
+    pid_t child = fork();
+    if (child == 0) {
+        long wrong = 0;
+        for (long at = 0; at < BYTES; at += PAGE) wrong += memory[at] != (unsigned char)(at * 31 >> 3);
+        _exit(wrong ? 1 : 42);
+    }
+    int status;
+    waitpid(child, &status, 0);
+    printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+    char line[512];
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    while (fgets(line, sizeof line, maps))
+        if (!strncmp(line, "VmFlags:", 8) && strstr(line, " mg")) printf("merged\n");
+}
+"#,
+    );
+    let Some(program) = compiled(name, &source, &scratch) else { return };
+    let output = weir(&["--", program.to_str().unwrap()]);
+    let said = String::from_utf8_lossy(&output.stdout);
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines.len(), 2, "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(lines[1], "42");
+    // All of it would be 192 MiB. What came before the pager looked for it does not go.
+    let peak: usize = lines[0].parse().unwrap();
+    assert!(peak < 150, "{peak} MiB were resident");
 }

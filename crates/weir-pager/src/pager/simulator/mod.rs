@@ -129,7 +129,10 @@ fn play(seed: u64) {
         bells: Bells { base: address(OWN), next: AtomicU32::new(0) },
         counters: Counters::default(),
         adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
+        inherit: [AtomicUsize::new(0), AtomicUsize::new(0)],
+        is_inherited: AtomicBool::new(false),
         adopting: Mutex::new(()),
+        process: rustix::process::getpid(),
     });
     let mut world = World::new(Random::new(random.next()), merges, migrates);
     world.map(OWN, OWN + BELLS);
@@ -175,7 +178,10 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
         bells: Bells { base: address(OWN), next: AtomicU32::new(0) },
         counters: Counters::default(),
         adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
+        inherit: [AtomicUsize::new(0), AtomicUsize::new(0)],
+        is_inherited: AtomicBool::new(false),
         adopting: Mutex::new(()),
+        process: rustix::process::getpid(),
     });
     let mut world = World::new(Random::new(3), false, 0);
     world.map(OWN, OWN + BELLS);

@@ -92,6 +92,9 @@ pub(super) struct Work<K: Kernel, S> {
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
+    /// Memory that the program has left out of its forks: the first byte, and the byte after the
+    /// last. Some of it may not be managed.
+    left_out: BTreeMap<usize, usize>,
     /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
     /// its own memory. If only a part of one of the program's mappings were managed, the kernel
     /// would split the mapping, and `mremap` would refuse to grow it.
@@ -167,6 +170,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             seen: [0; 24],
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
+            left_out: BTreeMap::new(),
             excluded: mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
             mappings,
             mappings_of_now: Vec::new(),
@@ -312,12 +316,17 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if end > start {
             self.adopt(start, end)?;
         }
+        self.note_left_out();
         self.look()?;
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
             self.advise_leftovers()?;
+            self.leave_out(0..usize::MAX);
             let ids: Vec<u32> = self.blocks.ids().collect();
             for id in ids {
+                if self.is_left_out(self.blocks.get(id).at) {
+                    continue;
+                }
                 if !matches!(self.blocks.get(id).state, State::Resident | State::Empty | State::Lost) {
                     self.bring(id)?;
                 }

@@ -94,7 +94,7 @@ pub(super) fn without(parts: Vec<Range<usize>>, range: &Range<usize>) -> Vec<Ran
 }
 
 /// The parts of `range` that are in a span.
-fn held_in(spans: &BTreeMap<usize, usize>, range: Range<usize>) -> Vec<Range<usize>> {
+pub(super) fn held_in(spans: &BTreeMap<usize, usize>, range: Range<usize>) -> Vec<Range<usize>> {
     let before = spans.range(..range.start).next_back();
     let all = before.into_iter().chain(spans.range(range.start..range.end.max(range.start)));
     all.map(|(&start, &end)| start.max(range.start)..end.min(range.end))

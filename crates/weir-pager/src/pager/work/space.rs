@@ -7,13 +7,22 @@ impl<K: Kernel, S: Store> Work<K, S> {
         match event {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
-            Event::Unmap(start, end) => self.forget_all(start, end),
+            Event::Unmap(start, end) => {
+                self.forget_all(start, end);
+                order::forget(&mut self.left_out, start..end);
+            }
             Event::Remap(from, to, bytes) => {
                 // Nothing is there, unless an event is missing.
                 self.forget_all(to, to + bytes);
                 // The spans change first, since the pager may read and order further events below.
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
+                let left_out = order::held_in(&self.left_out, from..from + bytes);
+                order::forget(&mut self.left_out, to..to + bytes);
+                order::forget(&mut self.left_out, from..from + bytes);
+                for part in left_out {
+                    order::add(&mut self.left_out, part.start - from + to..part.end - from + to);
+                }
                 self.cut(from, from + bytes, Some(to));
                 self.blocks.shift(from, to, bytes);
                 // An earlier move may have taken a part of a block away, and so have dissolved the
@@ -163,6 +172,33 @@ impl<K: Kernel, S: Store> Work<K, S> {
         order::forget(&mut self.spans, start..end);
     }
 
+    /// Reads which memory the program has left out of its forks, or included again, since the last
+    /// call.
+    pub(super) fn note_left_out(&mut self) {
+        let [start, end] = self.shared.inherit.each_ref().map(|bound| bound.load(Ordering::Relaxed));
+        if end > start {
+            let is_inherited = self.shared.is_inherited.load(Ordering::Relaxed);
+            let note = if is_inherited { order::forget } else { order::add };
+            note(&mut self.left_out, start..end);
+        }
+    }
+
+    /// Has no child inherit the memory in this range that the program has left out of its forks.
+    /// The advice for all managed memory was the opposite.
+    pub(super) fn leave_out(&mut self, range: std::ops::Range<usize>) {
+        for part in order::held_in(&self.left_out, range) {
+            for span in order::held_in(&self.spans, part) {
+                let _ = self.kernel.advise(span.start, span.len(), Advice::LinuxDontFork);
+            }
+        }
+    }
+
+    /// Whether the program has left the whole block at this address out of its forks.
+    pub(super) fn is_left_out(&self, block: usize) -> bool {
+        let before = self.left_out.range(..=block).next_back();
+        before.is_some_and(|(_, &end)| block + BLOCK <= end)
+    }
+
     /// Looks for new memory if the size of the address space has changed since the last look.
     pub(super) fn look_if_changed(&mut self) {
         self.looked = self.kernel.now();
@@ -232,6 +268,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = self.kernel.advise(start, end - start, advice);
         self.add_span(start, end);
+        if self.is_held() {
+            self.leave_out(start..end);
+        }
         // Some pages may have been touched before the registration.
         self.record(start, end);
         Ok(())
@@ -270,6 +309,39 @@ impl<K: Kernel, S: Store> Work<K, S> {
 mod tests {
     use super::*;
     use crate::pager::simulator::{address, work_at_rest};
+
+    #[test]
+    fn what_the_program_leaves_out_of_its_forks_stays_in_the_store_and_moves_with_its_memory() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + 2 * BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + 2 * BLOCK_PAGES)).unwrap();
+        work.add_span(address(first), address(first + 2 * BLOCK_PAGES));
+        let ids = [0, 1].map(|number| {
+            work.kernel.world.come(first + number * BLOCK_PAGES, 7);
+            let id = work.blocks.add(address(first + number * BLOCK_PAGES), State::Resident);
+            work.policy.came(id);
+            work.begin_write().expect("it can go");
+            while work.writing.is_some() {
+                work.write();
+            }
+            id
+        });
+        assert_eq!(ids.map(|id| work.blocks.get(id).state), [State::Stored; 2]);
+        let [start, end] = work.shared.inherit.each_ref();
+        start.store(address(first), Ordering::Relaxed);
+        end.store(address(first) + BLOCK, Ordering::Relaxed);
+        work.shared.holds.store(1, Ordering::SeqCst);
+        let bell = work.shared.bells.base;
+        work.fault(bell).unwrap();
+        assert_eq!(ids.map(|id| work.blocks.get(id).state), [State::Stored, State::Resident]);
+        let is_left_out = |page| work.kernel.world.area(page).expect("mapped").1.is_left_out_of_forks;
+        assert!(is_left_out(first) && !is_left_out(first + BLOCK_PAGES));
+        let (to, past) = (address(first + 8 * BLOCK_PAGES), address(first + 9 * BLOCK_PAGES));
+        work.apply(Event::Remap(address(first), to, BLOCK));
+        assert_eq!(Vec::from_iter(work.left_out.clone()), [(to, past)]);
+        work.apply(Event::Unmap(to, to + BLOCK / 2));
+        assert_eq!(Vec::from_iter(work.left_out.clone()), [(to + BLOCK / 2, past)]);
+    }
 
     #[test]
     fn memory_that_moves_to_where_other_memory_was_outlives_the_end_of_that_move() {
