@@ -89,6 +89,11 @@ pub enum Command {
     /// docs/pager.md has its known defects. Needs root, or access to /dev/userfaultfd.
     Run(RunOptions),
 
+    /// Run a virtual machine in less memory than its guest has: pages above the limit go to stores.
+    /// For QEMU as it is. Experimental: docs/vm.md says what cannot be bounded. Needs root, or
+    /// access to /dev/userfaultfd.
+    Vm(VmOptions),
+
     /// Change how much of a bounded program may be resident, while it runs. Returns once no more
     /// than that is resident.
     Limit(LimitOptions),
@@ -481,6 +486,37 @@ pub struct RunOptions {
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub program: Vec<OsString>,
+}
+
+/// The virtual machine to run, and its limit of memory.
+#[derive(Debug, Clone, Args)]
+#[command(
+    after_help = "The limit holds for the guest's memory and QEMU's own heap together. It does not hold for memory that other processes or devices use: \
+files, shared memory, huge pages from a pool, vfio. Such a guest is refused. weir limit and weir evict change the limit while the guest runs. \
+The exit code is QEMU's; if a signal ended it, 128 and the signal's number."
+)]
+pub struct VmOptions {
+    /// Memory of the guest that may be resident: 32MiB or more.
+    #[arg(long, value_name = "SIZE", value_parser = resident)]
+    pub resident: ByteSize,
+
+    /// The store of pages beyond the limit, as for weir serve. May be repeated [default: host
+    /// memory, as much as the guest has, and at least four times --resident].
+    #[arg(long, value_name = "URL")]
+    pub store: Vec<StoreUrl>,
+
+    /// Answer GET /metrics for as long as the guest runs, as for weir serve.
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<Address>,
+
+    /// Survive a crash of the daemon that has the pages, by a second process, as for weir serve
+    /// [default: yes, unless a store's pages end with the daemon].
+    #[arg(long, value_name = "yes|no", value_parser = yes_or_no)]
+    pub keeper: Option<bool>,
+
+    /// QEMU and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub qemu: Vec<OsString>,
 }
 
 /// A bounded program, and its new limit.

@@ -138,6 +138,13 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
             "At most 1 GiB of its large memory in RAM, the rest in an encrypted file.",
         )],
     ),
+    (
+        "weir-vm",
+        &[(
+            "weir vm --resident 4GiB --store vram:0?size=12GiB -- qemu-system-x86_64 -enable-kvm -m 16G disk.qcow2",
+            "A guest with 16 GiB, of which 12 GiB lie on a card.",
+        )],
+    ),
     ("weir-limit", &[("weir limit 4711 256MiB", "From now on at most so much of process 4711 is resident.")]),
     ("weir-evict", &[("weir evict 4711", "All of process 4711 goes to its stores once.")]),
     (

@@ -67,6 +67,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Detach(options) => attach::detach(&options),
         Command::Mount(options) => mount::run(&options),
         Command::Run(options) => run::run(&options),
+        Command::Vm(options) => run::vm(options),
         Command::Limit(options) => run::limit(&options),
         Command::Evict(options) => run::evict(options),
         Command::Doctor(options) => doctor::run(options),

@@ -6,8 +6,10 @@
 
 mod bounded;
 mod program;
+mod vm;
 
 pub use bounded::{all, evict, first_control, limit};
+pub use vm::vm;
 
 use crate::cli::RunOptions;
 use rustix::event::{PollFd, PollFlags};
@@ -26,6 +28,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use weir_cli::failure::{Failure, chain};
+use weir_core::PAGE_SIZE;
 use weir_pager::{BLOCK_PAGES, Ledger, Promise, directory};
 use weir_share::Client;
 use weir_store::StoreUrl;
@@ -45,6 +48,23 @@ const TIMES: u64 = 4;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
+    let (status, ()) = execute(options, |_| Ok(()), |_| ())?;
+    end(status)
+}
+
+/// Ends this process as the program ended.
+fn end(status: ExitStatus) -> ! {
+    // `exit` runs no destructors, so nothing may be left to clean up.
+    std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
+}
+
+/// Runs the program to its end. `fits` is given the number of bytes that the stores have room for,
+/// and may refuse the program. `begun` is given the program's process.
+fn execute<T>(
+    options: &RunOptions,
+    fits: impl FnOnce(u64) -> Result<(), Failure>,
+    begun: impl FnOnce(&Child) -> T,
+) -> Result<(ExitStatus, T), Failure> {
     let (name, arguments) = options.program.split_first().expect("clap wants one at least");
     let path = program::find(name)?;
     program::check(&path)?;
@@ -53,6 +73,7 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
     // A signal that ends the program ends this process after it.
     let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
     let daemon = Daemon::start(options)?;
+    fits(daemon.room)?;
     // From here on this process becomes the parent of each descendant whose own parent ends.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
     let child = Command::new(&path)
@@ -64,10 +85,9 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
         .env("WEIR_RUN_PARENT", std::process::id().to_string())
         .spawn()
         .map_err(|error| Failure::Failed(format!("cannot run {}: {error}", path.display())))?;
+    let kept = begun(&child);
     let status = wait(child, &daemon, signals).map_err(Failure::failed)?;
-    drop(daemon);
-    // `exit` runs no destructors. The daemon is dropped already, so nothing is left to clean up.
-    std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
+    Ok((status, kept))
 }
 
 /// Waits for the program, then for the processes that it left in the background, since the daemon
@@ -158,6 +178,8 @@ fn preload(object: &Path) -> OsString {
 struct Daemon {
     directory: PathBuf,
     process: Option<Child>,
+    /// Bytes that the stores have room for.
+    room: u64,
     /// The thread that prints the pagers' lines, and the socket from which it reads them.
     relay: Option<(JoinHandle<()>, PathBuf)>,
 }
@@ -183,7 +205,7 @@ impl Daemon {
         fs::DirBuilder::new().mode(0o700).create(&directory).map_err(|error| {
             Failure::Failed(format!("cannot make {}: {error}; set TMPDIR", directory.display()))
         })?;
-        let mut daemon = Daemon { directory, process: None, relay: None };
+        let mut daemon = Daemon { directory, process: None, room: 0, relay: None };
         let unmade = |path: &Path, error: io::Error| Failure::Failed(format!("{}: {error}", path.display()));
         let ledger = daemon.directory.join(directory::LEDGER);
         let promise = Ledger::create(&ledger).map_err(|error| unmade(&ledger, error))?;
@@ -224,6 +246,7 @@ impl Daemon {
         let pages = Client::connect(&daemon.share(), weir_share::Options::default())
             .map_err(|error| Failure::Failed(chain(&error)))?
             .pages();
+        daemon.room = pages * PAGE_SIZE as u64;
         promise.set_blocks(pages as usize / BLOCK_PAGES).map_err(|error| unmade(&ledger, error))?;
         daemon.hold(promise).map_err(Failure::failed)?;
         let path = daemon.directory.join(directory::MESSAGES);
