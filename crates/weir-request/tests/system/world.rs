@@ -25,8 +25,9 @@ const CHUNK_SLOTS: u32 = 1024;
 const NESTED_MOST: u32 = 3;
 /// Requests that a connection may have under way.
 const IDS: u16 = 5;
-/// Most pages of a request.
-const LONGEST: u32 = 6;
+/// Most pages of a request, and of most requests. A long one may take slots side by side.
+const LONGEST: u32 = 24;
+const SHORT: u32 = 6;
 /// The time after which a client gives a connection up, as the kernel does.
 const GIVES_UP: Duration = Duration::from_secs(5);
 /// A server has answered each request within this time, if it gets to run. A request may wait for
@@ -232,12 +233,13 @@ impl World {
         let mut within = |from: u32, to: u32| from + draws.below(to - from);
         let connections = within(2, 7) as usize;
         let clients = within(1, 4).min(connections as u32) as usize;
-        let config = Config { pages: within(4, 40), lanes: connections + 1, depth: within(2, 20) as usize };
+        let config = Config { pages: within(4, 40), lanes: connections + 1, depth: within(2, 40) as usize };
         let (has_chunks, count) = (within(0, 3) == 2, within(1, 4));
         let errors = if within(0, 4) == 3 { 0.005 } else { 0.0 };
         let (corrupt, lose) = if within(0, 6) == 5 { (0.003, 0.003) } else { (0.0, 0.0) };
         let tight = config.slots().div_ceil(count);
         let slots = if has_chunks { 2 * CHUNK_SLOTS } else { tight + within(0, 2) * within(1, 200) };
+        let has_storm = within(0, 8) == 7;
         let disk = |_| {
             Arc::new(Disk::open(SimUrl {
                 seed: u64::from(within(0, 1 << 20)),
@@ -247,13 +249,12 @@ impl World {
                 write_error: errors,
                 corrupt,
                 lose,
-                delay: [0, 1, 3, 3, 7][within(0, 5) as usize],
+                delay: [0, 1, 3, 3, 7][if has_storm { 4 } else { within(0, 5) as usize }],
                 ..SimUrl::default()
             }))
         };
         let disks: Vec<_> = (0..count).map(disk).collect();
         let compresses = within(0, 2) == 1;
-        let has_storm = within(0, 8) == 7;
         let first = if within(0, 2) == 0 { config.pages } else { within(1, config.pages) };
         let ranges = [0..first, first..config.pages].into_iter().filter(|pages| !pages.is_empty()).collect();
         let connection = |at| {
@@ -390,7 +391,12 @@ impl World {
         match self.within(0, 1000) {
             0..970 => self.act(),
             970..980 => self.wait(),
-            980..998 if self.has_storm => self.take_over(),
+            980..998 if self.has_storm => {
+                // As many writes as can be are under way when the daemon dies.
+                let all = 0..self.connections.len();
+                all.cycle().take(usize::from(IDS) * self.connections.len()).for_each(|at| self.ask(at));
+                self.take_over();
+            }
             980..986 => self.stall(),
             986..990 => self.take_over(),
             990..998 => self.land(),
@@ -473,7 +479,8 @@ impl World {
         // Half of all requests meet on a few pages.
         let first = self.within(0, pages);
         let first = if self.one_in(2) { first % 4 } else { first };
-        let count = self.within(1, LONGEST.min(pages - first) + 1);
+        let most = if self.one_in(8) { LONGEST } else { SHORT };
+        let count = self.within(1, most.min(pages - first) + 1);
         let mut sectors = (first as usize * PAGE_SECTORS, count as usize * PAGE_SECTORS);
         if self.one_in(3) {
             // Parts of pages at both ends.
