@@ -8,9 +8,11 @@ use rustix::mm::{Advice, MapFlags, MlockFlags, MprotectFlags, ProtFlags};
 use rustix::process::{Resource, Rlimit};
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A mapping of whole pages, readable and writable by every thread, all zeros when new.
 ///
@@ -21,8 +23,8 @@ pub struct Memory {
     start: NonNull<u8>,
     bytes: usize,
     fd: Option<OwnedFd>,
-    /// Bytes of the parts that were taken and could not be locked.
-    unlocked: AtomicU64,
+    /// The parts that have pages and could not be locked, none of which meets another.
+    unlocked: Mutex<Vec<Range<usize>>>,
 }
 
 // SAFETY: a `Memory` is an address range and a descriptor; neither belongs to a thread.
@@ -88,14 +90,16 @@ impl Memory {
     }
 
     /// Gives the whole pages of a part back to the system, here and in every process that has
-    /// mapped them. They read as zeros from here on.
+    /// mapped them. They read as zeros from here on, and count no longer as unlocked.
     ///
     /// # Errors
     /// Fails with the error of `fallocate`, and with `EBADF` for memory without a descriptor.
     pub fn punch(&self, offset: usize, bytes: usize) -> io::Result<()> {
         let fd = self.fd().ok_or(rustix::io::Errno::BADF)?;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(fd, flags, offset as u64, bytes as u64)?)
+        rustix::fs::fallocate(fd, flags, offset as u64, bytes as u64)?;
+        self.note(offset..offset + bytes, true);
+        Ok(())
     }
 
     /// Maps the whole of a memfd that another process made with [`Memory::shared`]. Only pages that
@@ -139,7 +143,7 @@ impl Memory {
             }
         };
         let start = NonNull::new(start.cast()).expect("mmap never returns null");
-        let memory = Memory { start, bytes, fd, unlocked: AtomicU64::new(0) };
+        let memory = Memory { start, bytes, fd, unlocked: Mutex::default() };
         let at = memory.start.as_ptr().cast();
         // SAFETY: the range is the mapping just made, and neither this call nor those below change
         // its content.
@@ -237,10 +241,28 @@ impl Memory {
         let unit = (self.bytes / 1000).next_multiple_of(LOCK_UNIT_LEAST).max(LOCK_UNIT_LEAST);
         let units = (offset / unit * unit, end.next_multiple_of(unit).min(self.bytes));
         let locked = lock(units.0, units.1).or_else(|_| lock(offset, end));
-        if locked.is_err() && !locks_all_memory() {
-            self.unlocked.fetch_add(bytes as u64, Ordering::Relaxed);
-            UNLOCKED.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.note(offset..end, locked.is_ok() || locks_all_memory());
+    }
+
+    /// Notes that a part has no page that is not locked, or that it has pages which cannot be
+    /// locked.
+    fn note(&self, part: Range<usize>, is_locked: bool) {
+        let mut unlocked = self.unlocked();
+        if is_locked && unlocked.is_empty() {
+            return;
         }
+        let before = bytes_of(&unlocked);
+        let rest = |it: &Range<usize>| [it.start..it.end.min(part.start), it.start.max(part.end)..it.end];
+        *unlocked = unlocked.iter().flat_map(rest).filter(|it| !it.is_empty()).collect();
+        if !is_locked {
+            unlocked.push(part);
+        }
+        // Other memories' bytes may be noted meanwhile, so add the difference, also one below 0.
+        UNLOCKED.fetch_add(bytes_of(&unlocked).wrapping_sub(before), Ordering::Relaxed);
+    }
+
+    fn unlocked(&self) -> MutexGuard<'_, Vec<Range<usize>>> {
+        self.unlocked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Populates a range by MADV_POPULATE_WRITE or MADV_POPULATE_READ (Linux 5.14). They report
@@ -275,7 +297,7 @@ impl Memory {
     /// Whether all that was taken is locked in RAM. It is not if `RLIMIT_MEMLOCK` forbids it, which
     /// is fine for a test, but not for swap.
     pub fn is_locked(&self) -> bool {
-        self.unlocked.load(Ordering::Relaxed) == 0
+        self.unlocked().is_empty()
     }
 
     /// A descriptor for [`Memory::shared`] memory that others can map for reading, and not for
@@ -304,7 +326,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        UNLOCKED.fetch_sub(*self.unlocked.get_mut(), Ordering::Relaxed);
+        UNLOCKED.fetch_sub(bytes_of(&self.unlocked()), Ordering::Relaxed);
         // SAFETY: this value made the mapping, and users of its pointer borrowed or owned `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
@@ -320,6 +342,10 @@ impl fmt::Debug for Memory {
             if self.is_locked() { ", locked" } else { "" }
         )
     }
+}
+
+fn bytes_of(parts: &[Range<usize>]) -> u64 {
+    parts.iter().map(|part| part.len() as u64).sum()
 }
 
 /// Bytes of this process's [`Memory`] that could not be locked in RAM: the kernel may write them to
@@ -566,6 +592,29 @@ mod tests {
         // SAFETY: the page is inside the mapping and was taken; only this thread uses it.
         assert_eq!(unsafe { first.as_ptr().add(1 << 30).read() }, 0);
         assert!(Memory::anonymous(page).unwrap().punch(0, page).is_err(), "it has no descriptor");
+    }
+
+    #[test]
+    fn what_could_not_be_locked_counts_once_and_only_while_it_has_pages() {
+        let memory = Memory::sparse("weir-test", 64 * crate::PAGE_SIZE).unwrap();
+        let counted = || bytes_of(&memory.unlocked()) / crate::PAGE_SIZE as u64;
+        let page = |at: usize| at * crate::PAGE_SIZE;
+        for (part, is_locked, pages) in [
+            (8..16, false, 8),
+            (12..20, false, 12),
+            (10..14, true, 8),
+            (0..64, true, 0),
+            (0..4, false, 4),
+            (60..64, false, 8),
+        ] {
+            memory.note(page(part.start)..page(part.end), is_locked);
+            assert_eq!(counted(), pages, "{part:?}");
+        }
+        assert!(!memory.is_locked() && unlocked() >= page(8) as u64);
+        memory.punch(page(2), page(60)).unwrap();
+        assert_eq!(counted(), 4, "what was given back has no pages");
+        memory.punch(0, page(64)).unwrap();
+        assert!(memory.is_locked());
     }
 
     #[test]

@@ -3,7 +3,6 @@
 //! store costs almost nothing.
 
 use crate::{Fault, Keep, Lane, OpenError, Progress, Reclaim, Share, State, Store, Survive, Ticket};
-use rustix::fs::FallocateFlags;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -174,9 +173,8 @@ impl Reclaim for Host {
     fn release(&self, chunk: u32) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         // Punch a hole into the file. That frees locked pages too, while MADV_REMOVE refuses them.
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(self.fd(), flags, offset, bytes)
-            .map_err(|errno| Fault::Io(errno.raw_os_error()))?;
+        let punched = self.shared.memory.punch(offset as usize, bytes as usize);
+        punched.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::EIO)))?;
         // Mark the chunk as released only now, after a success. After a failure the chunk still
         // takes pages.
         self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
