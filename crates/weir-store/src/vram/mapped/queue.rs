@@ -270,9 +270,10 @@ impl QueueLane {
             return None;
         }
         // The card may still write to the staging pages at any time. So this lane never uses them
-        // again.
+        // again. Nobody can learn when a copy to the card has ended, so a slot that waits for that
+        // would never be free again. The card is lost from here on, and takes no page any more.
         self.dead = true;
-        Some(Err(Fault::Timeout))
+        Some(Err(Fault::Lost))
     }
 
     /// Whether the card no longer answers.
@@ -303,5 +304,36 @@ impl Drop for QueueLane {
             }
             d.destroy_command_pool(self.pool, None);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn operations_that_the_queue_never_answers_are_lost_and_so_are_later_ones() {
+        let gpu = Arc::new(Device::find(0, true, true).expect("lavapipe, from mesa-vulkan-drivers"));
+        let chunk = gpu.allocate(1 << 20).expect("memory");
+        let mut lane = QueueLane::new(&gpu, 4).expect("memory");
+        let place = BufferAddress { buffer: chunk.buffer(), offset: 0 };
+        lane.write(7, place, &[1; PAGE_SIZE]);
+        // The queue never gets this batch, so its fence is never signalled.
+        (lane.batches[0].end, lane.begun, lane.started) = (lane.queued, 1, lane.queued);
+        let (begun, mut ended) = (Instant::now(), Vec::new());
+        let mut poll = |lane: &mut QueueLane, after: Duration| {
+            lane.poll(begun + after, &mut |done| ended.push((done.ticket, done.result)));
+            ended.clone()
+        };
+        assert_eq!(poll(&mut lane, Duration::ZERO), []);
+        assert_eq!(poll(&mut lane, answer_limit()), []);
+        // A timeout would keep the slot until the store names it as settled, which it never does.
+        let late = answer_limit() + Duration::from_millis(1);
+        assert_eq!(poll(&mut lane, late), [(7, Err(Fault::Lost))]);
+        lane.read(8, place);
+        lane.submit();
+        assert_eq!(poll(&mut lane, late), [(7, Err(Fault::Lost)), (8, Err(Fault::Lost))]);
+        assert!(lane.is_dead());
     }
 }
