@@ -362,6 +362,11 @@ impl Pool {
         8 * self.ranges().words() + self.map.refused()
     }
 
+    /// Bytes of the page map that the system refused to take back so far.
+    pub fn map_bytes_refused(&self) -> u64 {
+        self.map.refused()
+    }
+
     /// Bytes of memory that the pool takes besides its stores: page map, slot records and their
     /// counts.
     pub fn memory_bytes(&self) -> u64 {

@@ -132,6 +132,8 @@ impl Map {
 
     #[inline]
     pub fn load(&self, page: PageNo) -> Entry {
+        #[cfg(all(test, not(loom)))]
+        LOOKS.with_borrow(|look| look.iter().for_each(|look| look()));
         Entry(self.word(page).load(Ordering::Acquire))
     }
 
@@ -151,6 +153,12 @@ impl Map {
     pub fn replace(&self, page: PageNo, was: Entry, entry: Entry) -> bool {
         self.word(page).compare_exchange(was.0, entry.0, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
+}
+
+#[cfg(all(test, not(loom)))]
+thread_local! {
+    /// Called before each look of this thread at an entry.
+    pub(crate) static LOOKS: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
 }
 
 #[cfg(all(test, not(loom)))]

@@ -22,6 +22,11 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_store::{OpenError, Store};
 
+/// Largest number of pages whose entries are given back under one lock of the ranges. They are
+/// 8 MiB of the map, which the kernel frees in a millisecond. Movers, status and give-back wait for
+/// that lock.
+const GIVE_AT_ONCE: u32 = if cfg!(test) { 1 << 10 } else { 1 << 20 };
+
 /// A volume: pages by number, from 0 on. Its [`Pool`] has what volumes share.
 #[derive(Debug)]
 pub struct Volume {
@@ -82,6 +87,14 @@ impl Volume {
     /// The volume's size in bytes.
     pub fn bytes(&self) -> u64 {
         u64::from(self.pages()) * PAGE_SIZE as u64
+    }
+
+    /// The number in the pool of this page of the volume, for a [lane of all](Pool::lane_of_all)
+    /// volumes. `None`: the volume has not all of the `count` pages from that one on.
+    #[inline]
+    pub fn page_in_pool(&self, page: u64, count: u32) -> Option<PageNo> {
+        let fits = page.checked_add(count.into())? <= u64::from(self.pages());
+        fits.then(|| PageNo(self.first + page as u32))
     }
 
     /// The volume's pages in its pool, by which [`Pool::take_over`] finds it again.
@@ -191,6 +204,16 @@ impl Pool {
         Ok(lane)
     }
 
+    /// Opens a lane that reaches the pages of all volumes by their
+    /// [numbers in the pool](Volume::page_in_pool). Its owner must hold a volume from before an
+    /// operation on the volume's pages begins until that operation has ended.
+    ///
+    /// # Errors
+    /// Fails as [`Volume::lane`] does.
+    pub fn lane_of_all(self: &Arc<Self>) -> Result<Lane, OpenError> {
+        Volume::whole(self).lane()
+    }
+
     /// Makes a volume of `pages` pages, which are all empty. The caller must record its range for
     /// the next daemon before anything is written to it.
     ///
@@ -230,12 +253,22 @@ impl Pool {
 
     /// Shrinks the range that begins at `first` and ends at `end` to `pages` pages. Gives back the
     /// memory of the map's entries for the other pages.
-    fn give(&self, first: u32, pages: u32, end: u32) {
+    fn give(&self, first: u32, pages: u32, mut end: u32) {
+        while end > first + pages {
+            end = self.give_some(first, pages, end);
+        }
+    }
+
+    /// Does a bounded part of what [`give`](Pool::give) does, from the end on. Returns the range's
+    /// new end.
+    fn give_some(&self, first: u32, pages: u32, end: u32) -> u32 {
+        let rest = (first + pages).max(end.saturating_sub(GIVE_AT_ONCE));
         // This lock keeps movers from reading entries whose memory is given back: a read would take
         // the memory again.
         let mut ranges = self.ranges();
-        self.map.give(whole(first + pages)..whole(end));
-        ranges.resize(first, pages);
+        self.map.give(whole(rest)..whole(end));
+        ranges.resize(first, rest - first);
+        rest
     }
 
     /// Number of pages by which the pool's volumes can still grow together.
@@ -338,6 +371,7 @@ impl Removal {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::map::LOOKS;
     use std::time::Instant;
     use weir_core::ByteSize;
     use weir_store::{Progress, Sim, SimUrl};
@@ -354,6 +388,38 @@ mod tests {
         let bytes = std::array::from_fn(|at| at as u8 ^ with);
         assert_eq!(lane.write(page, PageNo(page), &bytes), Progress::Queued);
         settle(lane);
+    }
+
+    #[test]
+    fn a_mover_looks_at_a_page_s_entry_only_while_no_volume_can_go() {
+        let config = Config { pages: 64, lanes: 2, depth: 4 };
+        let host = weir_store::Host::new(config.slots()).expect("memory");
+        let pool = Pool::create(config, vec![Arc::new(host)]).expect("a pool");
+        let volume = pool.volume(64).expect("room");
+        let bytes = std::array::from_fn(|at| at as u8);
+        assert_eq!(volume.lane().expect("a lane").write(0, PageNo(3), &bytes), Progress::Done(Ok(())));
+        let mut mover = Lane::open(Volume::whole(&pool), 16, 0).expect("a lane");
+        let (page, before) = (PageNo(3), pool.map.load(PageNo(3)));
+        let its = Arc::clone(&pool);
+        let look = move || assert!(its.ranges.try_lock().is_err(), "the volume could go now");
+        LOOKS.set(Some(Box::new(look)));
+        assert_eq!(mover.move_page(0, page, before.place()), Progress::Done(Ok(())));
+        LOOKS.set(None);
+        assert!(pool.map.load(page).place() != before.place(), "it was moved");
+    }
+
+    #[test]
+    fn the_map_of_a_large_volume_is_given_back_a_part_at_a_time() {
+        let config = Config { pages: 4 * GIVE_AT_ONCE, lanes: 1, depth: 4 };
+        let host = weir_store::Host::new(config.slots()).expect("memory");
+        let pool = Pool::create(config, vec![Arc::new(host)]).expect("a pool");
+        let volume = pool.volume(GIVE_AT_ONCE * 2 + 700).expect("room");
+        let range = volume.range();
+        let rest = pool.give_some(range.start, 100, range.end);
+        assert_eq!(pool.ranges().pages(), GIVE_AT_ONCE + 700, "others have the lock now");
+        assert_eq!(rest, range.start + GIVE_AT_ONCE + 700);
+        pool.give(range.start, 100, rest);
+        assert_eq!((pool.ranges().pages(), pool.map_bytes()), (100, 4096));
     }
 
     #[test]

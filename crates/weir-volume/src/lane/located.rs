@@ -46,6 +46,14 @@ impl Pool {
             entry = now;
         }
     }
+
+    /// Does what [`locate`](Pool::locate) does, for a mover; `None` if no volume has the page. The
+    /// lock of the ranges is held meanwhile: to look at the entry of a page that no volume has
+    /// would take memory.
+    pub(super) fn locate_in_volume(&self, page: PageNo) -> Option<Located> {
+        let ranges = self.ranges();
+        ranges.has(page).then(|| self.locate(page))
+    }
 }
 
 impl Located {

@@ -97,16 +97,14 @@ impl Lane {
                 // content.
                 (None, _) => {
                     self.enter();
-                    let moving = self.parts[part as usize].moving;
-                    // The volume of a page that moves may have been removed meanwhile.
-                    let there = |place| self.pool.entry(from.page).is_some_and(|it| it.place() == place);
-                    if moving.is_some_and(|place| !there(place)) {
-                        return Progress::Done(Ok(()));
-                    }
-                    let from = self.pool.locate(from.page);
-                    if moving.is_some_and(|place| place != from.entry.place()) {
-                        return Progress::Done(Ok(()));
-                    }
+                    let from = match self.parts[part as usize].moving {
+                        None => self.pool.locate(from.page),
+                        // The volume of a page that moves may have been removed meanwhile.
+                        Some(place) => match self.pool.locate_in_volume(from.page) {
+                            Some(from) if from.entry.place() == place => from,
+                            _ => return Progress::Done(Ok(())),
+                        },
+                    };
                     self.ops[op as usize].work = Work::Part { part, from, to: None };
                     let base = &mut self.parts[part as usize].base;
                     answer = Some(match from.entry.place() {
