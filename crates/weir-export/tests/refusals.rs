@@ -58,6 +58,18 @@ fn a_share_client_says_what_is_wrong_with_its_server() {
     }
     let error = Client::connect(&path("nobody"), Options::default()).unwrap_err().to_string();
     assert!(error.starts_with("cannot connect to the share server at "), "{error}");
+    // An earlier server answers so to a greeting that is longer than those it knows.
+    let (path, status) = (path("earlier"), -rustix::io::Errno::PROTO.raw_os_error());
+    for (name, words) in [
+        ("a", "the share server is of an earlier version, which serves its own volume alone"),
+        ("", "the share server (format 2) refuses: "),
+    ] {
+        let answer = Welcome { version: VERSION, status, frames: 0, entries: 0, pages: 0, windows: 0 };
+        share_server(&path, Some(answer.encode().to_vec()), 0);
+        let error = Client::connect_to(&path, name, Options::default()).unwrap_err().to_string();
+        std::fs::remove_file(&path).unwrap();
+        assert!(error.starts_with(words), "{error}");
+    }
 }
 
 #[test]

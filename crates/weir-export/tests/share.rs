@@ -1,11 +1,12 @@
 //! The share server as its clients see it: honest, greedy, killed and malicious ones.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use weir_core::log::{Level, to_stderr};
@@ -14,7 +15,7 @@ use weir_export::share::{Config, Server};
 use weir_share::wire::{Hello, Op, Spot, Submission, VERSION, Welcome};
 use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
 use weir_store::{Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
-use weir_volume::Volume;
+use weir_volume::{Pool, Volume};
 
 const PAGES: u32 = 4096;
 
@@ -298,7 +299,10 @@ impl Raw {
     }
 
     fn connect(path: &Path) -> Raw {
-        Raw::greet(path, &Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode())
+        Raw::greet(
+            path,
+            &Hello { version: VERSION, frames: 8, entries: 8, in_place: false, volume: b"" }.encode(),
+        )
     }
 
     fn push(&mut self, submission: Submission) {
@@ -350,10 +354,13 @@ fn what_a_client_sent_along_stays_open_until_its_requests_have_ended() {
 fn a_client_of_another_version_or_none_is_turned_away_with_the_reason() {
     let server = server("version", 2, 8);
     let refused = |hello: &[u8]| Raw::greet(server.path(), hello).welcome;
-    let other = refused(&Hello { version: VERSION + 1, frames: 8, entries: 8, in_place: false }.encode());
+    let other = refused(
+        &Hello { version: VERSION + 1, frames: 8, entries: 8, in_place: false, volume: b"" }.encode(),
+    );
     assert_eq!((other.version, other.status), (VERSION, -rustix::io::Errno::PROTONOSUPPORT.raw_os_error()));
     assert_eq!(refused(b"GET / HTTP/1.1").status, -rustix::io::Errno::PROTO.raw_os_error());
-    let zero = refused(&Hello { version: VERSION, frames: 0, entries: 8, in_place: false }.encode());
+    let zero =
+        refused(&Hello { version: VERSION, frames: 0, entries: 8, in_place: false, volume: b"" }.encode());
     assert_eq!(zero.status, -rustix::io::Errno::INVAL.raw_os_error());
     assert_eq!(server.stats().turned_away(), 3);
 }
@@ -522,7 +529,7 @@ fn no_descriptor_that_a_client_sends_is_closed_by_the_thread_that_serves() {
         ends.push(end);
         fd
     };
-    let hello = Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode();
+    let hello = Hello { version: VERSION, frames: 8, entries: 8, in_place: false, volume: b"" }.encode();
 
     // The descriptor comes with a greeting, with a message after it, with an invalid greeting, and
     // before the server has read anything.
@@ -684,6 +691,138 @@ fn a_write_of_a_client_that_has_gone_is_never_published() {
     read();
 }
 
+/// Volumes by name.
+type Named = Arc<Mutex<HashMap<&'static str, Arc<Volume>>>>;
+
+/// A server of the volumes `a` of 600 pages and `b` of 50, and of a nameless one of 700.
+fn several(name: &str, store: Arc<dyn Store>, config: weir_volume::Config) -> (Server, Arc<Pool>, Named) {
+    let pool = Pool::create(config, vec![store]).unwrap();
+    let named = [("", 700), ("a", 600), ("b", 50)].map(|(name, pages)| (name, pool.volume(pages).unwrap()));
+    let named: Named = Arc::new(Mutex::new(HashMap::from(named)));
+    let known = Arc::clone(&named);
+    let find = move |name: &[u8]| {
+        let known = known.lock().unwrap();
+        std::str::from_utf8(name).ok().and_then(|name| known.get(name).map(Arc::clone))
+    };
+    let config = Config { clients: 6, frames: 8, entries: 8, ..Config::at(socket(name)) };
+    let server = Server::start_all(&pool, Box::new(find), &config, to_stderr(Level::Warning)).unwrap();
+    (server, pool, named)
+}
+
+const SEVERAL: weir_volume::Config = weir_volume::Config { pages: 1400, lanes: 2, depth: 64 };
+
+fn connect_to(server: &Server, volume: &str) -> Result<Client, Error> {
+    Client::connect_to(server.path(), volume, Options::default())
+}
+
+#[test]
+fn each_client_has_the_pages_of_the_volume_that_it_names_and_no_others() {
+    let (server, _, _) = several("named", Arc::new(Host::new(SEVERAL.slots()).unwrap()), SEVERAL);
+    let names = ["", "a", "b", "a"];
+    let mut clients = names.map(|name| connect_to(&server, name).unwrap());
+    assert_eq!(clients.each_ref().map(Client::pages), [700, 600, 50, 600]);
+    for (at, client) in clients[..3].iter_mut().enumerate() {
+        for page in [0, 49] {
+            client.write(page, &page_of(page, at as u64 + 1)).unwrap();
+        }
+        for beyond in [client.pages(), u64::MAX] {
+            let Error::Failed { source, .. } = client.read(beyond).unwrap_err() else { panic!() };
+            assert_eq!(source.raw_os_error(), Some(rustix::io::Errno::INVAL.raw_os_error()));
+        }
+        client.ask_discard(0, client.pages() - 1, 2).unwrap();
+        client.submit().unwrap();
+        assert!(client.wait().unwrap().result.is_err(), "one page beyond the end");
+    }
+    let mut read = |at: usize, page, version: Option<u64>| {
+        let lease = clients[at].read(page).unwrap();
+        let expected = version.map_or([0; PAGE_SIZE], |version| page_of(page, version));
+        assert!(clients[at].page(&lease) == &expected, "page {page} of client {at}");
+        clients[at].give(lease).unwrap();
+    };
+    for page in [0, 49] {
+        (0..3).for_each(|at| read(at, page, Some(at as u64 + 1)));
+        read(3, page, Some(2));
+    }
+    clients[2].ask_discard(0, 0, 50).unwrap();
+    clients[2].submit().unwrap();
+    assert!(clients[2].wait().unwrap().result.is_ok());
+    let mut read = |at: usize, version: Option<u64>| {
+        let lease = clients[at].read(49).unwrap();
+        let expected = version.map_or([0; PAGE_SIZE], |version| page_of(49, version));
+        assert!(clients[at].page(&lease) == &expected, "client {at}");
+    };
+    [(0, Some(1)), (1, Some(2)), (2, None)].into_iter().for_each(|(at, version)| read(at, version));
+    // An earlier client sends no name.
+    let mut old = *b"weirshar\x02\0\0\0\x08\0\0\0\x08\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
+    let raw = Raw::greet(server.path(), &old);
+    assert_eq!((raw.welcome.status, raw.welcome.pages), (0, 700));
+    // A server of an earlier version refuses a name as this one refuses a longer message.
+    old[24] = 1;
+    assert_eq!(Raw::greet(server.path(), &old).welcome.status, -rustix::io::Errno::PROTO.raw_os_error());
+}
+
+#[test]
+fn a_greeting_with_a_hostile_name_is_refused_and_others_are_served() {
+    let (server, pool, _) = several("hostile", Arc::new(Host::new(SEVERAL.slots()).unwrap()), SEVERAL);
+    let hello =
+        |volume: &[u8]| Hello { version: VERSION, frames: 8, entries: 8, in_place: false, volume }.encode();
+    let refused = |hello: &[u8]| Raw::greet(server.path(), hello).welcome.status;
+    let [proto, noent] =
+        [rustix::io::Errno::PROTO, rustix::io::Errno::NOENT].map(|errno| -errno.raw_os_error());
+    let before = pool.map_bytes();
+    for name in [&b"c"[..], b"A", b"a\0", b"a/../b", b"\xff\xfe", &[b'a'; 255], &[0; 255]] {
+        assert_eq!(refused(&hello(name)), noent, "{name:?}");
+    }
+    for name in [&[b'a'; 256][..], &[b'a'; 60_000]] {
+        assert_eq!(refused(&hello(name)), proto, "{} bytes", name.len());
+    }
+    for length in [0u32, 2, 255, 256, u32::MAX] {
+        let mut bytes = hello(b"a");
+        bytes[24..28].copy_from_slice(&length.to_le_bytes());
+        assert_eq!(refused(&bytes), proto, "a name of 1 byte that says {length}");
+    }
+    assert!(matches!(connect_to(&server, "c"), Err(Error::NoVolume { volume }) if volume == "c"));
+    assert!(matches!(connect_to(&server, &"a".repeat(256)), Err(Error::NoVolume { .. })));
+    assert_eq!(connect_to(&server, "b").unwrap().pages(), 50);
+    assert_eq!(pool.map_bytes(), before);
+}
+
+#[test]
+fn a_volume_that_a_client_holds_stays_until_a_store_has_answered_the_last_request_of_that_client() {
+    let store = Arc::new(Gated::new(SEVERAL.slots()));
+    let (server, pool, named) = several("held", Arc::clone(&store) as _, SEVERAL);
+    let mut client = connect_to(&server, "a").unwrap();
+    client.ask_frame(0).unwrap();
+    client.submit().unwrap();
+    let mut frame = client.wait().unwrap().result.unwrap().unwrap();
+    client.page_mut(&mut frame).unwrap()[..4].copy_from_slice(&HELD);
+    client.ask_write(1, 7, &frame).unwrap();
+    client.submit().unwrap();
+    let used = || pool.status().stores.iter().map(|store| u64::from(store.used)).sum::<u64>();
+    eventually("the slot of the write", || used() == 1);
+    let volume = named.lock().unwrap().remove("a").unwrap();
+    let is_held = || Arc::strong_count(&volume) > 1;
+    assert!(is_held(), "its client is there");
+    drop(client);
+    eventually("the client's end", || server.stats().sessions_ended() == 1);
+    assert!(is_held(), "its write is under way");
+    assert!(matches!(connect_to(&server, "a"), Err(Error::NoVolume { .. })), "nobody gets it now");
+    let mut other = connect_to(&server, "b").unwrap();
+    store.gate.open();
+    eventually("the end of the write", || {
+        // Each request makes the server look at its stores.
+        other.ask_discard(0, 0, 1).unwrap();
+        other.submit().unwrap();
+        other.wait().unwrap().result.unwrap();
+        !is_held()
+    });
+    let before = pool.map_bytes();
+    let mut removal = volume.shrink(0, |_| Ok(())).unwrap();
+    let mut mover = pool.mover().unwrap();
+    while !mover.remove(&mut removal, 64) {}
+    assert_eq!((before - pool.map_bytes(), used()), (2 * 4096, 0), "all of its memory is free");
+}
+
 #[test]
 fn any_of_sixteen_slow_stores_wakes_the_server() {
     const STORES: u32 = 16;
@@ -787,7 +926,12 @@ fn a_server_without_descriptors_waits_and_then_lets_clients_in() {
     let used = spent() - begun;
     assert!(used < Duration::from_millis(100), "{used:?} of a processor in 0.6 s of waiting");
     setrlimit(Resource::Nofile, before).unwrap();
-    send(&client, &Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode(), &[]).unwrap();
+    send(
+        &client,
+        &Hello { version: VERSION, frames: 8, entries: 8, in_place: false, volume: b"" }.encode(),
+        &[],
+    )
+    .unwrap();
     let mut bytes = [0; 64];
     let (count, _) = receive(&client, &mut bytes).unwrap();
     assert_eq!(Welcome::decode(&bytes[..count]).unwrap().status, 0);
@@ -885,15 +1029,15 @@ fn the_client_in_c_writes_and_reads_in_place() {
         .status()
         .expect("a C compiler, cc, is needed for this test");
     assert!(built.success());
-    for flag in [None, Some("in-place")] {
+    for arguments in [&[][..], &["", "in-place"]] {
         let (server, _volume) = lending("c", 128);
-        let run = Command::new(&program).arg(server.path()).args(flag).output().unwrap();
+        let run = Command::new(&program).arg(server.path()).args(arguments).output().unwrap();
         let text = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
         assert!(run.status.success() && text == "1000 pages written and read in place\n", "{text}");
         eventually("the return of every lease", || server.stats().out() == 0);
         let stats = server.stats();
         // Page 0 is zeros, which lie in no store.
-        assert_eq!(stats.in_place(), if flag.is_some() { 999 } else { 0 });
+        assert_eq!(stats.in_place(), if arguments.is_empty() { 0 } else { 999 });
         // The last return may come with the client's end.
         assert_eq!((stats.given() + stats.reclaimed(), stats.refused(), stats.writes()), (2000, 0, 1000));
         assert!(stats.reclaimed() <= 1);

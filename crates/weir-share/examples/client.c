@@ -20,11 +20,18 @@ int main(int count, char **arguments)
 	uint64_t page;
 	int error;
 
-	if (count < 2 || count > 3 || (count == 3 && strcmp(arguments[2], "in-place") != 0)) {
-		fprintf(stderr, "usage: client SOCKET [in-place]\n");
+	uint32_t flags = 0;
+	const char *volume = "";
+
+	if (count < 2 || count > 4) {
+		fprintf(stderr, "usage: client SOCKET [VOLUME [in-place]]\n");
 		return 2;
 	}
-	error = weir_share_connect(&share, arguments[1], 64, 64, count == 3 ? WEIR_SHARE_IN_PLACE : 0);
+	if (count > 2)
+		volume = arguments[2];
+	if (count > 3 && strcmp(arguments[3], "in-place") == 0)
+		flags = WEIR_SHARE_IN_PLACE;
+	error = weir_share_connect_to(&share, arguments[1], volume, 64, 64, flags);
 	if (error != 0)
 		return fail(arguments[1], error);
 	for (page = 0; page < 1000 && error == 0; page++) {

@@ -30,6 +30,7 @@
 #define WEIR_SHARE_PAGE 4096
 #define WEIR_SHARE_NO_FRAME UINT32_MAX
 #define WEIR_SHARE_WINDOWS_MAX 4
+#define WEIR_SHARE_NAME_MAX 255
 /* For weir_share_connect(): pages where the stores keep them, if the server lends them so. */
 #define WEIR_SHARE_IN_PLACE 1u
 /* Looks at the completion ring before sleeping. */
@@ -183,20 +184,25 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 	return 0;
 }
 
-/* Connects; the server may give fewer frames and entries (a power of two) than asked for. Flags: WEIR_SHARE_IN_PLACE. */
-static inline int weir_share_connect(struct weir_share *share, const char *path, uint32_t frames, uint32_t entries,
-				     uint32_t flags)
+/*
+ * Connects to the volume of this name; "" is the daemon's own. The server may give fewer frames and entries (a power
+ * of two) than asked for. Flags: WEIR_SHARE_IN_PLACE. -ENOENT: there is no such volume. -EPROTO: the server is of an
+ * earlier version, which knows no names.
+ */
+static inline int weir_share_connect_to(struct weir_share *share, const char *path, const char *volume,
+					uint32_t frames, uint32_t entries, uint32_t flags)
 {
 	struct sockaddr_un address;
-	unsigned char hello[32] = "weirshar";
+	unsigned char hello[32 + WEIR_SHARE_NAME_MAX] = "weirshar";
 	uint32_t version = WEIR_SHARE_VERSION;
+	uint32_t name = (uint32_t)strlen(volume);
 	struct stat found;
 	int area = -1, error;
 	void *mapped;
 
 	memset(share, 0, sizeof(*share));
 	share->socket = share->server_bell = -1;
-	if (strlen(path) >= sizeof(address.sun_path))
+	if (strlen(path) >= sizeof(address.sun_path) || strlen(volume) > WEIR_SHARE_NAME_MAX)
 		return -ENAMETOOLONG;
 	memset(&address, 0, sizeof(address));
 	address.sun_family = AF_UNIX;
@@ -205,6 +211,8 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 	memcpy(hello + 12, &frames, 4);
 	memcpy(hello + 16, &entries, 4);
 	memcpy(hello + 20, &flags, 4);
+	memcpy(hello + 24, &name, 4);
+	memcpy(hello + 32, volume, name);
 	share->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 	if (share->socket < 0 || connect(share->socket, (struct sockaddr *)&address, sizeof(address)) != 0) {
 		error = -errno;
@@ -212,7 +220,7 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 		return error;
 	}
 	/* A server without a free seat says so and closes before it has heard anything: hear it out. */
-	if (send(share->socket, hello, sizeof(hello), MSG_NOSIGNAL) < 0 && errno != EPIPE)
+	if (send(share->socket, hello, 32 + name, MSG_NOSIGNAL) < 0 && errno != EPIPE)
 		error = -errno;
 	else
 		error = weir_share_greet(share, &area);
@@ -235,6 +243,13 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 	if (error != 0)
 		weir_share_close(share);
 	return error;
+}
+
+/* Connects to the daemon's own volume. */
+static inline int weir_share_connect(struct weir_share *share, const char *path, uint32_t frames, uint32_t entries,
+				     uint32_t flags)
+{
+	return weir_share_connect_to(share, path, "", frames, entries, flags);
 }
 
 /* The content of a frame that is held, to write; NULL for a page in a window. */

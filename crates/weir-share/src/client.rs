@@ -14,10 +14,8 @@ use weir_lease::{BATCH_REFERENCES_MAX, Token, TokenRange};
 use crate::area::{Area, Layout, Ring, Window};
 use crate::socket::{receive, send, take_rings};
 use crate::wire::{
-    Completed, HELLO_BYTES, Hello, Op, Spot, Submission, VERSION, WELCOME_BYTES, WINDOWS_MAX, Welcome,
+    Completed, Hello, NAME_BYTES_MAX, Op, Spot, Submission, VERSION, WELCOME_BYTES, WINDOWS_MAX, Welcome,
 };
-
-const _: () = assert!(HELLO_BYTES <= WELCOME_BYTES);
 
 /// The options of a client.
 #[derive(Clone, Copy, Debug)]
@@ -60,6 +58,17 @@ pub enum Error {
         /// The server's reason.
         reason: io::Error,
     },
+    /// The server has no volume of this name.
+    #[error("the share server has no volume {volume:?} now; weir volume list shows all")]
+    NoVolume {
+        /// The name that was asked for; empty: the daemon's own volume.
+        volume: String,
+    },
+    /// The server is of an earlier version of Weir, which knows no names of volumes.
+    #[error(
+        "the share server is of an earlier version, which serves its own volume alone: replace it, or name no volume"
+    )]
+    NoNames,
     /// The server violated the format.
     #[error("the share server's {what} makes no sense; is it another version?")]
     Nonsense {
@@ -146,13 +155,23 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server at `path`.
+    /// Connects to the server at `path`, for pages of the daemon's own volume.
     ///
     /// # Errors
-    /// Fails with [`Error::Connect`] or [`Error::Refused`], and with [`Error::Nonsense`] when
-    /// another kind of server listens there.
+    /// Fails as [`connect_to`](Client::connect_to) does.
     pub fn connect(path: &Path, options: Options) -> Result<Self, Error> {
-        Self::connect_with(path, options, &[])
+        Self::connect_to(path, "", options)
+    }
+
+    /// Connects to the server at `path`, for pages of the volume of this name. While the client is
+    /// connected, the volume can grow, and neither shrinks nor goes. The client sees the size that
+    /// the volume has now.
+    ///
+    /// # Errors
+    /// Fails with [`Error::Connect`], [`Error::Refused`], [`Error::NoVolume`] or
+    /// [`Error::NoNames`], and with [`Error::Nonsense`] when another kind of server listens there.
+    pub fn connect_to(path: &Path, volume: &str, options: Options) -> Result<Self, Error> {
+        Self::greet(path, volume, options, &[])
     }
 
     /// Does the same as [`Client::connect`], and sends the server descriptors with the greeting, at
@@ -160,8 +179,15 @@ impl Client {
     /// server has ended this client's requests, even if this process ends before.
     ///
     /// # Errors
-    /// Fails as [`Client::connect`] does.
+    /// Fails as [`Client::connect_to`] does.
     pub fn connect_with(path: &Path, options: Options, fds: &[BorrowedFd<'_>]) -> Result<Self, Error> {
+        Self::greet(path, "", options, fds)
+    }
+
+    fn greet(path: &Path, volume: &str, options: Options, fds: &[BorrowedFd<'_>]) -> Result<Self, Error> {
+        if volume.len() > NAME_BYTES_MAX {
+            return Err(Error::NoVolume { volume: volume.to_owned() });
+        }
         let error = |source: rustix::io::Errno| Error::Connect {
             path: path.display().to_string(),
             source: source.into(),
@@ -171,7 +197,7 @@ impl Client {
             .map_err(error)?;
         connect(&socket, &address).map_err(error)?;
         let Options { frames, entries, in_place, .. } = options;
-        let hello = Hello { version: VERSION, frames, entries, in_place };
+        let hello = Hello { version: VERSION, frames, entries, in_place, volume: volume.as_bytes() };
         match send(&socket, &hello.encode(), fds) {
             // A server without room for another client sends its refusal, and closes the socket
             // before it has read anything. So read the refusal.
@@ -185,8 +211,12 @@ impl Client {
         }
         let welcome = Welcome::decode(&bytes[..count]).ok_or(Error::Nonsense { what: "greeting" })?;
         if welcome.status != 0 {
-            let reason = io::Error::from_raw_os_error(welcome.status.wrapping_neg());
-            return Err(Error::Refused { version: welcome.version, reason });
+            let errno = welcome.status.wrapping_neg();
+            return Err(match rustix::io::Errno::from_raw_os_error(errno) {
+                rustix::io::Errno::NOENT => Error::NoVolume { volume: volume.to_owned() },
+                rustix::io::Errno::PROTO if !volume.is_empty() => Error::NoNames,
+                _ => Error::Refused { version: welcome.version, reason: io::Error::from_raw_os_error(errno) },
+            });
         }
         let layout =
             Layout::new(welcome.frames, welcome.entries).ok_or(Error::Nonsense { what: "layout" })?;

@@ -5,8 +5,10 @@
 pub const MAGIC: u64 = u64::from_le_bytes(*b"weirshar");
 /// The version of the format in this module.
 pub const VERSION: u32 = 2;
-/// Bytes of a [`Hello`].
+/// Bytes of a [`Hello`] before the volume's name.
 pub const HELLO_BYTES: usize = 32;
+/// Largest number of bytes of the volume's name in a [`Hello`].
+pub const NAME_BYTES_MAX: usize = 255;
 /// Bytes of a [`Welcome`].
 pub const WELCOME_BYTES: usize = 64;
 /// Number of words in an entry of either ring.
@@ -26,8 +28,11 @@ pub const WINDOWS_MAX: u32 = 4;
 const IN_PLACE: u32 = 1;
 
 /// The client's first and only message on the socket. The server reads nothing after it.
+///
+/// Servers of earlier versions of Weir know no name. They refuse a message that has one, since it
+/// is too long for them. Without a name the message is what earlier clients sent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Hello {
+pub struct Hello<'a> {
     /// The client's version of the format.
     pub version: u32,
     /// Number of frames that the client wants; the server may give fewer.
@@ -37,31 +42,38 @@ pub struct Hello {
     pub entries: u32,
     /// Whether the client wants to read pages in the stores' memory, if the server allows it.
     pub in_place: bool,
+    /// The name of the volume that the client wants, at most [`NAME_BYTES_MAX`] bytes; empty: the
+    /// daemon's own volume.
+    pub volume: &'a [u8],
 }
 
-impl Hello {
+impl<'a> Hello<'a> {
     /// Encodes the message.
-    pub fn encode(&self) -> [u8; HELLO_BYTES] {
-        let mut bytes = [0; HELLO_BYTES];
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; HELLO_BYTES];
         bytes[0..8].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[8..12].copy_from_slice(&self.version.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.frames.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.entries.to_le_bytes());
         bytes[20..24].copy_from_slice(&(u32::from(self.in_place) * IN_PLACE).to_le_bytes());
+        bytes[24..28].copy_from_slice(&(self.volume.len() as u32).to_le_bytes());
+        bytes.extend_from_slice(self.volume);
         bytes
     }
 
-    /// Decodes the message. `None` if its length or magic number is wrong, or a reserved byte is
+    /// Decodes the message. `None` if a length or the magic number is wrong, or a reserved byte is
     /// not zero.
-    pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let bytes: &[u8; HELLO_BYTES] = bytes.try_into().ok()?;
+    pub fn decode(bytes: &'a [u8]) -> Option<Self> {
+        let (bytes, volume) = bytes.split_at_checked(HELLO_BYTES)?;
         let flags = half(bytes, 20);
-        let known = flags & !IN_PLACE == 0 && bytes[24..].iter().all(|&byte| byte == 0);
+        let known = flags & !IN_PLACE == 0 && half(bytes, 28) == 0;
+        let known = known && half(bytes, 24) as usize == volume.len() && volume.len() <= NAME_BYTES_MAX;
         (word(bytes, 0) == MAGIC && known).then(|| Hello {
             version: half(bytes, 8),
             frames: half(bytes, 12),
             entries: half(bytes, 16),
             in_place: flags & IN_PLACE != 0,
+            volume,
         })
     }
 }
@@ -74,7 +86,8 @@ pub struct Welcome {
     /// The server's version of the format.
     pub version: u32,
     /// 0, or a negative errno: -EPROTO for an invalid greeting, -EPROTONOSUPPORT for another
-    /// version, -EUSERS when every connection is taken, -ENOMEM without memory.
+    /// version, -ENOENT without a volume of this name, -EUSERS when every connection is taken,
+    /// -ENOMEM without memory.
     pub status: i32,
     /// Number of frames in the area, which is the client's quota.
     pub frames: u32,
@@ -263,9 +276,12 @@ mod tests {
         #[test]
         fn what_is_encoded_is_decoded(
             a: u32, b: u32, c in 0..NO_FRAME, d: u64, status: i32, in_place: bool, op in 1u8..=5,
+            name in proptest::collection::vec(any::<u8>(), 0..=NAME_BYTES_MAX + 1),
         ) {
-            let hello = Hello { version: a, frames: b, entries: c, in_place };
-            prop_assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+            let hello = Hello { version: a, frames: b, entries: c, in_place, volume: &name };
+            let known = (name.len() <= NAME_BYTES_MAX).then_some(hello);
+            let bytes = hello.encode();
+            prop_assert_eq!(Hello::decode(&bytes), known);
             let welcome = Welcome { version: a, status, frames: b, entries: c, pages: d, windows: a };
             prop_assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
             let op = [Op::Read, Op::Write, Op::Reserve, Op::Give, Op::Discard][usize::from(op) - 1];
@@ -279,15 +295,26 @@ mod tests {
 
         #[test]
         fn a_greeting_with_a_changed_reserved_byte_is_none(at in 20usize..32, value in 2u8..) {
-            let mut bytes = Hello { version: 1, frames: 1, entries: 1, in_place: true }.encode();
+            let mut bytes = hello(b"a").encode();
             bytes[at] = value;
             prop_assert_eq!(Hello::decode(&bytes), None);
         }
     }
 
+    fn hello(volume: &[u8]) -> Hello<'_> {
+        Hello { version: 2, frames: 0x0203_0405, entries: 64, in_place: true, volume }
+    }
+
     #[test]
-    fn greetings_lie_where_the_document_says() {
-        let bytes = Hello { version: 1, frames: 0x0203_0405, entries: 64, in_place: true }.encode();
-        assert_eq!(&bytes[..24], b"weirshar\x01\0\0\0\x05\x04\x03\x02\x40\0\0\0\x01\0\0\0");
+    fn greetings_lie_where_the_document_says_and_one_without_a_name_is_as_it_always_was() {
+        let old = b"weirshar\x02\0\0\0\x05\x04\x03\x02\x40\0\0\0\x01\0\0\0\0\0\0\0\0\0\0\0";
+        assert_eq!((hello(b"").encode().as_slice(), Hello::decode(old)), (&old[..], Some(hello(b""))));
+        let named = hello(b"a.b").encode();
+        assert_eq!((&named[..24], &named[24..]), (&old[..24], &b"\x03\0\0\0\0\0\0\0a.b"[..]));
+        // The name is as long as the message says, and no shorter or longer.
+        for length in (0..named.len()).filter(|length| *length != 0) {
+            assert_eq!(Hello::decode(&named[..length]), None, "{length} bytes");
+        }
+        assert_eq!(Hello::decode(&[&named[..], b"c"].concat()), None);
     }
 }

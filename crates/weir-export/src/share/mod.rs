@@ -5,11 +5,15 @@
 //! goes. So no client ever sees what another one left in a frame. A client that keeps its mapping
 //! after its connection has closed holds only memory of its own. A [`weir_lease::Table`] records
 //! which client holds which frame.
+//!
+//! A client names the volume that it wants. The server's thread has one lane for all volumes, since
+//! a lane takes slots of the pool's slack. So a session translates page numbers, and keeps its
+//! volume until the last of its requests has ended.
 
 mod loans;
 mod server;
 mod session;
 mod stats;
 
-pub use server::{Config, ServeError, Server};
+pub use server::{Config, Find, ServeError, Server};
 pub use stats::Stats;

@@ -26,9 +26,9 @@ use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_request::Requests;
 use weir_share::Layout;
-use weir_share::wire::{HELLO_BYTES, Hello, VERSION, WINDOWS_MAX, Welcome};
+use weir_share::wire::{HELLO_BYTES, Hello, NAME_BYTES_MAX, VERSION, WINDOWS_MAX, Welcome};
 use weir_store::OpenError;
-use weir_volume::{Lane, Volume};
+use weir_volume::{Lane, Pool, Volume};
 
 use super::loans::Loans;
 use super::session::{Asked, Desk, Frames, Session, Violation};
@@ -122,6 +122,10 @@ pub enum ServeError {
     Resources(#[from] io::Error),
 }
 
+/// Finds the volume that a client asks for by its name, and keeps it as long as the client has it.
+/// The empty name is the name of the daemon's own volume.
+pub type Find = Box<dyn Fn(&[u8]) -> Option<Arc<Volume>> + Send>;
+
 /// A running share server. Dropping it disconnects every client.
 pub struct Server {
     stats: Arc<Stats>,
@@ -142,16 +146,26 @@ impl fmt::Debug for Server {
 }
 
 impl Server {
-    /// Starts a server, which listens and serves from here on.
+    /// Starts a server of one volume, which has no name. It listens and serves from here on.
     ///
     /// # Errors
     /// Fails with a [`ServeError`]; nothing is left listening then.
     pub fn start(volume: &Arc<Volume>, config: &Config, log: Log) -> Result<Server, ServeError> {
+        let its = Arc::clone(volume);
+        let find = move |name: &[u8]| name.is_empty().then(|| Arc::clone(&its));
+        Self::start_all(volume.pool(), Box::new(find), config, log)
+    }
+
+    /// Starts a server of the volumes of a pool that `find` knows.
+    ///
+    /// # Errors
+    /// Fails as [`start`](Server::start) does.
+    pub fn start_all(pool: &Arc<Pool>, find: Find, config: &Config, log: Log) -> Result<Server, ServeError> {
         let Config { clients, frames, entries, .. } = *config;
         let layout = Layout::new(frames, entries)
             .filter(|_| (1..=16384).contains(&clients))
             .ok_or(ServeError::Config { clients, frames, entries })?;
-        let lane = volume.lane()?;
+        let lane = pool.lane_of_all()?;
         let (listener, socket) = local_socket::listen(&config.path, SocketType::SEQPACKET)?;
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(io::Error::from)?;
@@ -159,14 +173,14 @@ impl Server {
         let (lender, windows) = match config.in_place {
             0 => (None, Vec::new()),
             slots => {
-                let (lender, windows) = volume.lender(slots, WINDOWS_MAX as usize)?;
+                let (lender, windows) = pool.lender(slots, WINDOWS_MAX as usize)?;
                 (Some(lender), windows)
             }
         };
         let (stores, windows) = windows.into_iter().unzip();
-        let volume = (lane, Loans::new(clients * layout.frames(), lender, stores), windows);
+        let volumes = (find, lane, Loans::new(clients * layout.frames(), lender, stores), windows);
         let (counted, stopped) = (Arc::clone(&stats), Arc::clone(&stop));
-        let porter = Porter::new(listener, &bell, volume, config, layout, counted, Arc::clone(&log))?;
+        let porter = Porter::new(listener, &bell, volumes, config, layout, counted, Arc::clone(&log))?;
         let thread =
             std::thread::Builder::new().name("weir-share".to_owned()).spawn(move || porter.run(&stopped))?;
         Ok(Server { stats, stop, bell, socket, thread: Some(thread), log })
@@ -223,6 +237,7 @@ enum Seat {
 struct Porter {
     listener: OwnedFd,
     epoll: OwnedFd,
+    find: Find,
     requests: Requests<Lane>,
     desk: Desk,
     spin: Duration,
@@ -247,7 +262,7 @@ impl Porter {
     fn new(
         listener: OwnedFd,
         bell: &OwnedFd,
-        (lane, loans, windows): (Lane, Loans, Vec<OwnedFd>),
+        (find, lane, loans, windows): (Find, Lane, Loans, Vec<OwnedFd>),
         config: &Config,
         layout: Layout,
         stats: Arc<Stats>,
@@ -267,7 +282,7 @@ impl Porter {
             asked: vec![Asked::default(); requests_most.into()],
             idle: (0..requests_most).rev().collect(),
             scratch: Box::new([0; PAGE_SIZE]),
-            pages: u64::from(lane.volume().pages()),
+            left: Vec::new(),
             read_only: config.read_only,
             stats,
         };
@@ -280,6 +295,7 @@ impl Porter {
         Ok(Porter {
             listener,
             epoll,
+            find,
             requests: Requests::new(lane, requests_most),
             desk,
             spin,
@@ -393,7 +409,7 @@ impl Porter {
                 Seat::Taken { session, .. } if session.number == asked.session => {
                     session.finish(desk, &answer);
                 }
-                _ => desk.idle.push(answer.id),
+                _ => desk.end_of_left(answer.id),
             }
         }
         finished
@@ -503,7 +519,7 @@ impl Porter {
         let Seat::Greeting { socket, since } = std::mem::replace(&mut self.seats[seat], Seat::Empty) else {
             return;
         };
-        let mut bytes = [0; HELLO_BYTES + 1];
+        let mut bytes = [0; HELLO_BYTES + NAME_BYTES_MAX + 1];
         match weir_share::peek(&socket, &mut bytes) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.seats[seat] = Seat::Greeting { socket, since };
@@ -531,7 +547,7 @@ impl Porter {
 
     /// Answers a client's greeting. Sends the descriptors of the client's area, of its bell and of
     /// the windows, or refuses the client.
-    fn welcome(&mut self, seat: usize, socket: OwnedFd, hello: Option<Hello>) {
+    fn welcome(&mut self, seat: usize, socket: OwnedFd, hello: Option<Hello<'_>>) {
         let hello = match hello {
             Some(hello) if hello.version == VERSION => hello,
             Some(_) => return self.turn_away(socket, Errno::PROTONOSUPPORT),
@@ -540,13 +556,14 @@ impl Porter {
         let (frames, entries) =
             (hello.frames.min(self.layout.frames()), hello.entries.min(self.layout.entries()));
         let Some(layout) = Layout::new(frames, entries) else { return self.turn_away(socket, Errno::INVAL) };
+        let Some(volume) = (self.find)(hello.volume) else { return self.turn_away(socket, Errno::NOENT) };
         let Ok(connection) = self.desk.table.open(frames) else {
             return self.turn_away(socket, Errno::USERS);
         };
         self.sessions += 1;
         let base = seat as u32 * self.layout.frames();
         let in_place = hello.in_place && !self.windows.is_empty();
-        let session = match Session::new(self.sessions, seat, base, in_place, layout, connection) {
+        let session = match Session::new(self.sessions, seat, base, in_place, layout, volume, connection) {
             Ok(session) => session,
             Err((connection, error)) => {
                 self.desk.table.close(connection, |_, _| {});
@@ -574,7 +591,7 @@ impl Porter {
             status: 0,
             frames: layout.frames(),
             entries: layout.entries(),
-            pages: self.desk.pages,
+            pages: session.pages(),
             windows: if session.in_place() { self.windows.len() as u32 } else { 0 },
         };
         let area = session.area().fd().ok_or(io::ErrorKind::Unsupported)?;
@@ -621,10 +638,10 @@ impl Porter {
                 // have written the same pages.
                 let asked = &self.desk.asked;
                 self.requests.forsake(|id| asked[usize::from(id)].session == session.number);
-                while let Some(answer) = self.requests.finished() {
-                    self.desk.idle.push(answer.id);
-                }
                 session.close(&mut self.desk);
+                while let Some(answer) = self.requests.finished() {
+                    self.desk.end_of_left(answer.id);
+                }
                 // Hang up last. The client may have sent descriptors with its greeting. As long as
                 // they are open, the client has requests under way, as far as others can tell.
                 self.hang_up(socket);

@@ -11,7 +11,7 @@ use weir_lease::{Connection, Place, Table, Token, TokenRange};
 use weir_request::{Answer, Id, Request, RequestMemory, Requests, Span, errno};
 use weir_share::wire::{Completed, DISCARD_MAX, Op, Spot, Submission};
 use weir_share::{Area, Layout, Ring};
-use weir_volume::{Guard, Lane, Loan, View};
+use weir_volume::{Guard, Lane, Loan, View, Volume};
 
 use super::loans::{FRAMES, Loans};
 use super::stats::{Stats, add};
@@ -84,10 +84,34 @@ pub(super) struct Desk {
     /// A copy of one page, between a frame and the volume. The client may change its frame at any
     /// time, so the volume gets this copy.
     pub scratch: Box<PageBytes>,
-    pub pages: u64,
+    /// The sessions that have ended while some of their requests were under way.
+    pub left: Vec<Left>,
     /// Whether clients may only read.
     pub read_only: bool,
     pub stats: Arc<Stats>,
+}
+
+/// A session that has ended, of which a store still has requests. It keeps the volume, because a
+/// request may look at the entries of its pages until it has ended.
+pub(super) struct Left {
+    session: u64,
+    /// Number of requests under way.
+    requests: u32,
+    _volume: Arc<Volume>,
+}
+
+impl Desk {
+    /// Ends a request whose client has gone.
+    pub fn end_of_left(&mut self, id: Id) {
+        self.idle.push(id);
+        let session = self.asked[usize::from(id)].session;
+        if let Some(at) = self.left.iter().position(|left| left.session == session) {
+            self.left[at].requests -= 1;
+            if self.left[at].requests == 0 {
+                self.left.swap_remove(at);
+            }
+        }
+    }
 }
 
 /// Pages that a run of reads has found, to be lent together.
@@ -130,6 +154,8 @@ pub(super) struct Session {
     base: u32,
     /// Whether the client got the windows, and so may read pages in place.
     in_place: bool,
+    /// The client's volume, which neither shrinks nor goes while this session holds it.
+    volume: Arc<Volume>,
     free: Vec<u32>,
     taken: u32,
     completed: u32,
@@ -148,6 +174,7 @@ impl Session {
         base: u32,
         in_place: bool,
         layout: Layout,
+        volume: Arc<Volume>,
         connection: Connection,
     ) -> Result<Self, (Connection, io::Error)> {
         let bell = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -165,6 +192,7 @@ impl Session {
             connection,
             base,
             in_place,
+            volume,
             free,
             taken: 0,
             completed: 0,
@@ -176,6 +204,11 @@ impl Session {
 
     pub(super) fn in_place(&self) -> bool {
         self.in_place
+    }
+
+    /// The size of the client's volume in pages.
+    pub(super) fn pages(&self) -> u64 {
+        self.volume.pages().into()
     }
 
     pub(super) fn area(&self) -> &Area {
@@ -226,13 +259,13 @@ impl Session {
                 self.give(desk, submission)?;
             } else if room == 0 {
                 break;
-            } else if submission.op == Op::Read && submission.page < desk.pages {
+            } else if let Some((_, page)) = self.page_asked(self.taken) {
                 let done = self.read_run(requests.lane(), desk, end, room);
                 room -= done;
                 if done > 0 {
                     continue;
                 }
-                if !self.read(requests, desk, submission) {
+                if !self.read(requests, desk, submission.tag, page) {
                     break;
                 }
                 room -= 1;
@@ -252,9 +285,10 @@ impl Session {
     /// caller must try again later.
     fn request(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk, submission: Submission) -> bool {
         let Submission { op, tag, page, token, count } = submission;
-        match op {
-            Op::Write | Op::Discard if desk.read_only => self.fail(tag, rustix::io::Errno::ROFS),
-            Op::Write if page < desk.pages => {
+        let first = self.volume.page_in_pool(page, if op == Op::Discard { count } else { 1 });
+        match (op, first) {
+            (Op::Write | Op::Discard, _) if desk.read_only => self.fail(tag, rustix::io::Errno::ROFS),
+            (Op::Write, Some(page)) => {
                 let place = desk.table.place(&self.connection, Token(token));
                 let Some(place) = place.filter(|place| place.region == FRAMES) else {
                     self.fail(tag, rustix::io::Errno::BADF);
@@ -263,11 +297,11 @@ impl Session {
                 let frame = place.page - self.base;
                 return self.begin(requests, desk, (weir_request::Op::Write, page, 1), (tag, frame));
             }
-            Op::Reserve => match self.free.pop() {
+            (Op::Reserve, _) => match self.free.pop() {
                 Some(frame) => self.hand_out_frame(desk, tag, frame),
                 None => self.over_quota(desk, tag),
             },
-            Op::Discard if count <= DISCARD_MAX && page.saturating_add(count.into()) <= desk.pages => {
+            (Op::Discard, Some(page)) if count <= DISCARD_MAX => {
                 return self.begin(requests, desk, (weir_request::Op::Discard, page, count), (tag, 0));
             }
             _ => self.fail(tag, rustix::io::Errno::INVAL),
@@ -280,13 +314,13 @@ impl Session {
         &mut self,
         requests: &mut Requests<Lane>,
         desk: &mut Desk,
-        (op, page, count): (weir_request::Op, u64, u32),
+        (op, page, count): (weir_request::Op, PageNo, u32),
         (tag, frame): (u32, u32),
     ) -> bool {
         let Some(id) = desk.idle.pop() else { return false };
         desk.asked[usize::from(id)] = Asked { seat: self.seat, session: self.number, tag, frame };
         self.in_flight += 1;
-        let span = Span::pages_from(PageNo(page as u32), count);
+        let span = Span::pages_from(page, count);
         let area = &self.area;
         let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
         requests.begin(id, Request { op, span, fua: false }, &mut frames);
@@ -325,10 +359,10 @@ impl Session {
 
     /// The page that submission `number` asks for, if it asks for a page that exists.
     #[inline]
-    fn page_asked(&self, desk: &Desk, number: u32) -> Option<(u32, PageNo)> {
+    fn page_asked(&self, number: u32) -> Option<(u32, PageNo)> {
         match Submission::decode(self.area.load(Ring::Submissions, number)) {
-            Some(Submission { op: Op::Read, tag, page, .. }) if page < desk.pages => {
-                Some((tag, PageNo(page as u32)))
+            Some(Submission { op: Op::Read, tag, page, .. }) => {
+                Some((tag, self.volume.page_in_pool(page, 1)?))
             }
             _ => None,
         }
@@ -340,17 +374,17 @@ impl Session {
         let guard = lane.pin();
         let mut found = Found::new();
         let (mut done, mut faults) = (0, 0);
-        self.look_ahead(desk, &guard, self.taken, HEAD_AHEAD.min(end.wrapping_sub(self.taken)));
+        self.look_ahead(&guard, self.taken, HEAD_AHEAD.min(end.wrapping_sub(self.taken)));
         while done < room && self.taken != end {
-            let Some((tag, page)) = self.page_asked(desk, self.taken) else { break };
+            let Some((tag, page)) = self.page_asked(self.taken) else { break };
             let left = end.wrapping_sub(self.taken);
             if left > PLACE_AHEAD
-                && let Some((_, page)) = self.page_asked(desk, self.taken.wrapping_add(PLACE_AHEAD))
+                && let Some((_, page)) = self.page_asked(self.taken.wrapping_add(PLACE_AHEAD))
             {
                 guard.prefetch_entry(page);
             }
             if left > HEAD_AHEAD {
-                self.look_ahead(desk, &guard, self.taken.wrapping_add(HEAD_AHEAD), 1);
+                self.look_ahead(&guard, self.taken.wrapping_add(HEAD_AHEAD), 1);
             }
             let view = match desk.table.counts_mut().lender.as_mut().filter(|_| self.in_place) {
                 Some(lender) => match guard.lend(page, lender) {
@@ -397,21 +431,21 @@ impl Session {
     }
 
     #[inline]
-    fn look_ahead(&self, desk: &Desk, guard: &Guard<'_>, from: u32, count: u32) {
+    fn look_ahead(&self, guard: &Guard<'_>, from: u32, count: u32) {
         for ahead in 0..count {
-            if let Some((_, page)) = self.page_asked(desk, from.wrapping_add(ahead)) {
+            if let Some((_, page)) = self.page_asked(from.wrapping_add(ahead)) {
                 guard.prefetch_head(page);
             }
         }
     }
 
     /// Reads a page that does not lie in host memory.
-    fn read(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk, asked: Submission) -> bool {
+    fn read(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk, tag: u32, page: PageNo) -> bool {
         let Some(frame) = self.free.pop() else {
-            self.over_quota(desk, asked.tag);
+            self.over_quota(desk, tag);
             return true;
         };
-        let begun = self.begin(requests, desk, (weir_request::Op::Read, asked.page, 1), (asked.tag, frame));
+        let begun = self.begin(requests, desk, (weir_request::Op::Read, page, 1), (tag, frame));
         if !begun {
             self.free.push(frame);
         }
@@ -486,6 +520,9 @@ impl Session {
         });
         add(&desk.stats.reclaimed, held.into());
         add(&desk.stats.sessions_ended, 1);
+        if self.in_flight > 0 {
+            desk.left.push(Left { session: self.number, requests: self.in_flight, _volume: self.volume });
+        }
     }
 
     fn fail(&mut self, tag: u32, errno: rustix::io::Errno) {
