@@ -18,6 +18,9 @@ use weir_system::Machine;
 
 /// Time that a new daemon may take to answer.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Time for which a new daemon must answer. One that dies earlier counts as one that does not
+/// serve, also for its keeper.
+const HOLDS: Duration = Duration::from_millis(1200);
 
 /// Replaces the daemon. An earlier weir made one for each part. These are replaced one after
 /// another.
@@ -62,19 +65,22 @@ fn replace(directory: &Path) -> Result<(), Failure> {
         Failure::Failed(format!("cannot reach the daemon, process {}: {errno}", before.pid))
     })?;
     let mut waiting = Waiting::new(format!("the daemon that follows process {}", before.pid), PATIENCE);
-    let after = loop {
+    let mut serving = Serving::default();
+    let (after, took) = loop {
         waiting.look();
-        match control::status(&socket) {
-            Ok(status) if status.pid != before.pid => break status,
-            _ if begun.elapsed() > PATIENCE => {
-                return Err(Failure::Failed(format!(
-                    "no new daemon answers at {} after {} s; its keeper goes on trying, see weir status",
-                    socket.display(),
-                    PATIENCE.as_secs()
-                )));
-            }
-            _ => thread::sleep(Duration::from_millis(10)),
+        let status = control::status(&socket).ok();
+        let pid = status.as_ref().map(|status| status.pid);
+        if let (Some(took), Some(status)) = (serving.look(pid, before.pid, begun.elapsed()), status) {
+            break (status, took);
         }
+        if begun.elapsed() > PATIENCE + HOLDS {
+            return Err(Failure::Failed(format!(
+                "no new daemon answers at {} after {} s; its keeper goes on trying, see weir status",
+                socket.display(),
+                PATIENCE.as_secs()
+            )));
+        }
+        thread::sleep(Duration::from_millis(10));
     };
     drop(waiting);
     if after.upgrade_failed {
@@ -89,7 +95,40 @@ fn replace(directory: &Path) -> Result<(), Failure> {
         before.pid,
         after.version,
         after.pid,
-        begun.elapsed().as_secs_f64()
+        took.as_secs_f64()
     );
     Ok(())
+}
+
+/// The daemon that answers, and the time since when it does.
+#[derive(Default)]
+struct Serving(Option<(u32, Duration)>);
+
+impl Serving {
+    /// Notes which process answers now, if any does. Once a process other than `before` has
+    /// answered for [`HOLDS`], returns the time of its first answer.
+    fn look(&mut self, pid: Option<u32>, before: u32, now: Duration) -> Option<Duration> {
+        self.0 = match (pid.filter(|pid| *pid != before), self.0) {
+            (Some(pid), Some((known, since))) if pid == known => Some((pid, since)),
+            (pid, _) => pid.map(|pid| (pid, now)),
+        };
+        self.0.map(|(_, since)| since).filter(|since| now - *since >= HOLDS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_answers_once_and_dies_has_not_replaced_the_one_before() {
+        let mut serving = Serving::default();
+        let mut look = |pid, tenths: u64| {
+            let since = serving.look(pid, 1, Duration::from_millis(100 * tenths));
+            since.map(|since| since.as_millis())
+        };
+        assert_eq!([look(Some(1), 0), look(None, 1), look(Some(2), 2)], [None; 3]);
+        assert_eq!([look(None, 3), look(Some(3), 4), look(Some(3), 15)], [None; 3]);
+        assert_eq!(look(Some(3), 16), Some(400));
+    }
 }
