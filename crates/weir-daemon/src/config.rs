@@ -170,6 +170,12 @@ impl Config {
                 "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH",
             ));
         }
+        if self.ublk.is_some() && self.fuse.is_some() {
+            return refused(
+                "--ublk and --fuse would be two disks with the same pages, and neither sees what the kernel caches for the other: leave one of them out"
+                    .to_owned(),
+            );
+        }
         if self.pool.is_some() {
             self.check_pool()?;
         }
@@ -204,17 +210,13 @@ impl Config {
 
     /// Refuses what only a daemon with a volume of its own can do.
     fn check_pool(&self) -> Result<(), Error> {
-        let what = match (&self.size, &self.share, &self.fuse) {
-            (Some(size), _, _) => {
+        let what = match (&self.size, &self.fuse) {
+            (Some(size), _) => {
                 format!(
                     "--size {size} is that of the daemon's own volume, and --pool has none: leave one of them out"
                 )
             }
-            (_, Some(share), _) => format!(
-                "--share {} serves the daemon's own volume, and --pool has none; accepted with it: --nbd, --ublk, --fuse",
-                share.path.display()
-            ),
-            (_, _, Some(fuse)) if fuse.file.is_dir() => format!(
+            (_, Some(fuse)) if fuse.file.is_dir() => format!(
                 "--fuse {} is a directory, and a volume of --pool gets a file beside: give --fuse FILE",
                 fuse.file.display()
             ),
@@ -267,13 +269,23 @@ mod tests {
             said.starts_with("--size 4KiB is that of the daemon's own volume, and --pool has none"),
             "{said}"
         );
-        let said = refused(&Config { share: Some(Share::at("/s")), ..pool.clone() });
-        assert!(said.starts_with("--share /s serves the daemon's own volume, and --pool has none"), "{said}");
+        Config { share: Some(Share::at("/s")), ..pool.clone() }.check().expect("clients name a volume");
         let said = refused(&Config { fuse: Some(Fuse::at("/")), ..pool.clone() });
         assert!(said.starts_with("--fuse / is a directory, and a volume of --pool gets a file"), "{said}");
         let fuse = Fuse::at("/nowhere/disk");
         assert_eq!(fuse.file_of("a.b"), Path::new("/nowhere/disk.a.b"));
         Config { fuse: Some(fuse), ..pool }.check().expect("a file for each");
+    }
+
+    #[test]
+    fn two_disks_of_the_same_pages_are_refused() {
+        for pool in [None, Some(2)] {
+            let ublk = Config { pool, ublk: Some(Ublk::default()), ..Config::default() };
+            ublk.check().expect("one disk");
+            let both = Config { fuse: Some(Fuse::at("/nowhere/disk")), ..ublk };
+            let said = both.check().expect_err("refused").to_string();
+            assert!(said.starts_with("--ublk and --fuse would be two disks with the same pages"), "{said}");
+        }
     }
 
     #[test]

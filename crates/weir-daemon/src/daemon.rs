@@ -9,33 +9,28 @@ use crate::control::{
 };
 use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
-use crate::front_ends::{self, Each, FrontEnd, Fuse, GRACE, Nbd, PreparedUblk, Served, Share};
+use crate::front_ends::{self, Each, FrontEnd, FrontEnds, Fuse, Nbd, PreparedUblk, Served, Share};
 use crate::keeper::{self, Held, Link};
 use crate::pages::{self, VolumeOptions};
 use crate::programs::{self, Programs};
 use crate::stages::{self, Stages};
 use crate::start::Start;
 use crate::volumes::Volumes;
-use crate::worker::{self, Worker};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use crate::worker::{self, Worker, stopping};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::log::Level;
 use weir_core::swap_safety::Protections;
-use weir_core::{ByteSize, PAGE_SIZE, chain, seal};
+use weir_core::{ByteSize, PAGE_SIZE, seal};
 use weir_pager::link::Order;
 use weir_store::{Joined, Room, Survive, Tell};
 use weir_system::latency;
 use weir_volume::Pool;
 
-/// Longest wait for a program that has the device open. Such a program may be udev, which opens a
-/// device for about a second after somebody has written to it.
-const LET_GO: Duration = Duration::from_secs(10);
 /// Longest wait for the connections of a volume that is to be removed.
 const CLIENTS: Duration = Duration::from_secs(2);
 /// Pause between two looks at these connections.
 const CLIENTS_TRY: Duration = Duration::from_millis(10);
-/// Pause between two tries to remove the device.
-const TRY: Duration = Duration::from_millis(250);
 
 /// Number of pages that one connection moves at a time at slow stores: a request of 1 MiB.
 const DEPTH: usize = 256;
@@ -50,13 +45,7 @@ pub struct Daemon {
 #[derive(Debug)]
 struct Shared {
     volumes: Arc<Volumes>,
-    /// The front ends, until the daemon stops. Only the control plane takes the lock, never an I/O
-    /// thread.
-    front_ends: Mutex<Vec<Served>>,
-    /// The front ends of a pool's volumes, if each volume has some for itself.
-    each: Option<Each>,
-    /// Locked while a volume is made or removed with its front ends.
-    changing: Mutex<()>,
+    front_ends: Arc<FrontEnds>,
     worker: Worker,
     attachments: Arc<Attachments>,
     protections: Protections,
@@ -160,9 +149,9 @@ impl Daemon {
             if let Some(ublk) = ublk {
                 serve(Box::new(ublk.start(volume, log)?));
             }
-            if let Some(share) = &options.share {
-                serve(Box::new(Share::start(volume, options, share, log)?));
-            }
+        }
+        if let Some(share) = &options.share {
+            serve(Box::new(Share::start(&volumes, options, share, log)?));
         }
         if let Some(each) = &mut each {
             front_ends.extend(each.resume(&volumes, keeper.as_mut().map(|(_, held)| held))?);
@@ -172,11 +161,13 @@ impl Daemon {
         let programs =
             options.programs.as_deref().map(|path| Programs::start(path, environment)).transpose()?;
         seal::seal(seal::policy_from_environment());
+        let front_ends = FrontEnds::new(front_ends, each.map(|each| Box::new(each) as _), environment);
+        for volume in volumes.list().iter().filter(|volume| front_ends.lacks(&volume.name)) {
+            front_ends.serve_later(&volumes, &volume.name);
+        }
         let shared = Shared {
             volumes,
-            front_ends: Mutex::new(front_ends),
-            each,
-            changing: Mutex::new(()),
+            front_ends,
             worker,
             attachments,
             protections,
@@ -255,33 +246,28 @@ impl Daemon {
     /// `FrontEnd::in_use`. The check covers NBD clients of this machine's kernel, but not those of
     /// other machines.
     pub fn in_use(&self) -> Option<String> {
-        let front_end = self.shared.front_ends().iter().find_map(|it| it.front_end.in_use());
-        front_end.or_else(|| self.shared.attachments.in_use())
+        self.shared.front_ends.in_use().or_else(|| self.shared.attachments.in_use())
     }
 
-    /// Removes the daemon's devices. If a program keeps a device open, returns the program's name
-    /// and the next step, and the daemon serves on. Call this before [`stop`](Daemon::stop).
+    /// Removes the daemon's devices, and lets no new one come. If a program keeps a device open,
+    /// returns the program's name and the next step, and the daemon serves on. Call this before
+    /// [`stop`](Daemon::stop).
     pub fn let_go(&self) -> Option<String> {
-        let clock = &self.shared.environment.clock;
-        let begun = clock.now();
-        let_go(
-            &self.shared.front_ends,
-            |it| it.front_end.let_go(),
-            || {
-                clock.sleep(TRY);
-                clock.now() - begun < LET_GO
-            },
-        )
+        let Shared { front_ends, attachments, .. } = &*self.shared;
+        // A device may have been attached before the front ends let no new one come.
+        let user = front_ends.let_go().or_else(|| attachments.in_use());
+        if user.is_some() {
+            front_ends.reopen();
+        }
+        user
     }
 
     /// Answers the requests that were received, then disconnects. Removes the sockets before it
-    /// returns.
+    /// returns. A change of a volume that is under way fails, and leaves no device behind.
     pub fn stop(self) {
-        let front_ends = std::mem::take(&mut *self.shared.front_ends());
-        for Served { front_end, .. } in front_ends {
-            front_end.stop(GRACE);
-        }
+        self.shared.front_ends.stop();
         self.shared.worker.stop();
+        self.shared.front_ends.wait_for_change();
         // The daemon was told to stop. So the keeper need not hold the stores' memory any longer.
         self.shared.pool().stores().filter_map(|store| store.survive()).for_each(Survive::forget);
         self.shared.pool().stores().for_each(|store| store.end());
@@ -302,27 +288,6 @@ impl Daemon {
     pub fn service(&self) -> Arc<dyn Service> {
         Arc::clone(&self.shared) as _
     }
-}
-
-/// Makes every front end remove its device, by `remove`, which returns the reason if it cannot.
-/// `again` waits a little, answers status requests meanwhile, and returns whether to try again.
-fn let_go(
-    front_ends: &Mutex<Vec<Served>>,
-    remove: impl Fn(&mut Served) -> Option<String>,
-    mut again: impl FnMut() -> bool,
-) -> Option<String> {
-    loop {
-        let mut all = lock(front_ends);
-        let user = all.iter_mut().find_map(&remove);
-        drop(all);
-        if user.is_none() || !again() {
-            return user;
-        }
-    }
-}
-
-fn lock(front_ends: &Mutex<Vec<Served>>) -> MutexGuard<'_, Vec<Served>> {
-    front_ends.lock().expect("nobody panics while holding it")
 }
 
 /// Whether the kernel may swap onto every store.
@@ -365,20 +330,23 @@ impl Service for Shared {
         self.worker.wake(tell)
     }
 
-    fn create_volume(&self, name: &str, bytes: u64) -> Result<Moved, Error> {
-        let _alone = self.alone();
+    fn create_volume(&self, name: &str, bytes: Option<u64>) -> Result<Moved, Error> {
+        let _alone = self.front_ends.alone()?;
         self.change(|volumes| {
-            volumes.create(name, ByteSize(bytes), &self.worker)?;
-            self.serve(name).inspect_err(|_| {
+            volumes.create(name, bytes.map(ByteSize), &self.worker)?;
+            let served = self.front_ends.serve(volumes, name).map(drop);
+            served.map_err(|error| {
                 // Nobody can have the new volume but a client that guessed its name.
-                let _ = volumes.remove(name, &self.worker, &mut |_| {});
+                let undone = volumes.remove(name, &self.worker, &mut |_| {});
+                let left = || format!("volume {name} stays without a device; weir volume remove {name}");
+                error.unless_undone(undone, left)
             })
         })
     }
 
     fn resize_volume(&self, name: &str, bytes: u64, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
-        let _alone = self.alone();
-        if self.front_ends().iter().any(|it| it.volume.as_deref() == Some(name)) {
+        let _alone = self.front_ends.alone()?;
+        if self.front_ends.has(name) {
             let what = format!("volume {name} has a device of its size; remove it and make it again");
             return Err(Error::new(ErrorKind::Refused, what));
         }
@@ -386,23 +354,33 @@ impl Service for Shared {
     }
 
     fn remove_volume(&self, name: &str, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
-        let _alone = self.alone();
-        self.withdraw(name)?;
-        self.wait_for_clients(name);
-        let removed = self.change(|volumes| volumes.remove(name, &self.worker, tell));
-        if removed.is_err()
-            && let Err(error) = self.serve(name)
-        {
-            (self.environment.log)(
-                Level::Warning,
-                format_args!("volume {name} has no device: {}; remove it and make it again", chain(&error)),
-            );
+        let _alone = self.front_ends.alone()?;
+        // With an attached device, the removal of the volume is refused, with the reason.
+        if self.attachments.device_of(name).is_none() {
+            self.front_ends.withdraw(name)?;
+            self.wait_for_clients(name);
         }
-        removed
+        let removed = self.change(|volumes| volumes.remove(name, &self.worker, tell));
+        removed.map_err(|error| {
+            let served = self.front_ends.serve(&self.volumes, name).map(drop);
+            if served.is_err() && !self.front_ends.is_closed() {
+                // Threads of its old front end may hold the memory that a new one needs, for as
+                // long as a store does not answer them.
+                self.front_ends.serve_later(&self.volumes, name);
+            }
+            error.unless_undone(served, || format!("volume {name} has no device, and gets one when it can"))
+        })
     }
 
     fn attached(&self, device: Attachment) -> Result<(), Error> {
-        self.attachments.attached(device)
+        let number = device.device;
+        self.attachments.attached(device)?;
+        if self.front_ends.is_closed() {
+            // Nobody asks any more whether the device is in use.
+            self.attachments.detached(number)?;
+            return Err(stopping());
+        }
+        Ok(())
     }
 
     fn detached(&self, device: u32) -> Result<(), Error> {
@@ -421,73 +399,32 @@ fn reborrow<'a>(keeper: &'a mut Option<(&Link, Held)>) -> Option<(&'a Link, &'a 
 }
 
 impl Shared {
-    fn front_ends(&self) -> MutexGuard<'_, Vec<Served>> {
-        lock(&self.front_ends)
-    }
-
-    fn alone(&self) -> MutexGuard<'_, ()> {
-        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Starts the front ends that a pool's volume has for itself, if it has none yet.
-    fn serve(&self, name: &str) -> Result<(), Error> {
-        let is_served = || self.front_ends().iter().any(|it| it.volume.as_deref() == Some(name));
-        if let (Some(each), Some((_, volume))) = (&self.each, self.volumes.find(name.as_bytes()))
-            && !is_served()
-        {
-            let served = each.serve(name, &volume)?;
-            self.front_ends().extend(served);
-        }
-        Ok(())
-    }
-
     /// Waits for clients of a volume that have gone a moment ago: their connections are still being
     /// taken down. A client that stays is not waited for.
     fn wait_for_clients(&self, name: &str) {
         let clock = &self.environment.clock;
         let begun = clock.now();
-        while self.volumes.is_in_use(name)
-            && self.attachments.device_of(name).is_none()
-            && clock.now() - begun < CLIENTS
-        {
+        while self.volumes.is_in_use(name) && clock.now() - begun < CLIENTS {
             clock.sleep(CLIENTS_TRY);
         }
-    }
-
-    /// Ends the front ends that a pool's volume has for itself.
-    ///
-    /// # Errors
-    /// Fails when a program uses one of them, or an attached device the volume. Then all of them
-    /// serve on.
-    fn withdraw(&self, name: &str) -> Result<(), Error> {
-        let is_its = |it: &Served| it.volume.as_deref() == Some(name);
-        if self.attachments.device_of(name).is_some() {
-            // The removal of the volume is refused, with the reason.
-            return Ok(());
-        }
-        let clock = &self.environment.clock;
-        let begun = clock.now();
-        let user = self.front_ends().iter().filter(|it| is_its(it)).find_map(|it| it.front_end.in_use());
-        let user = user.or_else(|| {
-            let withdraw = |it: &mut Served| is_its(it).then(|| it.front_end.withdraw()).flatten();
-            let_go(&self.front_ends, withdraw, || {
-                clock.sleep(TRY);
-                clock.now() - begun < LET_GO
-            })
-        });
-        if let Some(user) = user {
-            return Err(Error::new(ErrorKind::Refused, format!("volume {name}: {user}, then try again")));
-        }
-        let its: Vec<Served> = self.front_ends().extract_if(.., |it| is_its(it)).collect();
-        its.into_iter().for_each(|it| it.front_end.end(GRACE));
-        Ok(())
     }
 
     /// Changes a volume, and reports how many bytes the volumes' sizes changed by.
     fn change(&self, change: impl FnOnce(&Volumes) -> Result<(), Error>) -> Result<Moved, Error> {
         let begun = self.environment.clock.now();
-        let before = self.volumes.bytes();
-        change(&self.volumes)?;
+        let (before, refused) = (self.volumes.bytes(), self.pool().map_bytes_refused());
+        let changed = change(&self.volumes);
+        let refused = self.pool().map_bytes_refused() - refused;
+        if refused > 0 {
+            (self.environment.log)(
+                Level::Warning,
+                format_args!(
+                    "the system does not take back {} of the page map (fallocate of a memfd fails), so Weir keeps that memory until the daemon ends",
+                    ByteSize(refused)
+                ),
+            );
+        }
+        changed?;
         let bytes = self.volumes.bytes().abs_diff(before);
         let seconds = (self.environment.clock.now() - begun).as_secs_f64();
         Ok(Moved { bytes, left_bytes: 0, pages: bytes / PAGE_SIZE as u64, seconds })
@@ -515,7 +452,7 @@ impl Shared {
             rates: Some(self.looks.look(up, volume.reads, volume.writes)),
             discarded: volume.discards,
             background: self.worker.status(),
-            exports: self.front_ends().iter().flat_map(Served::exports).collect(),
+            exports: self.front_ends.exports(),
             attached: self.attachments.names(),
             programs: self.programs.as_ref().map(Programs::list).unwrap_or_default(),
             cpu_latency: latency::bursts().map(|it| CpuLatency { held: it.held, bursts: it.count }),
@@ -533,42 +470,192 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Export;
+    use crate::control::{self, Request};
+    use crate::environment::tests::{Quick, quiet};
+    use crate::front_ends::played::{Devices, Making};
+    use std::sync::Mutex;
+    use std::sync::atomic::Ordering;
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use weir_core::chain;
+    use weir_store::Host;
 
-    /// A front end with a device that a program keeps open. The first attempts to remove the device
-    /// fail; the number says how many.
-    #[derive(Debug)]
-    struct Open(u32);
+    /// A daemon with a pool of at most two volumes, each of which has one of these devices.
+    fn daemon(devices: &Devices) -> Daemon {
+        let environment = Environment { clock: Quick::new(), ..quiet() };
+        let config =
+            weir_volume::Config { pages: 100, lanes: worker::lanes(environment.processors), depth: 4 };
+        let host = Host::new(config.slots()).expect("memory");
+        let pool = Pool::create(config, vec![Arc::new(host)]).expect("a pool");
+        let attachments = Attachments::new(None, None, &environment.log);
+        let volumes = Arc::new(Volumes::new(&pool, false, Vec::new(), 2, None));
+        volumes.mind(&attachments);
+        let shared = Shared {
+            volumes,
+            front_ends: FrontEnds::new(Vec::new(), Some(Box::new(devices.clone())), &environment),
+            worker: Worker::start(&pool, &[true], &environment).expect("threads"),
+            attachments,
+            protections: Protections::default(),
+            swap: false,
+            begun: environment.clock.now(),
+            environment,
+            looks: Looks::default(),
+            programs: None,
+            stays: None,
+        };
+        Daemon { shared: Arc::new(shared) }
+    }
 
-    impl FrontEnd for Open {
-        fn exports(&self) -> Vec<Export> {
-            Vec::new()
-        }
-
-        fn let_go(&mut self) -> Option<String> {
-            self.0 = self.0.checked_sub(1)?;
-            Some("in use".to_owned())
-        }
-
-        fn stop(self: Box<Self>, _grace: Duration) {}
+    fn make(service: &dyn Service, name: &str, pages: u64) -> Result<Moved, String> {
+        service.create_volume(name, Some(pages * PAGE_SIZE as u64)).map_err(|error| chain(&error))
     }
 
     #[test]
-    fn a_device_that_udev_looks_at_goes_and_one_that_stays_open_is_served_on() {
-        for (open, most, user) in [(0, 0, None), (3, 9, None), (3, 2, Some("in use".to_owned()))] {
-            let served = |open| Served { volume: None, front_end: Box::new(Open(open)) };
-            let front_ends = Mutex::new(vec![served(0), served(open)]);
-            let mut tries = 0;
-            let told = let_go(
-                &front_ends,
-                |it| it.front_end.let_go(),
-                || {
-                    assert!(front_ends.try_lock().is_ok(), "status is answered meanwhile");
-                    tries += 1;
-                    tries <= most
-                },
-            );
-            assert_eq!(told, user, "{open} more tries, of {most}");
+    fn a_volume_that_is_made_while_the_daemon_stops_leaves_no_device_behind() {
+        let (making, is_made) = channel();
+        let (go_on, wait) = channel();
+        let wait = Mutex::new(wait);
+        let making = move || {
+            let _ = making.send(());
+            let _ = wait.lock().expect("no panic").recv();
+        };
+        let devices = Devices { making: Making(Some(Arc::new(making))), ..Devices::default() };
+        let daemon = daemon(&devices);
+        let service = daemon.service();
+        let maker = thread::spawn({
+            let service = daemon.service();
+            move || make(&*service, "a", 10)
+        });
+        is_made.recv().expect("its device is being made");
+        let front_ends = Arc::clone(&daemon.shared.front_ends);
+        let stopper = thread::spawn(move || daemon.stop());
+        while !front_ends.is_closed() {
+            thread::yield_now();
         }
+        assert!(!stopper.is_finished(), "it waits for the volume");
+        go_on.send(()).expect("the maker waits");
+        let said = maker.join().expect("no panic").expect_err("the daemon stops");
+        assert!(said.starts_with("the daemon is stopping"), "{said}");
+        stopper.join().expect("no panic");
+        assert_eq!(devices.count.load(Ordering::SeqCst), 0);
+        let said = make(&*service, "b", 10).expect_err("the daemon has stopped");
+        assert!(said.starts_with("the daemon is stopping"), "{said}");
+    }
+
+    #[test]
+    fn a_device_that_is_attached_while_the_daemon_stops_is_refused_and_forgotten() {
+        let daemon = daemon(&Devices::default());
+        let attach = || {
+            daemon.shared.attached(Attachment {
+                device: 7,
+                address: "unix:/run/weir/nbd.sock".into(),
+                name: "a".into(),
+                connections: 1,
+                request_timeout: 5,
+                reconnect_timeout: 600,
+            })
+        };
+        attach().expect("the daemon serves");
+        assert_eq!((daemon.let_go(), daemon.status().attached.len()), (None, 1), "nothing uses it");
+        let refused = attach().expect_err("the daemon stops");
+        assert_eq!((refused.kind(), daemon.status().attached.len()), (ErrorKind::Stopping, 0));
+        daemon.stop();
+    }
+
+    #[test]
+    fn a_volume_whose_removal_is_refused_gets_its_device_again_as_soon_as_it_can() {
+        let devices = Devices::default();
+        let daemon = daemon(&devices);
+        let service = daemon.service();
+        make(&*service, "a", 10).expect("there is room");
+        // A thread of the device still waits for a store.
+        let (_, held) = daemon.shared.volumes.find(b"a").expect("it is there");
+        devices.refused.store(3, Ordering::SeqCst);
+        let refused = service.remove_volume("a", &mut |_| {}).expect_err("it is in use");
+        let said = chain(&refused);
+        assert!(said.starts_with("volume a is in use"), "{said}");
+        let more = "; volume a has no device, and gets one when it can: entity not found";
+        assert!(said.ends_with(more), "{said}");
+        let begun = Instant::now();
+        while devices.count.load(Ordering::SeqCst) == 0 {
+            assert!(begun.elapsed() < Duration::from_secs(60));
+            thread::yield_now();
+        }
+        drop(held);
+        service.remove_volume("a", &mut |_| {}).expect("nobody has it");
+        assert_eq!((devices.count.load(Ordering::SeqCst), daemon.status().volumes.len()), (0, 0));
+        daemon.stop();
+    }
+
+    #[test]
+    fn a_volume_that_can_be_neither_made_nor_unmade_is_told_of_with_both_reasons() {
+        let devices = Devices::default();
+        let daemon = daemon(&devices);
+        let service = daemon.service();
+        devices.refused.store(2, Ordering::SeqCst);
+        assert_eq!(make(&*service, "a", 10), Err("entity not found".to_owned()));
+        assert_eq!(daemon.status().volumes.len(), 0);
+        daemon.shared.worker.stop();
+        let said = make(&*service, "a", 10).expect_err("no device");
+        let both = "entity not found; volume a stays without a device; weir volume remove a: \
+                    the daemon is stopping, so the volume does not change now";
+        assert_eq!(said, both);
+    }
+
+    #[test]
+    fn however_many_changes_of_volumes_wait_memory_is_given_back_for_a_sleep_and_devices_are_noted() {
+        let (making, is_made) = channel();
+        let (go_on, wait) = channel::<()>();
+        let wait = Mutex::new(wait);
+        let making = move || {
+            let _ = making.send(());
+            let _ = wait.lock().expect("no panic").recv();
+        };
+        let devices = Devices { making: Making(Some(Arc::new(making))), ..Devices::default() };
+        let daemon = daemon(&devices);
+        let path = std::env::temp_dir().join(format!("weir-control-{}", std::process::id()));
+        let server = control::Server::start(&path, daemon.service()).expect("a socket");
+        let ask = |request| control::ask_for(&path, request, |_| {}).map_err(|error| error.to_string());
+        let create = || ask(Request::VolumeCreate { name: "a".to_owned(), bytes: None });
+        thread::scope(|scope| {
+            let first = scope.spawn(create);
+            is_made.recv().expect("the first one is under way");
+            let more: Vec<_> = (0..30).map(|_| scope.spawn(create)).collect();
+            let is_refused = |said: &Result<Moved, String>| {
+                said.as_ref().is_err_and(|said| said.contains("16 such requests are under way; wait"))
+            };
+            let begun = Instant::now();
+            while more.iter().filter(|one| one.is_finished()).count() < 15 {
+                assert!(begun.elapsed() < Duration::from_secs(60), "the others are refused");
+                thread::yield_now();
+            }
+            for request in [Request::Sleep, Request::Take { bytes: None }] {
+                assert!(!is_refused(&ask(request.clone())), "{request:?}");
+            }
+            control::detached(&path, 7).expect("it is noted");
+            drop(go_on);
+            let ended = more.into_iter().map(|one| one.join().expect("no panic"));
+            assert_eq!(ended.filter(is_refused).count(), 15);
+            first.join().expect("no panic").expect("there is room");
+        });
+        drop(server);
+        daemon.stop();
+    }
+
+    #[test]
+    fn a_volume_without_a_size_has_all_the_room_that_is_left() {
+        let daemon = daemon(&Devices::default());
+        let service = daemon.service();
+        make(&*service, "a", 30).expect("there is room");
+        let made = service.create_volume("b", None).expect("there is room");
+        assert_eq!((made.pages, daemon.status().free_bytes), (70, 0));
+        let removed = service.remove_volume("a", &mut |_| {}).expect("nobody has it");
+        assert_eq!(removed.pages, 30);
+        service.create_volume("c", None).expect("there is room");
+        service.remove_volume("c", &mut |_| {}).expect("nobody has it");
+        make(&*service, "a", 30).expect("there is room");
+        let said = chain(&service.create_volume("d", None).expect_err("there is none"));
+        assert!(said.starts_with("there is no room for another volume"), "{said}");
+        daemon.stop();
     }
 }

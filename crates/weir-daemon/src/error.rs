@@ -4,6 +4,7 @@
 use serde::{Deserialize, Serialize};
 use std::error::Error as Cause;
 use std::fmt;
+use weir_core::chain;
 use weir_store::{OpenError, OpenErrorKind};
 
 /// An error: the failed action and its cause.
@@ -37,6 +38,8 @@ pub enum ErrorKind {
     Unreachable,
     /// A daemon refuses a request.
     Refused,
+    /// A daemon is stopping, and so changes nothing any more.
+    Stopping,
     /// Memory cannot be given back or taken now.
     Memory,
     /// The kernel's NBD client refuses, or the server that it should connect to refuses.
@@ -75,6 +78,15 @@ impl Error {
         source: impl Cause + Send + Sync + 'static,
     ) -> Self {
         Error { kind, context: Some(what.into()), source: Some(Box::new(source)) }
+    }
+
+    /// Returns this error of an action. If the action could not be undone, the text also has what
+    /// is `left` of it, and why.
+    #[must_use]
+    pub fn unless_undone(self, undone: Result<(), Error>, left: impl FnOnce() -> String) -> Self {
+        let Err(error) = undone else { return self };
+        let context = format!("{}; {}: {}", chain(&self), left(), chain(&error));
+        Error { kind: self.kind, context: Some(context), source: None }
     }
 
     /// The error's kind.
@@ -121,7 +133,6 @@ impl From<OpenError> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use weir_core::chain;
 
     #[test]
     fn an_error_is_its_context_and_its_cause_each_said_once() {
@@ -135,5 +146,14 @@ mod tests {
         );
         assert_eq!(chain(&Error::new(ErrorKind::System, "alone")), "alone");
         assert_eq!(Error::from(cause()).kind(), ErrorKind::Store(cause().kind));
+        let left = || "a is left".to_owned();
+        let error = Error::new(ErrorKind::System, "alone").unless_undone(Ok(()), left);
+        assert_eq!(chain(&error), "alone");
+        let undone = Err(Error::because(ErrorKind::Volume, "undoing", cause()));
+        let error = error.unless_undone(undone, left);
+        assert_eq!(
+            (chain(&error), error.kind()),
+            (format!("alone; a is left: undoing: {text}"), ErrorKind::System)
+        );
     }
 }

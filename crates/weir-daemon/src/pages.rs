@@ -435,7 +435,7 @@ mod tests {
         let named = |name: &str| volumes.find(name.as_bytes()).expect("it is there").1;
         write(own(&volumes), 0..100);
         for (name, pages) in [("a", 50), ("gone", 60), ("small", 40), ("large", 20)] {
-            volumes.create(name, size(pages), &worker).expect("there is room");
+            volumes.create(name, Some(size(pages)), &worker).expect("there is room");
             write(&named(name), 1000 + pages..1000 + 2 * pages);
         }
         volumes.remove("gone", &worker, &mut |_| {}).expect("nobody has it");
@@ -472,9 +472,9 @@ mod tests {
         assert_eq!((volumes.free_bytes(), volumes.list()), (all, vec![]), "it had no volume");
         let worker = worker(&volumes);
         for name in ["a", "b"] {
-            volumes.create(name, size(50), &worker).expect("there is room");
+            volumes.create(name, Some(size(50)), &worker).expect("there is room");
         }
-        let more = volumes.create("c", size(1), &worker).expect_err("there are two");
+        let more = volumes.create("c", Some(size(1)), &worker).expect_err("there are two");
         assert!(more.to_string().starts_with("there are 2 volumes, and this daemon has no more"), "{more}");
         write(&volumes.find(b"a").expect("it is there").1, 0..50);
         volumes.remove("b", &worker, &mut |_| {}).expect("nobody has it");
@@ -496,7 +496,7 @@ mod tests {
         let keeper = Keeper::default();
         let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
         let worker = worker(&volumes);
-        volumes.create("a", size(50), &worker).expect("there is room");
+        volumes.create("a", Some(size(50)), &worker).expect("there is room");
         let held = volumes.find(b"a").expect("it is there").1;
         write(&held, 50..100);
         let before = (volumes.list(), volumes.free_bytes());
@@ -504,14 +504,14 @@ mod tests {
         let long = "a".repeat(65);
         type Change<'a> = &'a dyn Fn(&Volumes) -> Result<(), Error>;
         let refusals: [(Change<'_>, &str); 12] = [
-            (&|it| it.create("a", size(1), &worker), "there is a volume a already"),
-            (&|it| it.create("disk", size(1), &worker), "there is a volume disk already"),
-            (&|it| it.create("", size(1), &worker), "is no name for a volume"),
-            (&|it| it.create("-x", size(1), &worker), "is no name for a volume"),
-            (&|it| it.create("a/b", size(1), &worker), "is no name for a volume"),
-            (&|it| it.create(&long, size(1), &worker), "is no name for a volume"),
-            (&|it| it.create("b", ByteSize(4097), &worker), "a volume cannot have 4.0KiB"),
-            (&|it| it.create("b", free, &worker), "the pool has room for"),
+            (&|it| it.create("a", Some(size(1)), &worker), "there is a volume a already"),
+            (&|it| it.create("disk", Some(size(1)), &worker), "there is a volume disk already"),
+            (&|it| it.create("", Some(size(1)), &worker), "is no name for a volume"),
+            (&|it| it.create("-x", Some(size(1)), &worker), "is no name for a volume"),
+            (&|it| it.create("a/b", Some(size(1)), &worker), "is no name for a volume"),
+            (&|it| it.create(&long, Some(size(1)), &worker), "is no name for a volume"),
+            (&|it| it.create("b", Some(ByteSize(4097)), &worker), "a volume cannot have 4.0KiB"),
+            (&|it| it.create("b", Some(free), &worker), "the pool has room for"),
             (
                 &|it| it.resize("a", size(49), &worker, &mut |_| {}),
                 "volume a is in use; disconnect its clients",
@@ -529,7 +529,7 @@ mod tests {
         keeper.refuses(true);
         drop(held);
         let changes: [Change<'_>; 4] = [
-            &|it| it.create("b", size(5), &worker),
+            &|it| it.create("b", Some(size(5)), &worker),
             &|it| it.resize("a", size(60), &worker, &mut |_| {}),
             &|it| it.resize("a", size(40), &worker, &mut |_| {}),
             &|it| it.remove("a", &worker, &mut |_| {}),
@@ -545,9 +545,9 @@ mod tests {
         );
         volumes.remove("a", &worker, &mut |_| {}).expect("nobody has it");
         for number in 1..VOLUMES_MOST {
-            volumes.create(&format!("v{number}"), size(1), &worker).expect("there is room");
+            volumes.create(&format!("v{number}"), Some(size(1)), &worker).expect("there is room");
         }
-        let one_more = volumes.create("more", size(1), &worker).expect_err("there are too many");
+        let one_more = volumes.create("more", Some(size(1)), &worker).expect_err("there are too many");
         assert!(
             one_more.to_string().starts_with("there are 256 volumes, and this daemon has no more"),
             "{one_more}"
@@ -562,7 +562,7 @@ mod tests {
         let keeper = Keeper::default();
         let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
         let worker = worker(&volumes);
-        volumes.create("a", size(1), &worker).expect("there is room");
+        volumes.create("a", Some(size(1)), &worker).expect("there is room");
         let _held = volumes.find(b"a").expect("it is there");
         let stop = AtomicBool::new(false);
         let missed = std::thread::scope(|scope| {
@@ -592,7 +592,7 @@ mod tests {
         let volumes = start(&keeper, &mut Held::default(), Some(100)).expect("a volume");
         let worker = worker(&volumes);
         for name in ["a", "b"] {
-            volumes.create(name, size(50), &worker).expect("there is room");
+            volumes.create(name, Some(size(50)), &worker).expect("there is room");
         }
         let device = Attachment {
             device: 3,

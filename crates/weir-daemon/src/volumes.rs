@@ -165,15 +165,21 @@ impl Volumes {
         found.and_then(|found| Some((found.name.clone(), Arc::clone(found.volume.as_ref()?))))
     }
 
-    /// Makes an empty volume.
+    /// Makes an empty volume. Without a size, it has all the room that is left.
     ///
     /// # Errors
     /// Fails when a volume has the name already, the name is not allowed, or the pool has too
-    /// little room. Then nothing has changed.
-    pub fn create(&self, name: &str, size: ByteSize, worker: &Worker) -> Result<(), Error> {
+    /// little room. Then nothing has changed, or the error says what is left.
+    pub fn create(&self, name: &str, size: Option<ByteSize>, worker: &Worker) -> Result<(), Error> {
         check_name(name)?;
-        let pages = pages(size)?;
+        let asked = size.map(pages).transpose()?;
         let _alone = self.alone();
+        let pages = asked.unwrap_or_else(|| self.pool.free_pages());
+        if pages == 0 {
+            return Err(refused(
+                "there is no room for another volume; weir volume list shows all".to_owned(),
+            ));
+        }
         if self.named().iter().any(|named| named.name == name) {
             return Err(refused(format!("there is a volume {name} already; weir volume list shows all")));
         }
@@ -187,11 +193,10 @@ impl Volumes {
         list.push(Noted::of(name, &range));
         if let Err(error) = self.take(&range).and_then(|()| self.note_list(&list)) {
             // The keeper's list is what it was, so nothing has to be noted.
-            match volume.shrink(0, |_| Ok(())) {
-                Ok(removal) => drop(worker.discard(removal, &mut |_| {})),
-                Err((_, error)) => debug_assert!(false, "nobody else holds a new volume: {error}"),
-            }
-            return Err(Error::of(ErrorKind::Keeper, error));
+            let removal = volume.shrink(0, |_| Ok(())).map_err(|(_, error)| unmade(error));
+            let undone = removal.and_then(|removal| worker.discard(removal, &mut |_| {})).map(drop);
+            let left = || format!("the room of {name} stays taken until the daemon ends");
+            return Err(Error::of(ErrorKind::Keeper, error).unless_undone(undone, left));
         }
         self.named().push(Named::new(name, volume));
         Ok(())

@@ -183,8 +183,8 @@ pub struct ServeOptions {
     pub size: Option<ByteSize>,
 
     /// Begin without a volume. weir volume create makes volumes while the daemon runs, at most N.
-    /// Each has an NBD export of its name, with --ublk a device, and with --fuse FILE the file
-    /// FILE.NAME.
+    /// Each has an NBD export of its name, with --ublk a device, or with --fuse FILE the file
+    /// FILE.NAME. Programs of --share name the volume.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub pool: Option<u16>,
 
@@ -379,9 +379,9 @@ pub enum VolumeCommand {
         /// The volume's name: letters, digits, dots, dashes and underscores.
         name: String,
 
-        /// The volume's size: 512MiB, 4G.
+        /// The volume's size: 512MiB, 4G [default: all the room that is left].
         #[arg(value_parser = whole_pages)]
-        size: ByteSize,
+        size: Option<ByteSize>,
 
         #[command(flatten)]
         control: Control,

@@ -5,15 +5,16 @@ use crate::failure;
 use crate::progress::Shown;
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
-use weir_daemon::control::{self, Request, Status};
+use weir_daemon::control::{self, Moved, Request, Status};
 
 /// Does one subcommand.
 pub fn run(command: VolumeCommand) -> Result<(), Failure> {
     match command {
         VolumeCommand::Create { name, size, control } => {
-            change(&control, Request::VolumeCreate { name: name.clone(), bytes: size.0 })?;
+            let bytes = size.map(|size| size.0);
+            let made = change(&control, Request::VolumeCreate { name: name.clone(), bytes })?;
             let status = control::status(&control.socket()).map_err(failure::of)?;
-            println!("made {name}, {size}; {}", way(&status, &name));
+            println!("made {name}, {}; {}", ByteSize(made.bytes), way(&status, &name));
             Ok(())
         }
         VolumeCommand::Resize { name, size, control } => {
@@ -42,7 +43,7 @@ fn way(status: &Status, name: &str) -> String {
     }
 }
 
-fn change(control: &Control, request: Request) -> Result<(), Failure> {
+fn change(control: &Control, request: Request) -> Result<Moved, Failure> {
     let mut shown = Shown::new("discarding", |far, left| eprintln!("discarding: {far}{left}"));
     let outcome = control::ask_for(&control.socket(), request, |far| {
         // Before the daemon begins to discard pages, its lines of progress only show that it is
@@ -52,7 +53,7 @@ fn change(control: &Control, request: Request) -> Result<(), Failure> {
         }
     });
     drop(shown);
-    outcome.map(drop).map_err(failure::of)
+    outcome.map_err(failure::of)
 }
 
 fn list(status: &Status, json: bool) -> Result<(), Failure> {

@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use weir_share::wire::Spot;
-use weir_share::{Client, Options};
+use weir_share::{Client, Error, Options};
 
 fn start(name: &str, flags: &[&str]) -> Daemon {
     let flags = [&["--store", "host:32MiB", "--size", "16MiB"], flags].concat();
@@ -75,11 +75,51 @@ fn the_client_in_c_meets_the_daemon() {
     compiler.args(["-std=c11", "-D_GNU_SOURCE", "-O2", "-I"]).arg(here.join("include"));
     let built = compiler.arg(here.join("examples/client.c")).arg("-o").arg(&program).status();
     assert!(built.expect("a C compiler, cc, is needed for this test").success());
-    for flag in [None, Some("in-place")] {
-        let output = Command::new(&program).arg(socket(&daemon)).args(flag).output().expect("it runs");
-        let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert_eq!(said, "1000 pages written and read in place\n");
+    let run = |arguments: &[&str]| {
+        let output = Command::new(&program).arg(socket(&daemon)).args(arguments).output().expect("it runs");
+        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    };
+    for arguments in [&[][..], &["", "in-place"], &["weir"]] {
+        assert_eq!(run(arguments), "1000 pages written and read in place\n");
     }
+    assert!(run(&["nobody"]).ends_with("No such file or directory\n"));
+}
+
+#[test]
+fn a_program_names_its_volume_which_stays_while_the_program_holds_it() {
+    let mut daemon =
+        Daemon::spawn("share-pool", &["--store", "host:16MiB", "--pool", "2"], |command, directory| {
+            command.arg("--share").arg(directory.join("share.sock"));
+        });
+    assert!(daemon.comes_up(Daemon::listens), "share needs no volume to start");
+    let connect = |name: &str| Client::connect_to(&socket(&daemon), name, Options::default());
+    let ask = |arguments: &[&str]| {
+        let output = daemon.weir(&[&["volume"], arguments].concat());
+        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    };
+    assert!(matches!(connect(""), Err(Error::NoVolume { .. })), "it has none of its own");
+    assert!(ask(&["create", "a", "4MiB"]).starts_with("made a, 4MiB"));
+    assert!(ask(&["create", "b"]).starts_with("made b, 12MiB"), "all the room that is left");
+    let [mut a, mut b] = ["a", "b"].map(|name| connect(name).expect("it is there"));
+    assert_eq!([a.pages(), b.pages()], [1024, 3072]);
+    a.write(3, &page_of(1)).expect("written");
+    b.write(3, &page_of(2)).expect("written");
+    let lease = a.read(3).expect("read");
+    assert_eq!(a.page(&lease), &page_of(1));
+    for change in [&["remove", "a"][..], &["resize", "a", "1MiB"]] {
+        let said = ask(change);
+        assert!(said.contains("volume a is in use; disconnect its clients"), "{said}");
+    }
+    drop(a);
+    assert_eq!(ask(&["remove", "a"]), "removed a\n");
+    assert!(matches!(connect("a"), Err(Error::NoVolume { volume }) if volume == "a"));
+    assert!(ask(&["create", "a"]).starts_with("made a, 4MiB"));
+    let mut a = connect("a").expect("it is there");
+    let lease = a.read(3).expect("read");
+    assert_eq!(a.page(&lease), &[0; 4096], "nothing old is in it");
+    let lease = b.read(3).expect("read");
+    assert_eq!(b.page(&lease), &page_of(2));
+    assert_eq!(daemon.status()["protection"]["io_allocations"].as_u64(), Some(0));
 }
 
 #[test]

@@ -110,7 +110,7 @@ impl Owner<'_> {
         let name = format!("v{}-{}", self.number, self.made);
         self.made += 1;
         let pages = 1 + self.random.below(PAGES_MOST);
-        let request = Request::VolumeCreate { name: name.clone(), bytes: pages * PAGE };
+        let request = Request::VolumeCreate { name: name.clone(), bytes: Some(pages * PAGE) };
         if self.change(&request) || self.listed(&name).is_some() {
             self.volumes.push(Known { name, pages: vec![0; pages as usize] });
         }

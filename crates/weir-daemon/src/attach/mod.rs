@@ -92,8 +92,7 @@ pub fn connect(options: &Attach, log: &Log) -> Result<u32, Error> {
             // The kernel drops the socket if no connection is dead, and does not say so.
             kernel.reconnect(index, &terms(options, &server), &[socket]).map_err(refused)?;
         }
-        remember(options, index, log);
-        return Ok(index);
+        return remember(options, index, log).map(|()| index);
     }
     let (first, server) = open(options)?;
     let mut sockets = vec![first];
@@ -118,7 +117,10 @@ pub fn connect(options: &Attach, log: &Log) -> Result<u32, Error> {
             ),
         );
     }
-    remember(options, index, log);
+    if let Err(error) = remember(options, index, log) {
+        // The server is about to go, and with it all connections of the device.
+        return Err(error.unless_undone(disconnect(&mut kernel, index), || format!("/dev/nbd{index} stays")));
+    }
     Ok(index)
 }
 
@@ -152,7 +154,10 @@ fn terms(options: &Attach, server: &client::Terms) -> Terms {
 
 /// Tells the server's daemon which device it serves, so that the daemon can replace lost
 /// connections. A foreign server has no control socket, and its device works without one.
-fn remember(options: &Attach, index: u32, log: &Log) {
+///
+/// # Errors
+/// Fails when the daemon is stopping. Any other error is only logged.
+fn remember(options: &Attach, index: u32, log: &Log) -> Result<(), Error> {
     let address = match &options.address {
         Address::Unix(path) => Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
         tcp @ Address::Tcp { .. } => tcp.clone(),
@@ -166,14 +171,17 @@ fn remember(options: &Attach, index: u32, log: &Log) {
         reconnect_timeout: options.reconnect_timeout,
     };
     let path = options.control.clone().unwrap_or_else(control::find);
-    if path.exists()
-        && let Err(error) = control::attached(&path, attachment)
-    {
-        (log)(
-            Level::Warning,
-            format_args!("{}; after a crash of the server run weir attach --reconnect", chain(&error)),
-        );
-    }
+    let remembered = if path.exists() { control::attached(&path, attachment) } else { Ok(()) };
+    remembered.or_else(|error| match error.kind() {
+        ErrorKind::Stopping => Err(error),
+        _ => {
+            (log)(
+                Level::Warning,
+                format_args!("{}; after a crash of the server run weir attach --reconnect", chain(&error)),
+            );
+            Ok(())
+        }
+    })
 }
 
 /// Disconnects a device, unless something uses it.
@@ -185,15 +193,20 @@ pub fn detach(device: &Path, control: Option<&Path>) -> Result<(), Error> {
         return Err(refusal(format!("/dev/nbd{index} is in use {user} first, or its data would be lost")));
     }
     let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
-    kernel.disconnect(index).map_err(|error| {
-        refusal(format!("the kernel refused to let /dev/nbd{index} go: {error}{}", advice(&error)))
-    })?;
-    settle(|| sectors(index) == Some(0));
+    disconnect(&mut kernel, index)?;
     let path = control.map_or_else(control::find, Path::to_owned);
     if path.exists() {
         // A daemon that still has the device in its list notices that the device is gone.
         let _ = control::detached(&path, index);
     }
+    Ok(())
+}
+
+fn disconnect(kernel: &mut Kernel, index: u32) -> Result<(), Error> {
+    kernel.disconnect(index).map_err(|error| {
+        refusal(format!("the kernel refused to let /dev/nbd{index} go: {error}{}", advice(&error)))
+    })?;
+    settle(|| sectors(index) == Some(0));
     Ok(())
 }
 

@@ -119,7 +119,10 @@ pub fn programs(path: &Path) -> Result<(u32, Vec<Program>), Error> {
 
 fn tell(path: &Path, request: Request) -> Result<(), Error> {
     let line = ask(path, request).map_err(|error| unreachable(path, &error))?;
-    let refused = |refusal: Refusal| Err(Error::new(ErrorKind::Refused, refusal.error));
+    let refused = |refusal: Refusal| {
+        let kind = if refusal.stopping { ErrorKind::Stopping } else { ErrorKind::Refused };
+        Err(Error::new(kind, refusal.error))
+    };
     serde_json::from_str(&line).map_or(Ok(()), refused)
 }
 

@@ -7,14 +7,15 @@
 //!   `wake`: any number of lines `{"schema":1,"progress":{...}}`, then one line
 //!   `{"schema":1,"result":{...}}`;
 //! - `volume-create` and `volume-resize` (with `"name":NAME,"bytes":N`), `volume-remove` (with
-//!   `"name":NAME`): the same;
+//!   `"name":NAME`): the same. A volume that is created without `bytes` has all the room left;
 //! - `attached` (with the fields of an [`Attachment`]) and `detached` (with `"device":N`):
 //!   `{"schema":1}`;
 //! - `limit` (with `"pid":N,"bytes":N`) and `evict` (with `"pid":N`): `{"schema":1}`, once the
 //!   program's pager has been told.
 //!
-//! A request that the daemon cannot do gets the answer `{"schema":1,"error":"..."}`. Only the
-//! socket's owner may use the socket (mode 0600).
+//! A request that the daemon cannot do gets the answer `{"schema":1,"error":"..."}`, where
+//! `"stopping":true` says that the reason is the daemon's end. Only the socket's owner may use the
+//! socket (mode 0600).
 
 mod client;
 mod condition;
@@ -88,8 +89,9 @@ pub enum Request {
     VolumeCreate {
         /// The volume's name.
         name: String,
-        /// The volume's size.
-        bytes: u64,
+        /// The volume's size; `None`: all the room that is left.
+        #[serde(default)]
+        bytes: Option<u64>,
     },
     /// Give a volume another size.
     VolumeResize {
@@ -160,11 +162,12 @@ pub trait Service: Send + Sync + 'static {
     /// Fails as [`give_back`](Service::give_back) does.
     fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
-    /// Makes a volume of this name and size in bytes.
+    /// Makes a volume of this name and size in bytes; `None`: all the room that is left.
     ///
     /// # Errors
-    /// Fails with one line: the reason, and the next step. Then no volume has changed.
-    fn create_volume(&self, name: &str, bytes: u64) -> Result<Moved, Error>;
+    /// Fails with one line: the reason, and the next step. Then no volume has changed, or the line
+    /// says what is left.
+    fn create_volume(&self, name: &str, bytes: Option<u64>) -> Result<Moved, Error>;
 
     /// Gives a volume another size in bytes.
     ///
@@ -251,6 +254,9 @@ struct Reply {
 struct Refusal {
     schema: u32,
     error: String,
+    /// Whether the reason is that the daemon stops.
+    #[serde(default)]
+    stopping: bool,
 }
 
 /// The control socket of a daemon that is probably running: the user's own, or else the one of

@@ -18,7 +18,8 @@ use weir_core::chain;
 use weir_pager::link::Order;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// Largest number of long requests at a time. Each has a thread that waits for the worker.
+/// Largest number of long requests of one kind at a time. Each has a thread that waits for the
+/// worker, or for the keeper.
 const LONG_MOST: usize = 16;
 
 /// Longest silence towards the client of a long request. The client would give up after
@@ -65,7 +66,7 @@ impl Server {
         thread::Builder::new()
             .name("weir-control".into())
             .spawn(move || {
-                let long = Arc::new(AtomicUsize::new(0));
+                let long = Long::default();
                 for client in listener.incoming() {
                     // A client that has gone needs no answer, and its error does not concern other
                     // clients.
@@ -77,9 +78,42 @@ impl Server {
     }
 }
 
+/// The numbers of long requests under way. Each kind has a number of its own. So however many
+/// changes of volumes wait for one another, memory is still given back before the machine sleeps.
+#[derive(Default)]
+struct Long {
+    volumes: Count,
+    memory: Count,
+    sleeps: Count,
+    devices: Count,
+}
+
+type Count = Arc<AtomicUsize>;
+
+/// A long request under way, which counts until this is dropped.
+struct Begun(Count);
+
+impl Begun {
+    /// Counts one more request. `Err`: there are too many.
+    fn one_more(count: &Count) -> Result<Self, Error> {
+        let begun = Begun(Arc::clone(count));
+        if count.fetch_add(1, Ordering::Relaxed) < LONG_MOST {
+            return Ok(begun);
+        }
+        let what = format!("{LONG_MOST} such requests are under way; wait for one of them");
+        Err(Error::new(ErrorKind::Refused, what))
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Reads one request, answers it, and disconnects. A slow or silent client costs no more than
 /// [`PATIENCE`]. A long request has a thread of its own, and goes on even if its client leaves.
-fn answer(client: UnixStream, service: &Arc<dyn Service>, long: &Arc<AtomicUsize>) -> io::Result<()> {
+fn answer(client: UnixStream, service: &Arc<dyn Service>, long: &Long) -> io::Result<()> {
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
     let mut line = String::new();
@@ -88,42 +122,59 @@ fn answer(client: UnixStream, service: &Arc<dyn Service>, long: &Arc<AtomicUsize
     match parse(&line) {
         Ok(Request::Status) => write_line(&client, &service.status()),
         Ok(Request::GiveBack { bytes }) => {
-            at_length(client, long, move |tell| service.give_back(bytes, tell))
+            at_length(client, &long.memory, move |tell| service.give_back(bytes, tell))
         }
-        Ok(Request::GiveBackSpare) => at_length(client, long, move |tell| service.give_back_spare(tell)),
-        Ok(Request::Take { bytes }) => at_length(client, long, move |tell| service.take(bytes, tell)),
-        Ok(Request::Sleep) => at_length(client, long, move |tell| service.sleep(tell)),
-        Ok(Request::Wake) => at_length(client, long, move |tell| service.wake(tell)),
+        Ok(Request::GiveBackSpare) => {
+            at_length(client, &long.memory, move |tell| service.give_back_spare(tell))
+        }
+        Ok(Request::Take { bytes }) => at_length(client, &long.memory, move |tell| service.take(bytes, tell)),
+        Ok(Request::Sleep) => at_length(client, &long.sleeps, move |tell| service.sleep(tell)),
+        Ok(Request::Wake) => at_length(client, &long.sleeps, move |tell| service.wake(tell)),
         Ok(Request::VolumeCreate { name, bytes }) => {
-            at_length(client, long, move |_| service.create_volume(&name, bytes))
+            at_length(client, &long.volumes, move |_| service.create_volume(&name, bytes))
         }
         Ok(Request::VolumeResize { name, bytes }) => {
-            at_length(client, long, move |tell| service.resize_volume(&name, bytes, tell))
+            at_length(client, &long.volumes, move |tell| service.resize_volume(&name, bytes, tell))
         }
         Ok(Request::VolumeRemove { name }) => {
-            at_length(client, long, move |tell| service.remove_volume(&name, tell))
+            at_length(client, &long.volumes, move |tell| service.remove_volume(&name, tell))
         }
-        Ok(Request::Attached(device)) => {
-            acknowledge(&client, service.attached(device).map_err(|error| chain(&error)))
-        }
-        Ok(Request::Detached { device }) => {
-            acknowledge(&client, service.detached(device).map_err(|error| chain(&error)))
-        }
-        Ok(Request::Limit { pid, bytes }) => {
-            acknowledge(&client, service.order(pid, Order::Limit(bytes)).map_err(|error| chain(&error)))
-        }
-        Ok(Request::Evict { pid }) => {
-            acknowledge(&client, service.order(pid, Order::Evict).map_err(|error| chain(&error)))
-        }
-        Err(error) => acknowledge(&client, Err(error)),
+        Ok(Request::Attached(device)) => aside(client, &long.devices, move || service.attached(device)),
+        Ok(Request::Detached { device }) => aside(client, &long.devices, move || service.detached(device)),
+        Ok(Request::Limit { pid, bytes }) => acknowledge(&client, service.order(pid, Order::Limit(bytes))),
+        Ok(Request::Evict { pid }) => acknowledge(&client, service.order(pid, Order::Evict)),
+        Err(error) => acknowledge(&client, Err(Error::new(ErrorKind::Refused, error))),
     }
 }
 
-fn acknowledge(client: &UnixStream, done: Result<(), String>) -> io::Result<()> {
+fn acknowledge(client: &UnixStream, done: Result<(), Error>) -> io::Result<()> {
     match done {
         Ok(()) => write_line(client, &Acknowledged { schema: SCHEMA }),
-        Err(error) => write_line(client, &Refusal { schema: SCHEMA, error }),
+        Err(error) => {
+            let stopping = error.kind() == ErrorKind::Stopping;
+            write_line(client, &Refusal { schema: SCHEMA, error: chain(&error), stopping })
+        }
     }
+}
+
+/// Runs `work` on a thread of its own, and acknowledges it: the keeper may be slow, and other
+/// clients need not wait for that.
+fn aside(
+    client: UnixStream,
+    count: &Count,
+    work: impl FnOnce() -> Result<(), Error> + Send + 'static,
+) -> io::Result<()> {
+    let begun = match Begun::one_more(count) {
+        Ok(begun) => begun,
+        Err(error) => return acknowledge(&client, Err(error)),
+    };
+    thread::Builder::new().name("weir-control-job".into()).spawn(move || {
+        let done = work();
+        drop(begun);
+        // A client that has gone needs no answer.
+        let _ = acknowledge(&client, done);
+    })?;
+    Ok(())
 }
 
 /// Runs `work` on a thread of its own. Another thread sends the client the progress and the
@@ -131,20 +182,13 @@ fn acknowledge(client: &UnixStream, done: Result<(), String>) -> io::Result<()> 
 /// work, or for a slow keeper.
 fn at_length(
     client: UnixStream,
-    long: &Arc<AtomicUsize>,
+    count: &Count,
     work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Moved, Error> + Send + 'static,
 ) -> io::Result<()> {
-    struct Ended(Arc<AtomicUsize>);
-    impl Drop for Ended {
-        fn drop(&mut self) {
-            self.0.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-    let ended = Ended(Arc::clone(long));
-    if long.fetch_add(1, Ordering::Relaxed) >= LONG_MOST {
-        let error = format!("{LONG_MOST} such requests are under way; wait for one of them");
-        return write_line(&client, &Refusal { schema: SCHEMA, error });
-    }
+    let begun = match Begun::one_more(count) {
+        Ok(begun) => begun,
+        Err(error) => return acknowledge(&client, Err(error)),
+    };
     let (tell, news) = channel();
     // If the client has gone, this thread ends. The work goes on all the same.
     let say = move || {
@@ -165,7 +209,7 @@ fn at_length(
     };
     thread::Builder::new().name("weir-control-say".into()).spawn(say)?;
     thread::Builder::new().name("weir-control-job".into()).spawn(move || {
-        let _ended = ended;
+        let _begun = begun;
         let outcome = work(&mut |progress| drop(tell.send(Line::Progress(progress))));
         let _ = tell.send(outcome.map_or_else(|error| Line::Error(chain(&error)), Line::Result));
     })?;

@@ -1,6 +1,7 @@
-//! The front ends that each volume of a pool has for itself: a ublk device, or a file by FUSE.
+//! The front end that each volume of a pool has for itself: a ublk device, or a file by FUSE.
 
-use super::{Fuse, PreparedUblk, Served};
+use super::running::StartEach;
+use super::{FrontEnd, Fuse, PreparedUblk, Served};
 use crate::config::Config;
 use crate::environment::Environment;
 use crate::error::Error;
@@ -76,17 +77,16 @@ impl Each {
             let Some((_, volume)) = volumes.find(name.as_bytes()) else { continue };
             let found = self.found.iter().position(|(of, _)| *of == name);
             let found = found.map(|at| self.found.swap_remove(at).1);
-            let is_taken_over = found.is_some()
+            // The keeper may hold a page for a device's number that has none: the daemon before
+            // died before it had made the device.
+            let is_taken_over = found.as_ref().is_some_and(PreparedUblk::is_found)
                 || held.as_ref().is_some_and(|held| held.any(|kept| kept.starts_with(&fuse_prefix(&name))));
             let mut none = Held::default();
             match self.serve_with(&name, &volume, found, held.as_deref_mut().unwrap_or(&mut none)) {
-                Ok(served) => all.extend(served),
+                Ok(served) => all.push(served),
                 Err(error) if !is_taken_over => (self.environment.log)(
                     Level::Warning,
-                    format_args!(
-                        "volume {name} has no device: {}; remove it and make it again",
-                        chain(&error)
-                    ),
+                    format_args!("volume {name} has no device, and gets one when it can: {}", chain(&error)),
                 ),
                 Err(error) => return Err(error),
             }
@@ -95,55 +95,80 @@ impl Each {
         Ok(all)
     }
 
-    /// Serves a new volume.
-    ///
-    /// # Errors
-    /// Fails when a device or a mount cannot be had; then nothing of the volume is served.
-    pub fn serve(&self, name: &str, volume: &Arc<Volume>) -> Result<Vec<Served>, Error> {
-        self.serve_with(name, volume, None, &mut Held::default())
-    }
-
     fn serve_with(
         &self,
         name: &str,
         volume: &Arc<Volume>,
         found: Option<PreparedUblk>,
         held: &mut Held,
-    ) -> Result<Vec<Served>, Error> {
+    ) -> Result<Served, Error> {
         let Each { options, environment, .. } = self;
-        let is_found = found.is_some();
-        let served = |front_end| Served { volume: Some(name.to_owned()), front_end };
-        let mut all = Vec::new();
-        if let Some(fuse) = &options.fuse {
-            let file = fuse.file_of(name);
-            let keeper = self.keeper.as_ref().map(|link| (link, &mut *held));
-            let prefix = fuse_prefix(name);
-            let fuse = Fuse::start(volume, options, (fuse, &file), &prefix, keeper, &environment.log)?;
-            all.push(served(Box::new(fuse)));
-        }
-        if let Some(ublk) = &options.ublk {
+        let keeper = self.keeper.as_ref().map(|link| (link, held));
+        let front_end: Box<dyn FrontEnd> = if let Some(ublk) = &options.ublk {
             let kept = format!("{UBLK}{name}");
-            let keeper = self.keeper.as_ref().map(|link| (link, &mut *held));
-            let prepared = match found {
-                Some(found) => Ok(found),
-                None => PreparedUblk::new(options, ublk, &kept, keeper, environment),
-            };
-            match prepared.and_then(|prepared| prepared.start(volume, &environment.log)) {
-                Ok(ublk) => all.push(served(Box::new(ublk))),
-                // The next daemon tries again: the keeper holds all of it.
-                Err(error) if is_found => return Err(error),
-                Err(error) => {
-                    let _ = self.keeper.as_ref().map(|link| link.let_go(&kept));
-                    all.into_iter().for_each(|served: Served| served.front_end.end(super::GRACE));
-                    return Err(error);
-                }
+            let is_found = found.as_ref().is_some_and(PreparedUblk::is_found);
+            let prepared =
+                found.map_or_else(|| PreparedUblk::new(options, ublk, &kept, keeper, environment), Ok);
+            let started = prepared.and_then(|prepared| prepared.start(volume, &environment.log));
+            // A device that was found is left to the next daemon, which tries again: the keeper
+            // holds all of it.
+            if started.is_err() && !is_found {
+                let _ = self.keeper.as_ref().map(|link| link.let_go(&kept));
             }
-        }
-        Ok(all)
+            Box::new(started?)
+        } else {
+            let fuse = options.fuse.as_ref().expect("the options ask for one of the two");
+            let file = fuse.file_of(name);
+            let prefix = fuse_prefix(name);
+            Box::new(Fuse::start(volume, options, (fuse, &file), &prefix, keeper, &environment.log)?)
+        };
+        Ok(Served { volume: Some(name.to_owned()), front_end })
+    }
+}
+
+impl StartEach for Each {
+    fn serve(&self, name: &str, volume: &Arc<Volume>) -> Result<Served, Error> {
+        self.serve_with(name, volume, None, &mut Held::default())
     }
 }
 
 /// The start of the keeper's names for the mount of a volume. No volume's name has a colon.
 fn fuse_prefix(volume: &str) -> String {
     format!("fuse:{volume}:")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Ublk;
+    use crate::environment::tests::quiet;
+    use crate::keeper::played::Keeper;
+    use std::os::fd::AsFd as _;
+    use weir_core::{Memory, PAGE_SIZE};
+    use weir_store::Host;
+    use weir_volume::Pool;
+
+    #[test]
+    fn a_volume_whose_device_was_never_made_counts_as_not_taken_over() {
+        let config = weir_volume::Config { pages: 8, lanes: 1, depth: 4 };
+        let host = Host::new(config.slots()).expect("memory");
+        let pool = Pool::create(config, vec![Arc::new(host)]).expect("a pool");
+        let volume = pool.volume(8).expect("room");
+        let volumes = Volumes::new(&pool, false, vec![("a".to_owned(), volume)], 1, None);
+        // The daemon before died after it had handed over the page for the device's number, and
+        // before it had a device.
+        let keeper = Keeper::default();
+        let page = Memory::shared("weir-test", PAGE_SIZE).expect("memory");
+        let fd = page.fd().expect("shared").as_fd().try_clone_to_owned().expect("a descriptor");
+        keeper.0.lock().expect("no panic").insert(format!("{UBLK}a"), fd);
+        // No driver makes a device of this depth.
+        let ublk = Some(Ublk { queues: Some(1), depth: 0 });
+        let options = Config { pool: Some(1), ublk, ..Config::default() };
+        let (link, mut held) = (keeper.link(), keeper.held());
+        let each = Each::new(&options, Some((&link, &mut held)), &quiet()).expect("no device");
+        let mut each = each.expect("a pool");
+        assert_eq!(each.found.len(), 1);
+        let served = each.resume(&volumes, Some(&mut held)).expect("the daemon goes on without it");
+        assert!(served.is_empty() && keeper.0.lock().expect("no panic").is_empty());
+    }
 }

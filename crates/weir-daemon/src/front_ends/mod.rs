@@ -1,9 +1,13 @@
 //! A daemon's front ends: each serves volumes to one kind of client, with lanes of its own.
 
 mod each;
+mod running;
 mod ublk;
 
 pub use each::Each;
+pub use running::FrontEnds;
+#[cfg(test)]
+pub use running::tests as played;
 pub use ublk::{NUMBER, PreparedUblk};
 
 use crate::address::Address;
@@ -74,6 +78,11 @@ pub struct Served {
 }
 
 impl Served {
+    /// Whether the front end serves this volume alone.
+    fn is_of(&self, volume: &str) -> bool {
+        self.volume.as_deref() == Some(volume)
+    }
+
     /// The front end's address and number of connections, for status.
     pub fn exports(&self) -> impl Iterator<Item = Export> {
         let exports = self.front_end.exports().into_iter();
@@ -338,7 +347,7 @@ fn let_go_in_order(names: &[String], let_go: impl FnMut(&String)) {
     names.iter().rev().for_each(let_go);
 }
 
-/// Pages for local programs, through shared memory.
+/// Pages for local programs, through shared memory. A program may name any volume.
 #[derive(Debug)]
 pub struct Share {
     server: share::Server,
@@ -351,12 +360,12 @@ impl Share {
     /// # Errors
     /// Fails when the socket cannot be made.
     pub fn start(
-        volume: &Arc<Volume>,
+        volumes: &Arc<Volumes>,
         options: &Config,
         share: &config::Share,
         log: &Log,
     ) -> Result<Self, Error> {
-        let lane_slots = volume.config().lane_slots();
+        let lane_slots = volumes.pool().config().lane_slots();
         let config = share::Config {
             spin: options.spin,
             in_place: if share.in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
@@ -365,7 +374,9 @@ impl Share {
             read_only: options.swap,
             ..share::Config::at(&share.path)
         };
-        let server = share::Server::start(volume, &config, Arc::clone(log))
+        let its = Arc::clone(volumes);
+        let find = move |name: &[u8]| its.find(name).map(|(_, volume)| volume);
+        let server = share::Server::start_all(volumes.pool(), Box::new(find), &config, Arc::clone(log))
             .map_err(|error| Error::because(ErrorKind::FrontEnd, "--share", error))?;
         Ok(Share { server, clients: config.clients.into() })
     }

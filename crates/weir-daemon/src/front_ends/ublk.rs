@@ -100,6 +100,11 @@ impl PreparedUblk {
         Ok(PreparedUblk { config, found, number, kept })
     }
 
+    /// Whether this is a device that a dead daemon left.
+    pub fn is_found(&self) -> bool {
+        self.found.is_some()
+    }
+
     /// Number of queues of a new device, each of which takes a lane.
     pub fn queues(ublk: &config::Ublk, environment: &Environment) -> usize {
         ublk.queues.map_or(environment.processors.min(QUEUES_MOST), usize::from)

@@ -248,6 +248,9 @@ pub mod played {
                     } else if what == "hold" && Kind::parse(split(rest).0).is_some() {
                         held.lock().expect("no panic").insert(name, fd.expect("a descriptor"));
                         send(&its, "held", None).expect("the daemon is there");
+                    } else if what == "drop" {
+                        held.lock().expect("no panic").remove(&name);
+                        send(&its, "dropped", None).expect("the daemon is there");
                     }
                 }
             });

@@ -100,7 +100,7 @@ pub fn discard(
 
 /// The error of a change that the daemon's end has interrupted.
 pub fn stopping() -> Error {
-    Error::new(ErrorKind::Refused, "the daemon is stopping, so the volume does not change now")
+    Error::new(ErrorKind::Stopping, "the daemon is stopping, so the volume does not change now")
 }
 
 #[cfg(test)]

@@ -106,7 +106,7 @@ pub fn make(
     journal: &mut Journal,
 ) -> Result<PathBuf, Failure> {
     let status = until(|| {
-        let made = ask(directory, Request::VolumeCreate { name: volume.to_owned(), bytes });
+        let made = ask(directory, Request::VolumeCreate { name: volume.to_owned(), bytes: Some(bytes) });
         let status = control::status(&service::control_socket(directory))?;
         // The volume is also there if the daemon died before it answered, or made the volume for a
         // command that was killed.
