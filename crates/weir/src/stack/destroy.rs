@@ -96,7 +96,10 @@ pub fn finish(mut journal: Journal, wish: Wish) -> Result<Ended, Failure> {
     let mut watch = |dirty: u64| {
         interrupt::check()?;
         total = dirty.max(total);
-        shown.show(total - dirty, total);
+        // A wait for the kernel, without pages, needs no bar.
+        if total > 0 {
+            shown.show(total - dirty, total);
+        }
         Ok(())
     };
     let ended = undo(&mut kernel, &mut journal, wish, &mut watch)?;
