@@ -65,6 +65,8 @@ struct Sent {
     /// The time by events, and by the clock.
     event: u64,
     time: Duration,
+    /// The time by which all of its bytes had come, or the server gave it up.
+    since: Duration,
     /// Whether its client waits for it no more.
     left: bool,
     /// Whether the server has given it up.
@@ -446,7 +448,14 @@ impl World {
             return;
         };
         let event = self.books().send(call);
-        sent[id] = Some(Sent { call, event, time: self.now.get(), left: false, forsaken: false });
+        sent[id] = Some(Sent {
+            call,
+            event,
+            time: self.now.get(),
+            since: self.now.get(),
+            left: false,
+            forsaken: false,
+        });
         let it = self.books().call(call).clone();
         if again.is_some() {
             self.count(|tally| tally.resent += 1);
@@ -550,7 +559,7 @@ impl World {
                 requests.close(id, Err(Fault::Forsaken));
             }
             for sent in sent.iter_mut().flatten().filter(|sent| !sent.forsaken) {
-                sent.forsaken = true;
+                (sent.forsaken, sent.since) = (true, self.now.get());
                 self.books().withdraw(sent.call, sent.event);
             }
             if self.one_in(8) {
@@ -567,6 +576,7 @@ impl World {
             *done += requests.write_piece(*id, offset, &data[*done..most]);
             if *done == data.len() {
                 requests.close(*id, Ok(()));
+                sent[usize::from(*id)].as_mut().expect("it is under way").since = self.now.get();
                 *open = None;
             }
         }
@@ -574,7 +584,7 @@ impl World {
         requests.turn(self.time(), buffers);
         self.hear(connection);
         let Connection { requests: Some(requests), sent, is_left, open, .. } = connection else { return };
-        let overdue = |it: &Sent| self.now.get() - it.time > ANSWERED;
+        let overdue = |it: &Sent| self.now.get() - it.since > ANSWERED;
         if let Some(sent) = sent.iter().flatten().find(|it| open.is_none() && overdue(it)) {
             panic!("a request has no answer within {ANSWERED:?}: forsaken {}", sent.forsaken);
         }
@@ -606,7 +616,8 @@ impl World {
         let Connection { requests: Some(requests), buffers, sent, .. } = connection else { return };
         while let Some(answer) = requests.finished() {
             let id = usize::from(answer.id);
-            let Sent { call, event, time, left, forsaken } = sent[id].take().expect("one answer for each");
+            let Sent { call, event, time, left, forsaken, .. } =
+                sent[id].take().expect("one answer for each");
             let mut books = self.books();
             if left {
                 if !forsaken {
