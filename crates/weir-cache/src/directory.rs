@@ -21,7 +21,7 @@
 
 use crate::entry::{ALONE, Entry, Kind};
 use std::io;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use weir_core::{Memory, PageNo};
 
 /// Number of frames in a set.
@@ -38,6 +38,11 @@ pub(crate) type Frame = u32;
 pub struct Directory {
     words: Memory,
     sets: u32,
+    /// Number of frames that take pages: the first ones of each set. The frames behind this limit
+    /// leave, or are closed.
+    limit: AtomicU32,
+    /// Whether frames behind the limit may still have pages.
+    leaves: AtomicBool,
     dirty: AtomicU32,
     /// The sets in which a page found no frame, each as its number plus 1; 0: no set.
     pressed: [AtomicU32; PRESSED],
@@ -61,6 +66,19 @@ pub(crate) struct Held {
     /// Whether the frame has the page's content.
     pub is_valid: bool,
     pub is_dirty: bool,
+    /// Whether the page only passes by: its content must not be written into the frame.
+    pub passes: bool,
+}
+
+/// A frame's state on its way out of use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Closing {
+    /// Somebody uses the frame, or the home lacks its content.
+    Waits,
+    /// The frame is closed and has no page. Its page of the volume may have content.
+    Empty,
+    /// The frame's page of the volume has been discarded.
+    Vacant,
 }
 
 /// The state in which a user leaves a frame that it had exclusively.
@@ -89,6 +107,8 @@ impl Directory {
         Ok(Directory {
             words,
             sets,
+            limit: AtomicU32::new(sets * WAYS),
+            leaves: AtomicBool::new(false),
             dirty: AtomicU32::new(0),
             pressed: [const { AtomicU32::new(0) }; PRESSED],
         })
@@ -97,6 +117,79 @@ impl Directory {
     /// Number of frames.
     pub fn frames(&self) -> u32 {
         self.sets * WAYS
+    }
+
+    /// Number of frames that take pages.
+    pub fn limit(&self) -> u32 {
+        self.limit.load(Ordering::Acquire)
+    }
+
+    /// Sets the number of frames that take pages. Frames behind it leave by
+    /// [`close`](Directory::close).
+    pub(crate) fn set_limit(&self, frames: u32) {
+        self.limit.store(frames.min(self.frames()), Ordering::Release);
+    }
+
+    /// Whether the frame is behind the limit.
+    pub(crate) fn is_behind(&self, frame: Frame) -> bool {
+        self.is_beyond(frame, self.limit())
+    }
+
+    /// Whether the frame would be behind this limit. The limit counts the first frame of each set,
+    /// then the second ones, and so on.
+    pub(crate) fn is_beyond(&self, frame: Frame, limit: u32) -> bool {
+        limit < self.frames() && frame % WAYS * self.sets + frame / WAYS >= limit
+    }
+
+    /// Whether frames behind the limit may still have pages.
+    pub(crate) fn leaves(&self) -> bool {
+        self.leaves.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_leaves(&self, leaves: bool) {
+        self.leaves.store(leaves, Ordering::Relaxed);
+    }
+
+    /// Whether the frame takes no page any more.
+    fn is_leaving(&self, frame: Frame, entry: Entry) -> bool {
+        entry.is_closed() || self.is_behind(frame)
+    }
+
+    /// Brings a frame behind the limit further out of use, as far as its users allow. A frame is
+    /// closed only while nobody has it exclusively. So whoever has it later knows that it is.
+    pub(crate) fn close(&self, frame: Frame) -> Closing {
+        loop {
+            let was = self.load(frame);
+            let (closed, state) = match was.kind() {
+                _ if was.is_vacant() => return Closing::Vacant,
+                Kind::Empty => (was.closed(), Closing::Empty),
+                Kind::Valid if was.is_evictable() => (was.closed().emptied(), Closing::Empty),
+                Kind::Valid if was.users() != ALONE => (was.closed(), Closing::Waits),
+                Kind::Claimed | Kind::Held if was.is_closed() => return Closing::Empty,
+                _ => return Closing::Waits,
+            };
+            if was == closed || self.replace(frame, was, closed) {
+                return state;
+            }
+        }
+    }
+
+    /// Notes that the page of the volume of a closed frame has been discarded.
+    pub(crate) fn vacate(&self, frame: Frame) {
+        self.change(frame, |entry| Some(entry.vacated()));
+    }
+
+    /// Opens a frame again.
+    pub(crate) fn open(&self, frame: Frame) {
+        self.change(frame, |entry| entry.is_closed().then(|| entry.opened()));
+    }
+
+    /// Takes a frame exclusively, to drop its content. `None`: the frame has users, or the home may
+    /// lack its content.
+    pub(crate) fn seize(&self, frame: Frame) -> Option<Held> {
+        let alone = |entry: Entry| entry.is_evictable().then(|| entry.with_users(ALONE));
+        let taken = self.change(frame, alone).1;
+        taken.then_some(Held { frame, is_valid: true, is_dirty: false, passes: true })
     }
 
     /// Bytes of memory that the directory takes.
@@ -117,7 +210,7 @@ impl Directory {
     /// Changes the policy's state as a read of the page would, if its I/O took no time. Returns
     /// whether the page was cached. Serves replays of traces.
     pub fn replay(&self, page: PageNo) -> bool {
-        match self.share(page) {
+        match self.share(page, false) {
             Found::Hit(frame) => {
                 self.leave(frame, false);
                 true
@@ -179,11 +272,26 @@ impl Directory {
             .find(|(_, entry)| entry.page() == page && entry.kind() != Kind::Empty)
     }
 
-    /// Shares the page's frame, if it has one.
-    pub(crate) fn share(&self, page: PageNo) -> Found {
+    /// Shares the page's frame, if it has one. A page that leaves its frame is shared only to read
+    /// what the home lacks.
+    pub(crate) fn share(&self, page: PageNo, to_write: bool) -> Found {
         let (first, _) = self.place(page);
         loop {
             let Some((frame, entry)) = self.find(first, page) else { return Found::Absent };
+            if entry.kind() == Kind::Valid && self.is_leaving(frame, entry) {
+                match () {
+                    // A writer takes the frame exclusively, and its page goes home.
+                    () if to_write => return Found::Absent,
+                    () if entry.is_evictable() => {
+                        // Another user may be faster. Then look again.
+                        self.replace(frame, entry, entry.emptied());
+                        continue;
+                    }
+                    // Its users soon end, and no new one comes.
+                    () if !entry.is_ahead() => return Found::Busy,
+                    () => {}
+                }
+            }
             let Some(shared) = entry.shared().filter(|_| entry.kind() == Kind::Valid) else {
                 return Found::Busy;
             };
@@ -201,14 +309,16 @@ impl Directory {
         });
     }
 
-    /// Gives the frame exclusively to a caller that shares it. Returns false if the frame has other
-    /// users, or is not clean.
-    pub(crate) fn upgrade(&self, frame: Frame) -> bool {
+    /// Gives the frame exclusively to a caller that shares it. `None`: the frame has other users,
+    /// or is not clean.
+    pub(crate) fn upgrade(&self, frame: Frame) -> Option<Held> {
         let alone = |entry: Entry| {
             let may = entry.users() == 1 && !entry.is_dirty() && !entry.is_writing();
             may.then(|| entry.with_users(ALONE))
         };
-        self.change(frame, alone).1
+        let (entry, upgraded) = self.change(frame, alone);
+        let passes = self.is_leaving(frame, entry);
+        upgraded.then_some(Held { frame, is_valid: true, is_dirty: false, passes })
     }
 
     /// Takes the page's frame exclusively, or a new frame if the page has none. `who` is the number
@@ -218,13 +328,16 @@ impl Directory {
         if let Some((frame, entry)) = self.find(first, page) {
             let may = entry.kind() == Kind::Valid && entry.users() == 0 && !entry.is_writing();
             let alone = entry.hit().with_users(ALONE);
-            let held = Held { frame, is_valid: true, is_dirty: entry.is_dirty() };
+            let passes = self.is_leaving(frame, entry);
+            let held = Held { frame, is_valid: true, is_dirty: entry.is_dirty(), passes };
             return (may && self.replace(frame, entry, alone)).then_some(held);
         }
-        let Some((frame, victim)) = self.victim(first) else {
+        let found = self.victim(first);
+        let passes = found.is_some_and(|(frame, entry)| self.is_leaving(frame, entry));
+        if found.is_none() || passes && !self.is_behind(first) {
             self.press(first / WAYS);
-            return None;
-        };
+        }
+        let (frame, victim) = found?;
         let young = !self.forgive(first, fingerprint);
         let left = if victim.kind() != Kind::Empty && victim.is_young() && frame != first {
             victim.with_ghost(self.place(victim.page()).1)
@@ -236,6 +349,7 @@ impl Directory {
             frame,
             is_valid: false,
             is_dirty: false,
+            passes,
         })
     }
 
@@ -275,6 +389,7 @@ impl Directory {
         self.change(held.frame, |entry| {
             let valid = entry.with_kind(Kind::Valid).with_users(0);
             Some(match outcome {
+                Outcome::Clean if entry.is_closed() => entry.emptied(),
                 Outcome::Clean => valid.with_dirty(false),
                 Outcome::Dirty => valid.with_dirty(true),
                 Outcome::Late => valid.with_dirty(true).with_writing(true),
@@ -344,19 +459,21 @@ impl Directory {
         true
     }
 
-    /// Finds the frame that the next page of a set gets. `None`: all frames are used, dirty, or
+    /// Finds the frame that the next page of a set gets. If it gets none, finds a frame without a
+    /// page behind the limit, by which the page can pass. `None`: all frames are used, dirty, or
     /// being written.
     fn victim(&self, first: Frame) -> Option<(Frame, Entry)> {
-        let mut young = 0;
+        let (mut young, mut passing) = (0, None);
         for frame in first..first + WAYS {
             let entry = self.load(frame);
-            if entry.kind() == Kind::Empty {
-                return Some((frame, entry));
+            match (entry.kind() == Kind::Empty, self.is_leaving(frame, entry)) {
+                (true, false) => return Some((frame, entry)),
+                (true, true) => passing = passing.or(Some((frame, entry))),
+                (false, _) => young += u32::from(entry.is_young()),
             }
-            young += u32::from(entry.is_young());
         }
         let queues = if young > YOUNG_MAX { [true, false] } else { [false, true] };
-        queues.into_iter().find_map(|young| self.sweep(first, young))
+        queues.into_iter().find_map(|young| self.sweep(first, young)).or(passing)
     }
 
     /// Finds a frame of a set whose page may leave. Each set has two clock hands: one for pages
@@ -371,7 +488,7 @@ impl Directory {
             let way = (hand + step) % WAYS;
             let frame = first + way;
             let entry = self.load(frame);
-            if !entry.is_evictable() || entry.is_young() != young {
+            if !entry.is_evictable() || entry.is_young() != young || self.is_leaving(frame, entry) {
                 continue;
             }
             if entry.hits() == 0 {
@@ -416,15 +533,15 @@ mod tests {
         let directory = Directory::new(256).unwrap();
         let held = directory.hold(PageNo(7), 0).unwrap();
         assert!(!held.is_valid);
-        assert_eq!((directory.share(PageNo(7)), directory.hold(PageNo(7), 0)), (Found::Busy, None));
+        assert_eq!((directory.share(PageNo(7), false), directory.hold(PageNo(7), 0)), (Found::Busy, None));
         directory.let_go(held, Outcome::Clean);
-        assert_eq!(directory.share(PageNo(7)), Found::Hit(held.frame));
+        assert_eq!(directory.share(PageNo(7), false), Found::Hit(held.frame));
         assert_eq!(directory.hold(PageNo(7), 0), None, "somebody shares it");
         directory.leave(held.frame, false);
         let again = directory.hold(PageNo(7), 0).unwrap();
         assert_eq!((again.frame, again.is_valid), (held.frame, true));
         directory.let_go(again, Outcome::Nothing);
-        assert_eq!(directory.share(PageNo(7)), Found::Absent);
+        assert_eq!(directory.share(PageNo(7), false), Found::Absent);
     }
 
     #[test]
@@ -450,7 +567,7 @@ mod tests {
         let held = directory.hold(PageNo(1), 0).unwrap();
         directory.let_go(held, Outcome::Dirty);
         assert!(directory.begin_write_back(held.frame).1);
-        assert_eq!(directory.share(PageNo(1)), Found::Hit(held.frame));
+        assert_eq!(directory.share(PageNo(1), false), Found::Hit(held.frame));
         directory.leave(held.frame, true);
         directory.end_write_back(held.frame, Outcome::Clean);
         assert!(directory.load(held.frame).is_dirty());

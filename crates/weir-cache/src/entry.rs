@@ -1,11 +1,13 @@
 //! A frame's entry in the directory: one word.
 //!
 //! ```text
-//!  63         32 31      16 15    8 7  6   5       4      3     2   1  0
-//! +-------------+----------+-------+----+-------+-------+-----+---+-----+
-//! |    page     |  ghost   | users |hits| young |writing|dirty| - | kind|
-//! +-------------+----------+-------+----+-------+-------+-----+---+-----+
+//!  63         32 31      16 15    8 7  6   5       4      3     2    1  0
+//! +-------------+----------+-------+----+-------+-------+-----+------+----+
+//! |    page     |  ghost   | users |hits| young |writing|dirty|closed|kind|
+//! +-------------+----------+-------+----+-------+-------+-----+------+----+
 //! ```
+//!
+//! In a closed frame's word, the bit of `young` means that the frame is vacant.
 
 use std::fmt;
 use weir_core::PageNo;
@@ -36,9 +38,11 @@ pub(crate) const ALONE: u64 = 255;
 const USERS_MAX: u64 = 254;
 const HITS_MAX: u64 = 3;
 
+const CLOSED: u64 = 1 << 2;
 const DIRTY: u64 = 1 << 3;
 const WRITING: u64 = 1 << 4;
 const YOUNG: u64 = 1 << 5;
+const VACANT: u64 = YOUNG;
 
 impl Entry {
     const fn field(self, at: u32, bits: u32) -> u64 {
@@ -51,15 +55,44 @@ impl Entry {
     }
 
     /// The entry once lane `who` has claimed the frame for `page`. Only the fingerprint of the old
-    /// word stays.
+    /// word stays, and whether the frame is closed and vacant.
     pub fn claimed(self, page: PageNo, who: u8, young: bool) -> Entry {
-        let entry = Entry(u64::from(page.0) << 32).with(16, 16, self.ghost().into());
-        entry.with(8, 8, who.into()).with_flag(YOUNG, young).with_kind(Kind::Claimed)
+        let entry = Entry(self.emptied().0 | u64::from(page.0) << 32).with(8, 8, who.into());
+        let entry = if self.is_closed() { entry } else { entry.with_flag(YOUNG, young) };
+        entry.with_kind(Kind::Claimed)
     }
 
-    /// The entry after its page has left the frame. Only the fingerprint in the word stays.
+    /// The entry after its page has left the frame. Only the fingerprint in the word stays, and
+    /// whether the frame is closed and vacant.
     pub fn emptied(self) -> Entry {
-        Entry(0).with(16, 16, self.ghost().into())
+        let closed = if self.is_closed() { self.0 & (CLOSED | VACANT) } else { 0 };
+        Entry(closed).with(16, 16, self.ghost().into())
+    }
+
+    /// Whether the frame is closed. Whoever has a closed frame exclusively leaves no page there,
+    /// except one whose content the home lacks.
+    pub fn is_closed(self) -> bool {
+        self.0 & CLOSED != 0
+    }
+
+    /// The entry of a frame that is closed from now on. Nobody may have the frame exclusively.
+    pub fn closed(self) -> Entry {
+        self.with_flag(VACANT, false).with_flag(CLOSED, true)
+    }
+
+    /// The entry of a closed frame that is open again.
+    pub fn opened(self) -> Entry {
+        self.with_flag(VACANT | CLOSED, false)
+    }
+
+    /// Whether the frame is closed, and its page of the volume has no content.
+    pub fn is_vacant(self) -> bool {
+        self.0 & (CLOSED | VACANT) == CLOSED | VACANT
+    }
+
+    /// The entry of a closed frame that is vacant from now on.
+    pub fn vacated(self) -> Entry {
+        self.with_flag(VACANT, true)
     }
 
     pub fn page(self) -> PageNo {
@@ -120,9 +153,10 @@ impl Entry {
         Entry(if set { self.0 | flag } else { self.0 & !flag })
     }
 
-    /// Whether the page is young, which means in the probation queue of S3-FIFO.
+    /// Whether the page is young, which means in the probation queue of S3-FIFO. Pages of closed
+    /// frames are not.
     pub fn is_young(self) -> bool {
-        self.0 & YOUNG != 0
+        self.0 & (CLOSED | YOUNG) == YOUNG
     }
 
     pub fn with_young(self, young: bool) -> Entry {
@@ -161,8 +195,13 @@ impl Entry {
 impl fmt::Debug for Entry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} of {:?} with {} users", self.kind(), self.page(), self.users())?;
-        let flags =
-            [(self.is_dirty(), " dirty"), (self.is_writing(), " writing"), (self.is_young(), " young")];
+        let flags = [
+            (self.is_dirty(), " dirty"),
+            (self.is_writing(), " writing"),
+            (self.is_young(), " young"),
+            (self.is_closed(), " closed"),
+            (self.is_vacant(), " vacant"),
+        ];
         flags.iter().filter(|(set, _)| *set).try_for_each(|(_, name)| f.write_str(name))
     }
 }
@@ -186,5 +225,15 @@ mod tests {
         assert!(!entry.is_evictable() && entry.with_users(0).is_evictable());
         assert_eq!(entry.with_users(254).shared(), None);
         assert_eq!(entry.emptied(), Entry(0).with_ghost(7));
+    }
+
+    #[test]
+    fn a_closed_frame_stays_closed_and_vacant_whoever_passes_by_until_it_is_opened() {
+        let young = Entry(0).claimed(PageNo(1), 3, true).with_kind(Kind::Valid);
+        assert!(young.is_young() && !young.closed().is_young() && !young.closed().is_vacant());
+        let vacant = young.with_ghost(5).closed().emptied().vacated();
+        let passing = vacant.claimed(PageNo(9), 200, true).with_kind(Kind::Held).with_users(ALONE);
+        assert!(passing.is_vacant() && !passing.is_young() && passing.emptied() == vacant);
+        assert_eq!(vacant.opened(), Entry(0).with_ghost(5));
     }
 }

@@ -151,6 +151,7 @@ impl CacheLane {
         stays: bool,
         out: &mut PageBytes,
     ) -> Progress {
+        let stays = stays && !held.passes;
         match self.home.read(at.into(), Slot(page.0), out) {
             Progress::Done(Ok(())) => {
                 // If the volume with the frames cannot take the page at once, the page is not
@@ -182,6 +183,7 @@ impl CacheLane {
     /// Writes a page whose frame this lane has exclusively.
     fn put(&mut self, at: u16, page: PageNo, held: Held, around: bool, bytes: &PageBytes) -> (State, Step) {
         let mode = self.parts.cache.mode();
+        let around = around || held.passes;
         if mode == Mode::WriteBack && !around {
             let step = match self.frames.write(at.into(), PageNo(held.frame), bytes) {
                 Progress::Done(result) => {
@@ -250,13 +252,13 @@ impl CacheLane {
             return;
         };
         if !held.is_dirty {
-            let state = State::ReadHome { held, stays: true };
+            let state = State::ReadHome { held, stays: !held.passes };
             return self.parts.read_instead(at, page, state, held, &mut *self.home, done);
         }
         // A lane has written the page meanwhile. So its frame can be read, and the home's content
         // is older.
         self.parts.put_back(held);
-        let Found::Hit(frame) = self.parts.cache.directory.share(page) else {
+        let Found::Hit(frame) = self.parts.cache.directory.share(page, false) else {
             return self.parts.again.push(at);
         };
         let mut content = Page::zeroed();
@@ -430,13 +432,12 @@ impl Parts {
                     self.cache.directory.leave(frame, false);
                     self.hand_over(at, Ok(()), Some(content), done);
                 }
-                (Err(_), _) if self.cache.directory.upgrade(frame) => {
-                    // The frame is clean, so the home has the same content.
-                    let held = Held { frame, is_valid: true, is_dirty: false };
-                    self.read_instead(at, page, State::ReadHome { held, stays: true }, held, home, done);
-                }
                 (result, _) => {
-                    if self.leave_unreadable(frame) {
+                    if let Some(held) = self.cache.directory.upgrade(frame) {
+                        // The frame is clean, so the home has the same content.
+                        let state = State::ReadHome { held, stays: !held.passes };
+                        self.read_instead(at, page, state, held, home, done);
+                    } else if self.leave_unreadable(frame) {
                         self.wait_to_read(at);
                     } else {
                         self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
@@ -588,7 +589,7 @@ impl CacheLane {
     fn begin_read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
         let Some(at) = self.parts.next() else { return Progress::Full };
         let cache = Arc::clone(&self.parts.cache);
-        let held = match cache.directory.share(page) {
+        let held = match cache.directory.share(page, false) {
             Found::Busy => return self.parts.busy(),
             Found::Hit(frame) => {
                 let progress = self.frames.read(at.into(), PageNo(frame), out);
@@ -603,13 +604,12 @@ impl CacheLane {
                     Progress::Queued => {
                         return self.parts.begin(at, ticket, page, State::ReadFrame { frame });
                     }
-                    // The home has the frame's content too, since `upgrade` succeeds only for a
-                    // clean frame.
-                    Progress::Done(Err(_)) if cache.directory.upgrade(frame) => {
-                        let held = Held { frame, is_valid: true, is_dirty: false };
-                        return self.read_home(at, ticket, page, held, true, out);
-                    }
                     Progress::Done(Err(fault)) => {
+                        // The home has the frame's content too, since `upgrade` succeeds only for a
+                        // clean frame.
+                        if let Some(held) = cache.directory.upgrade(frame) {
+                            return self.read_home(at, ticket, page, held, true, out);
+                        }
                         if self.parts.leave_unreadable(frame) {
                             return self.parts.busy();
                         }
@@ -830,7 +830,7 @@ impl CacheLane {
         if self.parts.cache.mode() != Mode::WriteBack {
             return None;
         }
-        match self.parts.cache.directory.share(page) {
+        match self.parts.cache.directory.share(page, true) {
             Found::Busy => Some(self.parts.busy()),
             Found::Absent => None,
             Found::Hit(frame) => {

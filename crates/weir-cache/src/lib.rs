@@ -21,6 +21,7 @@
 mod directory;
 mod entry;
 mod lane;
+mod reclaim;
 mod status;
 mod stream;
 mod trace;
@@ -28,6 +29,7 @@ mod write_back;
 
 pub use directory::{Directory, WAYS};
 pub use lane::CacheLane;
+pub use reclaim::{Reclaim, ReclaimError, Reclaimed, Reclaimer};
 pub use status::CacheStatus;
 pub use trace::Trace;
 pub use write_back::{Next, WriteBack};
@@ -197,8 +199,8 @@ impl Cache {
             let shape = format!("{lanes} lanes, {dirty_low} and {dirty_high} per cent");
             return Err(CacheError::Shape(shape));
         }
-        // The write-back needs one lane of the volume too.
-        let mut shape = weir_volume::Config { pages: WAYS, lanes: lanes + 1, depth };
+        // The write-back and the reclaimer need a lane of the volume too.
+        let mut shape = weir_volume::Config { pages: WAYS, lanes: lanes + 2, depth };
         if store.slots() < shape.slots() {
             let bytes = |slots: u32| u64::from(slots) * PAGE_SIZE as u64;
             return Err(CacheError::TooSmall {
@@ -273,12 +275,12 @@ impl Cache {
 
     /// Whether all dirty pages must go home.
     fn must_clean(&self) -> bool {
-        self.drains.load(Ordering::Relaxed) || self.mode() != Mode::WriteBack
+        self.drains.load(Ordering::Relaxed) || self.mode() != Mode::WriteBack || self.directory.leaves()
     }
 
-    /// Number of frames that are `per_cent` per cent of all.
+    /// Number of frames that are `per_cent` per cent of those that take pages.
     fn share(&self, per_cent: u8) -> u32 {
-        (u64::from(self.directory.frames()) * u64::from(per_cent) / 100) as u32
+        (u64::from(self.directory.limit()) * u64::from(per_cent) / 100) as u32
     }
 
     /// Ends a lane's use of a frame that other users may share. `wrote` tells that the frame's

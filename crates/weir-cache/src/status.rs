@@ -2,7 +2,9 @@
 
 use crate::{Cache, Mode};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use weir_core::PAGE_SIZE;
 use weir_core::metrics::Counter;
+use weir_volume::ChunkState;
 
 /// Number of size classes of writes to the home: 1 page, 2 to 3, 4 to 7, ..., 256 and more.
 const SIZES: usize = 9;
@@ -45,8 +47,12 @@ pub struct CacheStatus {
     pub mode: Mode,
     /// Number of pages of the home.
     pub pages: u32,
-    /// Number of pages that the cache can hold.
+    /// Number of pages that the cache can hold with all of its memory.
     pub frames: u32,
+    /// Number of pages that the cache can hold now.
+    pub open: u32,
+    /// Bytes of the cache's store that were given back.
+    pub given_back_bytes: u64,
     /// Number of pages in the cache.
     pub used: u32,
     /// Number of cached pages that are newer than the home's.
@@ -90,6 +96,12 @@ impl Cache {
             mode: self.mode(),
             pages: self.pages(),
             frames: self.directory.frames(),
+            open: self.directory.limit(),
+            given_back_bytes: self
+                .chunks(ChunkState::GivenBack)
+                .iter()
+                .map(|chunk| u64::from(chunk.slots) * PAGE_SIZE as u64)
+                .sum(),
             used: self.directory.used(),
             dirty: self.dirty(),
             index_bytes: self.directory.memory_bytes() + self.frames.memory_bytes(),

@@ -1,22 +1,25 @@
 //! A cache over a home that fails, hangs, and loses power, compared with a model that knows the
 //! possible contents of each page. The home is a disk as it is, or a log over one, which ends with
-//! the power.
+//! the power. Some caches give memory back and take it again, until they have none.
 //!
 //! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts;
 //! without it, the test takes a few seconds. `WEIR_SEED=N` runs one seed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
+use weir_cache::{Cache, CacheLane, Config, Mode, Reclaim, ReclaimError, Reclaimer, WriteBack};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_device::{Fault, PageDevice, PageLane, Progress, Ticket};
 use weir_log::{Cleaner, Log};
 use weir_store::conformance::{Chance, History, repeated};
 use weir_store::{Sim, SimUrl, Store};
+use weir_volume::ChunkState;
 
 const HOME: u32 = 600;
 /// Pages below a log that has as many pages as the home.
 const LOG_BELOW: u32 = 124 * 8;
+/// Slots of a chunk of the cache's store.
+const CHUNK: u32 = 1024;
 const LANES: usize = 3;
 const DEPTH: usize = 8;
 const SECTORS: usize = 8;
@@ -63,6 +66,11 @@ struct World {
     cache: Arc<Cache>,
     lanes: Vec<CacheLane>,
     write_back: Option<WriteBack>,
+    /// The cache's store, and what gives its memory back.
+    store: Arc<Sim>,
+    reclaimer: Option<Reclaimer>,
+    /// The chunks of the give-back or take under way, and the state that they shall have.
+    reclaiming: Option<(ChunkState, Vec<u32>)>,
     doing: Vec<Vec<Option<Doing>>>,
     pages: Vec<History<Content>>,
     /// Whether errors are allowed.
@@ -81,6 +89,13 @@ struct Counts {
     cuts: u64,
     written_back: u64,
     hits: u64,
+    /// Give-backs and takes that succeeded, were stopped, or failed.
+    given_back: u64,
+    taken: u64,
+    stopped: u64,
+    kept: u64,
+    /// Operations that ended while the cache had no memory.
+    passed: u64,
 }
 
 fn sim(url: SimUrl) -> Arc<Sim> {
@@ -96,15 +111,29 @@ fn has_log(seed: u64) -> bool {
     seed / 12 % 2 == 1
 }
 
+/// Whether a seed's cache gives its memory back and takes it again.
+fn has_chunks(seed: u64) -> bool {
+    seed % 7 < 4
+}
+
+/// The lanes for which a seed's cache has room. Each takes slots of the store from the cache.
+fn lanes(seed: u64) -> usize {
+    if has_chunks(seed) { 10 } else { LANES }
+}
+
 /// The faults of a seed.
 fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
     let delay = (seed % 5) as u32;
     // A log needs room to clean.
     let size = pages(if has_log(seed) { LOG_BELOW } else { HOME });
     let home = SimUrl { seed, size, delay: delay.max(1), ..SimUrl::default() };
-    // The store has 128 frames, and room for the pages that four lanes have under way.
-    let store =
-        SimUrl { seed: !seed, size: pages(128 + 4 * (DEPTH as u32 + 64)), delay, ..SimUrl::default() };
+    // The store has 128 frames, and room for the pages that all lanes have under way. If it has
+    // chunks, one of them is enough for 160 frames, and two for the whole home.
+    let (slots, chunk) = match has_chunks(seed) {
+        true => (2 * CHUNK, Some(pages(CHUNK))),
+        false => (128 + 5 * (DEPTH as u32 + 64), None),
+    };
+    let store = SimUrl { seed: !seed, size: pages(slots), chunk, delay, ..SimUrl::default() };
     match seed % 4 {
         0 | 3 => (home, store, false),
         1 => (SimUrl { read_error: 0.01, write_error: 0.02, ..home }, store, true),
@@ -122,7 +151,7 @@ impl World {
         disk.forget_without_power();
         let (home, cleaner) = home_over(seed, &disk);
         let pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
-        let (cache, lanes, write_back) = start(seed, 0, &home);
+        let Parts { store, cache, lanes, write_back, reclaimer } = start(seed, 0, &home);
         World {
             seed,
             chance: Chance(seed ^ 0x5eed),
@@ -135,6 +164,9 @@ impl World {
             cache,
             lanes,
             write_back: Some(write_back),
+            store,
+            reclaimer: Some(reclaimer),
+            reclaiming: None,
             doing: vec![vec![None; 64]; LANES],
             pages,
             fails,
@@ -151,7 +183,7 @@ impl World {
         match self.chance.below(100) {
             0..60 => self.begin(lane),
             60..80 => self.poll(lane),
-            80..97 => {
+            80..92 => {
                 let write_back = self.write_back.as_mut().unwrap();
                 (0..4).for_each(|_| {
                     let _ = write_back.step(self.now);
@@ -160,6 +192,7 @@ impl World {
                     let _ = cleaner.step(self.now);
                 }
             }
+            92..97 => self.reclaim(),
             97 if self.seed.is_multiple_of(3) => self.cache.set_mode(MODES[self.chance.below(3) as usize]),
             98 if self.seed % 4 == 3 && self.chance.below(20) == 0 => {
                 self.hangs ^= true;
@@ -168,6 +201,67 @@ impl World {
             }
             _ => self.now += Duration::from_millis(self.chance.below(50)),
         }
+    }
+
+    /// Goes on with a give-back or a take, or begins one.
+    fn reclaim(&mut self) {
+        if !has_chunks(self.seed) {
+            return;
+        }
+        let reclaimer = self.reclaimer.as_mut().unwrap();
+        if self.chance.below(300) == 0 {
+            reclaimer.stop();
+        }
+        if self.reclaiming.is_some() {
+            for _ in 0..1 + self.chance.below(4) {
+                if let Reclaim::Ended(result) = reclaimer.step(self.now) {
+                    self.reclaimed(&result);
+                    break;
+                }
+            }
+        } else if self.chance.below(10) == 0 {
+            let is_give_back = self.chance.below(2) == 0;
+            let [from, to] = [ChunkState::Held, ChunkState::GivenBack];
+            let (from, to) = if is_give_back { (from, to) } else { (to, from) };
+            let mut chunks = self.cache.chunks(from);
+            chunks.truncate(1 + self.chance.below(2) as usize);
+            if chunks.is_empty() {
+                return;
+            }
+            self.reclaiming = Some((to, chunks.iter().map(|chunk| chunk.chunk).collect()));
+            if is_give_back { reclaimer.give_back(chunks) } else { reclaimer.take(chunks) }
+        }
+    }
+
+    /// Checks the end of a give-back or a take.
+    fn reclaimed(&mut self, result: &Result<(), ReclaimError>) {
+        let (seed, (to, chunks)) = (self.seed, self.reclaiming.take().expect("it was begun"));
+        match result {
+            Ok(()) => {
+                let now = self.cache.chunks(to);
+                assert!(chunks.iter().all(|chunk| now.iter().any(|it| it.chunk == *chunk)), "seed {seed}");
+                let is_give_back = to == ChunkState::GivenBack;
+                self.counts.given_back += u64::from(is_give_back);
+                self.counts.taken += u64::from(!is_give_back);
+            }
+            Err(ReclaimError::Stopped) => self.counts.stopped += 1,
+            Err(error) => {
+                assert!(self.fails, "seed {seed}: {error} and nothing was injected");
+                self.counts.kept += 1;
+            }
+        }
+        let held = self.cache.chunks(ChunkState::Held).len();
+        let open = self.cache.status().open;
+        let room =
+            (held as u32 * CHUNK).saturating_sub(12 * (DEPTH as u32 + 64)).min(self.cache.status().frames);
+        // Frames whose pages could not leave take room from others.
+        let is_right = if result.is_ok() { open == room } else { open <= room };
+        assert!(is_right, "seed {seed}: {open} frames are open, and there is room for {room}");
+        for chunk in self.cache.chunks(ChunkState::GivenBack) {
+            assert!(!self.store.holds(chunk.chunk), "seed {}: its memory was given back", self.seed);
+        }
+        let touched = self.store.injected().released;
+        assert_eq!(touched, 0, "seed {}: memory was used that was given back", self.seed);
     }
 
     fn page(&mut self) -> u32 {
@@ -252,6 +346,7 @@ impl World {
 
     fn ended(&mut self, doing: Doing, result: Result<(), Fault>, out: Option<&PageBytes>) {
         let seed = self.seed;
+        self.counts.passed += u64::from(self.cache.chunks(ChunkState::Held).is_empty() && has_chunks(seed));
         if let Err(fault) = result {
             assert!(self.fails, "seed {seed}: {fault} and nothing was injected");
             self.counts.errors += 1;
@@ -288,6 +383,7 @@ impl World {
         self.counts.hits += status.read_hits;
         self.lanes.clear();
         self.write_back = None;
+        (self.reclaimer, self.reclaiming) = (None, None);
         self.disk.hang(false);
         self.hangs = false;
         let chance = &mut self.chance;
@@ -300,10 +396,10 @@ impl World {
         }
         self.check_home("after a power cut");
         self.doing = vec![vec![None; 64]; LANES];
-        (self.cache, self.lanes, self.write_back) = {
-            let (cache, lanes, write_back) = start(self.seed, self.counts.cuts, &self.home);
-            (cache, lanes, Some(write_back))
-        };
+        let Parts { store, cache, lanes, write_back, reclaimer } =
+            start(self.seed, self.counts.cuts, &self.home);
+        (self.store, self.cache, self.lanes) = (store, cache, lanes);
+        (self.write_back, self.reclaimer) = (Some(write_back), Some(reclaimer));
     }
 
     /// Reads each page of the home; from here on that is its content.
@@ -348,9 +444,14 @@ impl World {
         self.time += 1;
         let idle = |world: &World| world.lanes.iter().all(|lane| lane.in_flight() == 0);
         let mut turns = 0;
-        while !idle(self) || self.cache.dirty() > 0 {
+        while !idle(self) || self.cache.dirty() > 0 || self.reclaiming.is_some() {
             (0..LANES).for_each(|lane| self.poll(lane));
             let _ = self.write_back.as_mut().unwrap().step(self.now);
+            if self.reclaiming.is_some()
+                && let Reclaim::Ended(result) = self.reclaimer.as_mut().unwrap().step(self.now)
+            {
+                self.reclaimed(&result);
+            }
             if let Some(cleaner) = &mut self.cleaner {
                 let _ = cleaner.step(self.now);
             }
@@ -378,20 +479,30 @@ fn home_over(seed: u64, disk: &Arc<Sim>) -> (Arc<dyn Store>, Option<Cleaner>) {
     (Arc::new(log), Some(cleaner))
 }
 
-fn start(seed: u64, round: u64, home: &Arc<dyn Store>) -> (Arc<Cache>, Vec<CacheLane>, WriteBack) {
+/// A cache and what drives it.
+struct Parts {
+    store: Arc<Sim>,
+    cache: Arc<Cache>,
+    lanes: Vec<CacheLane>,
+    write_back: WriteBack,
+    reclaimer: Reclaimer,
+}
+
+fn start(seed: u64, round: u64, home: &Arc<dyn Store>) -> Parts {
     let (_, store, _) = urls(seed);
     let store = sim(SimUrl { seed: store.seed ^ round, ..store });
     let config = Config {
-        lanes: LANES,
+        lanes: lanes(seed),
         depth: DEPTH,
         mode: MODES[(seed / 4 % 3) as usize],
         stream_pages: if seed.is_multiple_of(2) { 0 } else { 16 },
         ..Config::default()
     };
-    let cache = Cache::create(store, Arc::clone(home), config).unwrap();
+    let cache = Cache::create(Arc::clone(&store) as _, Arc::clone(home), config).unwrap();
     let lanes = (0..LANES).map(|_| cache.open().unwrap()).collect();
     let write_back = WriteBack::open(&cache).unwrap();
-    (cache, lanes, write_back)
+    let reclaimer = Reclaimer::open(&cache).unwrap();
+    Parts { store, cache, lanes, write_back, reclaimer }
 }
 
 #[test]
@@ -419,9 +530,15 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
         all.cuts += counts.cuts;
         all.written_back += counts.written_back;
         all.hits += counts.hits;
+        all.given_back += counts.given_back;
+        all.taken += counts.taken;
+        all.stopped += counts.stopped;
+        all.kept += counts.kept;
+        all.passed += counts.passed;
     }
     println!("{all:?}");
     // The histories must have had the events that they are for.
     assert!(one.is_some() || all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
     assert!(one.is_some() || all.written_back > 1000 && all.hits > 1000, "{all:?}");
+    assert!(one.is_some() || all.given_back > 50 && all.taken > 50 && all.passed > 1000, "{all:?}");
 }

@@ -205,14 +205,27 @@ impl Pool {
         self.open_slots().saturating_sub(needed)
     }
 
-    /// Number of slots that were promised: to volumes, and to writes under way.
+    /// Number of slots that were promised: to volumes, and to writes under way. Vacant pages need
+    /// none. If all pages are vacant, nobody writes.
     pub(crate) fn needed_slots(&self, ranges: &Ranges) -> u32 {
-        ranges.pages().saturating_add(self.config.slack())
+        let (pages, vacant) = (ranges.pages(), self.vacant.load(Ordering::Acquire));
+        match pages.saturating_sub(vacant) {
+            0 if vacant > 0 => 0,
+            occupied => occupied.saturating_add(self.config.slack()),
+        }
+    }
+
+    /// Sets the number of vacant pages. These are pages of volumes that have no content, and that
+    /// their owner does not write for now. The pool promises no slot for them, so more chunks can
+    /// be given back. Only the owner of all volumes of the pool may call this. Before it lowers the
+    /// number, it must take as many slots again.
+    pub fn set_vacant(&self, pages: u32) {
+        self.vacant.store(pages, Ordering::Release);
     }
 
     /// Number of slots in all chunks that have their memory and take pages. Slots of lost members
     /// do not count.
-    pub(crate) fn open_slots(&self) -> u32 {
+    pub fn open_slots(&self) -> u32 {
         self.tiers.iter().map(Tier::open_slots).fold(0, u32::saturating_add)
     }
 }

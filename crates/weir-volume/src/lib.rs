@@ -89,7 +89,7 @@ use ranges::Ranges;
 use records::Records;
 use seats::{LaneSeat, Seats};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
@@ -229,6 +229,8 @@ pub struct Pool {
     tiers: Vec<Tier>,
     epochs: Epochs,
     seats: Seats,
+    /// Number of pages for which the pool promises no slot.
+    vacant: AtomicU32,
     /// Whether there is a lender.
     lending: AtomicBool,
     /// The algorithm by which lanes compress, if they do.
@@ -285,6 +287,7 @@ impl Pool {
             tiers,
             epochs: Epochs::new(),
             seats: Seats::new(config.slack()),
+            vacant: AtomicU32::new(0),
             lending: AtomicBool::new(false),
             compression: OnceLock::new(),
             stopwatch: OnceLock::new(),

@@ -201,6 +201,12 @@ impl Mover {
         removal.advance(count)
     }
 
+    /// Discards pages `first..first + count` of the pool.
+    pub fn discard(&mut self, first: PageNo, count: u32) {
+        self.lane.discard(first, count);
+        self.lane.submit();
+    }
+
     /// Abandons the mover as [`Lane::abandon`] does.
     pub fn abandon(self) {
         self.lane.abandon();
