@@ -5,8 +5,11 @@
 //! `{"request":"mode","mode":"..."}` are answered by any number of lines
 //! `{"schema":1,"dirty_bytes":N}` and a last one: `{"schema":1}`, or `{"schema":1,"error":"..."}`.
 //! `{"request":"trace","requests":N,"seconds":N}` is answered by any number of lines
-//! `{"schema":1,"pages":[N,...]}`, and a last one `{"schema":1,"lost":N}`.
+//! `{"schema":1,"pages":[N,...]}`, and a last one `{"schema":1,"lost":N}`. `give-back`, `take`,
+//! `sleep` and `wake` are asked for and answered as at a daemon's control socket
+//! ([`weir_daemon::control`]).
 
+use super::memory::Job;
 use super::report::Report;
 use crate::failure;
 use rustix::net::SocketType;
@@ -18,7 +21,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use weir_cli::failure::Failure;
-use weir_daemon::control::{SCHEMA, make_run_time_directory};
+use weir_daemon::control::{Moved, Progress, SCHEMA, make_run_time_directory};
 use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// Time that a client may take for its request.
@@ -43,6 +46,22 @@ pub enum Request {
     },
     /// Write all dirty pages home, and end.
     Detach,
+    /// Give `bytes` of memory back, or all.
+    GiveBack {
+        /// Number of bytes; `None`: all.
+        #[serde(default)]
+        bytes: Option<u64>,
+    },
+    /// Take `bytes` of memory again, or all that was given back.
+    Take {
+        /// Number of bytes; `None`: all.
+        #[serde(default)]
+        bytes: Option<u64>,
+    },
+    /// Give all memory back, until the machine has slept.
+    Sleep,
+    /// Take again the memory that [`Sleep`](Self::Sleep) gave back.
+    Wake,
     /// Record which pages requests use.
     Trace {
         /// Largest number of requests to record.
@@ -54,7 +73,7 @@ pub enum Request {
 }
 
 /// One line of the cache's answer to a request.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Answer {
     schema: u32,
     /// Bytes that must still be written home. The last line of an answer has none.
@@ -66,6 +85,12 @@ pub struct Answer {
     /// Number of requests that a trace lacks. Only the last line of a trace has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lost: Option<u64>,
+    /// The progress of a give-back or a take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    progress: Option<Progress>,
+    /// The outcome of a give-back or a take. Only its last line has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    result: Option<Moved>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
@@ -94,6 +119,12 @@ pub trait Service: Send + Sync + 'static {
         seconds: Option<u32>,
         tell: &mut dyn FnMut(Vec<u32>) -> bool,
     ) -> Result<u64, String>;
+
+    /// Gives memory back or takes it again. Calls `tell` with the progress.
+    ///
+    /// # Errors
+    /// The error is one line: what is wrong, and the next step.
+    fn reclaim(&self, job: Job, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
 
     /// Serves any other request. Calls `tell` with the number of bytes that are still dirty.
     ///
@@ -152,6 +183,19 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
             let (lost, error) = (result.as_ref().ok().copied(), result.err());
             return write_line(client, &Answer { schema: SCHEMA, lost, error, ..Answer::default() });
         }
+        Ok(Envelope { schema: SCHEMA, request }) if job_of(&request).is_some() => {
+            let line = Answer { schema: SCHEMA, ..Answer::default() };
+            let mut reads = true;
+            // If the client has gone, the work goes on all the same.
+            let mut tell = |progress| {
+                let line = Answer { progress: Some(progress), ..line.clone() };
+                reads = reads && write_line(client, &line).is_ok();
+            };
+            let job = job_of(&request).expect("it was just seen");
+            let result = service.reclaim(job, &mut tell);
+            let (result, error) = (result.as_ref().ok().copied(), result.err());
+            return write_line(client, &Answer { result, error, ..line });
+        }
         Ok(Envelope { schema: SCHEMA, request }) => {
             // Once the client has failed to read a line, send it no more progress: each line could
             // delay the work by all the time that a client may take.
@@ -166,6 +210,17 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
         Err(error) => Some(format!("no request of a cache: {error}")),
     };
     write_line(client, &Answer { schema: SCHEMA, error, ..Answer::default() })
+}
+
+/// The job that a request for memory is.
+fn job_of(request: &Request) -> Option<Job> {
+    match *request {
+        Request::GiveBack { bytes } => Some(Job::GiveBack(bytes)),
+        Request::Take { bytes } => Some(Job::Take(bytes)),
+        Request::Sleep => Some(Job::Sleep),
+        Request::Wake => Some(Job::Wake),
+        _ => None,
+    }
 }
 
 fn write_line(mut client: &UnixStream, message: &impl Serialize) -> io::Result<()> {
@@ -273,6 +328,10 @@ mod tests {
             assert!(tell(vec![1]) && !tell(vec![u32::MAX; 1 << 20]), "nobody reads");
             self.0.send(()).unwrap();
             Ok(0)
+        }
+
+        fn reclaim(&self, _job: Job, _tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+            unreachable!("nobody asks")
         }
 
         fn serve(&self, _request: &Request, _tell: &mut dyn FnMut(u64)) -> Result<(), String> {

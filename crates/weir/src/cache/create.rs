@@ -2,6 +2,7 @@
 
 use super::control::{self, Request, Service};
 use super::home::{Home, HomeUrl};
+use super::memory::{Job, Memory};
 use super::options::{CacheOptions, CreateOptions};
 use super::report::Report;
 use super::trace;
@@ -20,6 +21,7 @@ use weir_cache::{Cache, Config, Mode, WriteBack};
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{self, Level, Log as Logger};
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::control::{Moved, Progress};
 use weir_daemon::{Start, bug, core_dump, warn_of_unlocked_memory};
 use weir_export::fuse;
 use weir_log::{Cleaner, Log};
@@ -86,6 +88,7 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     let cache = Cache::create(store, behind, config).map_err(|error| failed(&error))?;
     let cleaner = home.log.as_ref().map(Background::clean).transpose()?;
     let write_back = Background::write_back(&cache)?;
+    let memory = Memory::new(&cache, &names[1]).map_err(|error| failed(&error))?;
     let fuse = fuse::Config { threads: usize::from(options.threads), ..fuse::Config::default() };
     let server = fuse::Server::start_device(&cache, cache.bytes(), &fuse, &options.fuse, &log)
         .map_err(|error| failed(&error))?;
@@ -96,6 +99,7 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
         names: [home_name, store_name, file],
         home,
         cache,
+        memory,
         server: Mutex::new(Some(server)),
         is_detached: AtomicBool::new(false),
         tell,
@@ -158,6 +162,7 @@ struct Daemon {
     names: [String; 3],
     home: Home,
     cache: Arc<Cache>,
+    memory: Memory,
     server: Mutex<Option<fuse::Server>>,
     is_detached: AtomicBool,
     /// Wakes the thread that waits for the cache's end.
@@ -214,6 +219,7 @@ impl Daemon {
                 }
             }
         }
+        self.memory.end();
         if let Some(running) = server.take() {
             running.stop(GRACE);
         }
@@ -281,9 +287,18 @@ impl Service for Daemon {
         trace::record(&self.cache, requests, seconds, ends, tell)
     }
 
+    fn reclaim(&self, job: Job, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        self.memory.run(job, tell)
+    }
+
     fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         match request {
-            Request::Status | Request::Trace { .. } => Ok(()),
+            Request::Status
+            | Request::Trace { .. }
+            | Request::GiveBack { .. }
+            | Request::Take { .. }
+            | Request::Sleep
+            | Request::Wake => Ok(()),
             Request::Flush => self.flush(tell),
             Request::Mode { mode } => {
                 let mode: Mode = mode.parse()?;

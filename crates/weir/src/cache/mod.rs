@@ -9,6 +9,7 @@ mod control;
 mod create;
 mod home;
 pub mod marks;
+mod memory;
 mod options;
 mod report;
 mod trace;

@@ -16,7 +16,14 @@ pub struct Report {
     file: String,
     mode: String,
     bytes: u64,
+    /// Bytes that the cache can hold with all of its memory.
     cache_bytes: u64,
+    /// Bytes that the cache can hold now.
+    #[serde(default)]
+    open_bytes: u64,
+    /// Bytes of the store that were given back.
+    #[serde(default)]
+    given_back_bytes: u64,
     used_bytes: u64,
     dirty_bytes: u64,
     index_bytes: u64,
@@ -100,6 +107,8 @@ impl Report {
             mode: status.mode.to_string(),
             bytes: bytes(status.pages),
             cache_bytes: bytes(status.frames),
+            open_bytes: bytes(status.open),
+            given_back_bytes: status.given_back_bytes,
             used_bytes: bytes(status.used),
             dirty_bytes: bytes(status.dirty),
             index_bytes: status.index_bytes,
@@ -169,10 +178,14 @@ impl fmt::Display for Report {
             f,
             "holds     {} of {}, {} of it dirty; index {}",
             size(self.used_bytes),
-            size(self.cache_bytes),
+            size(self.open_bytes),
             size(self.dirty_bytes),
             size(self.index_bytes)
         )?;
+        if self.given_back_bytes > 0 {
+            let away = size(self.given_back_bytes);
+            writeln!(f, "memory    {away} of the store given back; weir take brings it again")?;
+        }
         let Report { read_hits, read_misses, write_hits, write_misses, .. } = self;
         writeln!(
             f,
