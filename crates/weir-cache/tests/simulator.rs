@@ -1,10 +1,14 @@
 //! A cache over a home that fails, hangs, and loses power, compared with a model that knows the
-//! possible contents of each page. The home is a disk as it is, or a log over one, which ends with
-//! the power. Some caches give memory back and take it again, until they have none.
+//! possible contents of each page. The home is a stripe of disks as it is, or a log over one, which
+//! ends with the power. Some caches give memory back and take it again, until they have none.
 //!
 //! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts;
-//! without it, the test takes a few seconds. `WEIR_SEED=N` runs one seed.
+//! without it, the test takes a few seconds. `WEIR_SEED=N` runs one seed, and `WEIR_CACHE_PART=N`
+//! one of 100 parts of all seeds, for `tests/torture`.
 
+mod common;
+
+use common::Disks;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_cache::{Cache, CacheLane, Config, Mode, Reclaim, ReclaimError, Reclaimer, WriteBack};
@@ -17,10 +21,14 @@ use weir_volume::ChunkState;
 
 const HOME: u32 = 600;
 /// Pages below a log that has as many pages as the home.
-const LOG_BELOW: u32 = 124 * 8;
+const LOG_BELOW: u32 = 126 * UNIT;
+/// Pages that a disk takes in a row, and pages of a log's segment.
+const UNIT: u32 = 8;
 /// Slots of a chunk of the cache's store.
 const CHUNK: u32 = 1024;
 const LANES: usize = 3;
+/// Parts of a run at full scale, for `tests/torture`.
+const PARTS: u64 = 100;
 const DEPTH: usize = 8;
 const SECTORS: usize = 8;
 const MODES: [Mode; 3] = [Mode::WriteBack, Mode::WriteThrough, Mode::WriteAround];
@@ -58,8 +66,8 @@ struct World {
     now: Instant,
     time: u64,
     value: u64,
-    /// The disk below the home.
-    disk: Arc<Sim>,
+    /// The disks below the home.
+    disks: Arc<Disks>,
     home: Arc<dyn Store>,
     /// The cleaner, if the home is a log.
     cleaner: Option<Cleaner>,
@@ -111,6 +119,11 @@ fn has_log(seed: u64) -> bool {
     seed / 12 % 2 == 1
 }
 
+/// The number of a seed's disks.
+fn disks(seed: u64) -> u32 {
+    1 + (seed / 5 % 3) as u32
+}
+
 /// Whether a seed's cache gives its memory back and takes it again.
 fn has_chunks(seed: u64) -> bool {
     seed % 7 < 4
@@ -124,9 +137,7 @@ fn lanes(seed: u64) -> usize {
 /// The faults of a seed.
 fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
     let delay = (seed % 5) as u32;
-    // A log needs room to clean.
-    let size = pages(if has_log(seed) { LOG_BELOW } else { HOME });
-    let home = SimUrl { seed, size, delay: delay.max(1), ..SimUrl::default() };
+    let home = SimUrl { seed, delay: delay.max(1), ..SimUrl::default() };
     // The store has 128 frames, and room for the pages that all lanes have under way. If it has
     // chunks, one of them is enough for 160 frames, and two for the whole home.
     let (slots, chunk) = match has_chunks(seed) {
@@ -147,9 +158,10 @@ fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
 impl World {
     fn new(seed: u64) -> Self {
         let (disk, _, fails) = urls(seed);
-        let disk = sim(disk);
-        disk.forget_without_power();
-        let (home, cleaner) = home_over(seed, &disk);
+        // A log needs room to clean.
+        let slots = if has_log(seed) { LOG_BELOW } else { HOME };
+        let disks = Arc::new(Disks::new(&disk, slots, disks(seed), UNIT));
+        let (home, cleaner) = home_over(seed, &disks);
         let pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
         let Parts { store, cache, lanes, write_back, reclaimer } = start(seed, 0, &home);
         World {
@@ -158,7 +170,7 @@ impl World {
             now: Instant::now(),
             time: 1,
             value: 0,
-            disk,
+            disks,
             home,
             cleaner,
             cache,
@@ -197,7 +209,9 @@ impl World {
             98 if self.seed % 4 == 3 && self.chance.below(20) == 0 => {
                 self.hangs ^= true;
                 self.fails = true;
-                self.disk.hang(self.hangs);
+                let disk = self.chance.below(self.disks.members.len() as u64) as usize;
+                self.disks.go_on();
+                self.disks.members[disk].hang(self.hangs);
             }
             _ => self.now += Duration::from_millis(self.chance.below(50)),
         }
@@ -384,14 +398,16 @@ impl World {
         self.lanes.clear();
         self.write_back = None;
         (self.reclaimer, self.reclaiming) = (None, None);
-        self.disk.hang(false);
+        self.disks.go_on();
         self.hangs = false;
         let chance = &mut self.chance;
-        self.disk.cut_power(&mut |contents| chance.below(contents as u64) as usize);
+        for disk in &self.disks.members {
+            disk.cut_power(&mut |contents| chance.below(contents as u64) as usize);
+        }
         if has_log(self.seed) {
             // Nothing of the log is left.
             self.cleaner = None;
-            (self.home, self.cleaner) = home_over(self.seed, &self.disk);
+            (self.home, self.cleaner) = home_over(self.seed, &self.disks);
             self.pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
         }
         self.check_home("after a power cut");
@@ -438,7 +454,7 @@ impl World {
 
     /// Waits until everything is answered and at home.
     fn detach(&mut self) {
-        self.disk.hang(false);
+        self.disks.go_on();
         self.cache.drain();
         // Operations that end from here on end after those that the last turn began.
         self.time += 1;
@@ -469,12 +485,13 @@ impl World {
 }
 
 /// Makes the home of a seed's cache.
-fn home_over(seed: u64, disk: &Arc<Sim>) -> (Arc<dyn Store>, Option<Cleaner>) {
+fn home_over(seed: u64, below: &Arc<Disks>) -> (Arc<dyn Store>, Option<Cleaner>) {
     if !has_log(seed) {
-        return (Arc::clone(disk) as _, None);
+        return (Arc::clone(below) as _, None);
     }
-    let config = weir_log::Config { pages: HOME, segment_pages: 8, members: 2, lanes: 5, summaries: 1 };
-    let log = Log::create(Arc::clone(disk) as _, config).unwrap();
+    let members = disks(seed);
+    let config = weir_log::Config { pages: HOME, segment_pages: UNIT, members, lanes: 5, summaries: 1 };
+    let log = Log::create(Arc::clone(below) as _, config).unwrap();
     let cleaner = Cleaner::open(&log).unwrap();
     (Arc::new(log), Some(cleaner))
 }
@@ -511,7 +528,9 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
     let (seeds, operations, cuts) = if full { (1000, 100_000, 11) } else { (24, 6_000, 4) };
     let one: Option<u64> = std::env::var("WEIR_SEED").ok().and_then(|seed| seed.parse().ok());
     let mut all = Counts::default();
-    for seed in one.map_or(0..seeds, |seed| seed..seed + 1) {
+    let part: Option<u64> = std::env::var("WEIR_CACHE_PART").ok().and_then(|part| part.parse().ok());
+    let range = part.map_or(0..seeds, |part| part * seeds / PARTS..(part + 1) * seeds / PARTS);
+    for seed in one.map_or(range, |seed| seed..seed + 1) {
         let mut world = World::new(seed);
         for at in 1.. {
             world.turn();
@@ -537,6 +556,16 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
         all.passed += counts.passed;
     }
     println!("{all:?}");
+    for (metric, value) in [
+        ("operations", all.operations),
+        ("power cuts", all.cuts),
+        ("flushes", all.flushes),
+        ("give-backs", all.given_back),
+        ("takes", all.taken),
+        ("errors that were injected", all.errors),
+    ] {
+        println!("figure: cache {} {value} higher", metric.replace(' ', "_"));
+    }
     // The histories must have had the events that they are for.
     assert!(one.is_some() || all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
     assert!(one.is_some() || all.written_back > 1000 && all.hits > 1000, "{all:?}");
