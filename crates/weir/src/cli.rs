@@ -362,7 +362,8 @@ pub struct MemoryOptions {
     #[arg(long, conflicts_with = "amount")]
     pub sleep: bool,
 
-    /// The daemon's control socket [default: as for weir serve].
+    /// The control socket of the daemon or of the cache [default: as for weir serve, or else as for
+    /// weir cache].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 }

@@ -3,6 +3,7 @@
 use crate::cli::{Amount, MemoryOptions};
 use crate::progress::Shown;
 use crate::{failure, on};
+use std::path::PathBuf;
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_daemon::control::{self, Request};
@@ -17,8 +18,14 @@ pub fn take(options: &MemoryOptions) -> Result<(), Failure> {
     ask(options, true, "took")
 }
 
+/// The control socket of a daemon that is probably running, or else that of a cache.
+fn find() -> PathBuf {
+    let (daemon, cache) = (control::find(), crate::cache::default_socket());
+    if !daemon.exists() && on::parts::among(&daemon).is_none() && cache.exists() { cache } else { daemon }
+}
+
 fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(control::find);
+    let path = options.control.clone().unwrap_or_else(find);
     if let Some(directory) = on::parts::among(&path) {
         let work = if take { on::parts::take } else { on::parts::give_back };
         return work(&directory, options.amount);

@@ -8,6 +8,7 @@ use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -49,7 +50,10 @@ impl Scene {
     }
 
     fn create(&self, flags: &[&str]) -> Command {
-        let mut command = self.command(&["create", "--store", "host:8MiB"]);
+        let mut command = self.command(&["create"]);
+        if !flags.contains(&"--store") {
+            command.args(["--store", "host:10MiB"]);
+        }
         if !flags.contains(&"--home") {
             command.arg("--home").arg(self.home());
         }
@@ -422,6 +426,108 @@ fn a_log_over_several_files_serves_what_was_written_and_reaches_them_in_long_wri
     let shown = String::from_utf8(scene.ask(&["status"]).stdout).unwrap();
     assert!(shown.contains("live on 192MiB") && shown.contains("c: "), "{shown}");
     drop(file);
+    scene.done(&["detach"]);
+    scene.ended();
+}
+
+/// Memory of the daemon that is in RAM and shared, as the pages of a host store are.
+fn shared_bytes(cache: &Child) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{}/status", cache.id())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+/// Writes and reads pages without a break, each thread those of its own, and compares what comes.
+fn load(file: &Path, ends: &AtomicBool, thread: u64) -> u64 {
+    let file = open(file);
+    let mut rounds = vec![0u64; PAGES as usize];
+    let (mut chance, mut operations) = (thread + 1, 0);
+    while !ends.load(Ordering::Relaxed) {
+        chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let page = (chance >> 33) % (PAGES / 4) * 4 + thread;
+        let round = &mut rounds[page as usize];
+        if chance >> 20 & 1 == 0 {
+            *round = *round % 255 + 1;
+            file.write_all_at(&varied(page, *round), page * PAGE as u64).unwrap();
+        } else if *round > 0 {
+            let mut found = vec![0; PAGE];
+            file.read_exact_at(&mut found, page * PAGE as u64).unwrap();
+            assert!(found == varied(page, *round), "page {page} of round {round}");
+        }
+        operations += 1;
+    }
+    operations
+}
+
+/// The content of a page that repeats no value. A volume would keep such a page in its map.
+fn varied(page: u64, round: u64) -> Vec<u8> {
+    (0..PAGE as u64 / 8).flat_map(|at| (page << 24 | round << 16 | at).to_le_bytes()).collect()
+}
+
+#[test]
+fn a_cache_under_load_gives_all_its_memory_back_goes_on_without_it_and_takes_it_again() {
+    const STORE: u64 = 64 << 20;
+    let mut scene = Scene::new("memory");
+    if !scene.start("memory", &["--stream", "0", "--store", "host:64MiB"]) {
+        return;
+    }
+    let memory = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        command.args(arguments).arg("--control").arg(scene.control());
+        command.stdin(Stdio::null()).output().unwrap()
+    };
+    let said = |arguments: &[&str]| {
+        let output = memory(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let daemon = scene.cache.as_ref().unwrap();
+    let held = shared_bytes(daemon);
+    assert!(held >= STORE, "{held}");
+    let ends = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (file, ends) = (scene.file(), &ends);
+        let threads: Vec<_> = (0..4)
+            .map(|thread| {
+                let file = file.clone();
+                scope.spawn(move || load(&file, ends, thread))
+            })
+            .collect();
+        let written = || scene.number("write_hits") + scene.number("write_misses");
+        let goes_on = || {
+            let before = written();
+            eventually(|| written() > before + 500);
+        };
+        for round in 0..3 {
+            eventually(|| scene.number("dirty_bytes") > 1 << 20);
+            let all = if round == 1 { "--sleep" } else { "all" };
+            assert!(said(&["give-back", all]).starts_with("gave back 64MiB in "));
+            assert_eq!((scene.number("open_bytes"), scene.number("given_back_bytes")), (0, STORE));
+            let left = shared_bytes(daemon);
+            assert!(left <= held - STORE, "{left} of {held} are still in memory");
+            let status = String::from_utf8(scene.ask(&["status"]).stdout).unwrap();
+            assert!(status.contains("memory    64MiB of the store given back; weir take"), "{status}");
+            goes_on();
+            assert_eq!(scene.number("dirty_bytes"), 0, "writes go home");
+            assert!(said(&["give-back", "all"]).starts_with("gave back 0B in "), "there is no more");
+            let more = memory(&["give-back", "4MiB"]);
+            let words = "cannot give back 4MiB: only 0B is held; ask for that, or for all";
+            assert!(String::from_utf8_lossy(&more.stderr).contains(words), "{more:?}");
+            // All of the memory was given back meanwhile, and not for the sleep alone.
+            let woken = said(&["take", "--sleep"]);
+            assert_eq!(woken, "nothing is given back for a sleep, so there is nothing to take\n");
+            let hits = scene.number("read_hits");
+            assert!(said(&["take", "all"]).starts_with("took 64MiB in "));
+            assert_eq!(scene.number("open_bytes"), scene.number("cache_bytes"));
+            eventually(|| scene.number("read_hits") > hits + 500);
+            assert!(shared_bytes(daemon) >= STORE);
+        }
+        assert!(said(&["give-back", "--sleep"]).starts_with("gave back 64MiB in "));
+        assert!(said(&["take", "--sleep"]).starts_with("took 64MiB in "));
+        ends.store(true, Ordering::Relaxed);
+        let operations: u64 = threads.into_iter().map(|thread| thread.join().unwrap()).sum();
+        assert!(operations > 1000, "{operations}");
+    });
     scene.done(&["detach"]);
     scene.ended();
 }

@@ -14,7 +14,7 @@ mod options;
 mod report;
 mod trace;
 
-pub use options::CacheCommand;
+pub use options::{CacheCommand, default_socket};
 
 use crate::progress::Shown;
 use control::{Request, ask};

@@ -89,6 +89,11 @@ pub struct TraceOptions {
     pub control: Control,
 }
 
+/// The control socket of a cache for which no other is named.
+pub fn default_socket() -> PathBuf {
+    default_directory().join("cache.sock")
+}
+
 /// The cache that a subcommand asks.
 #[derive(Debug, Clone, Args)]
 pub struct Control {
@@ -101,7 +106,7 @@ pub struct Control {
 impl Control {
     /// The control socket's path.
     pub fn path(&self) -> PathBuf {
-        self.path.clone().unwrap_or_else(|| default_directory().join("cache.sock"))
+        self.path.clone().unwrap_or_else(default_socket)
     }
 }
 
