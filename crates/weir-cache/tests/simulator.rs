@@ -525,7 +525,7 @@ fn start(seed: u64, round: u64, home: &Arc<dyn Store>) -> Parts {
 #[test]
 fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut() {
     let full = std::env::var("WEIR_SCALE").is_ok_and(|scale| scale == "full");
-    let (seeds, operations, cuts) = if full { (1000, 100_000, 11) } else { (24, 6_000, 4) };
+    let (seeds, operations, cuts) = if full { (1000, 100_000, 13) } else { (24, 6_000, 4) };
     let one: Option<u64> = std::env::var("WEIR_SEED").ok().and_then(|seed| seed.parse().ok());
     let mut all = Counts::default();
     let part: Option<u64> = std::env::var("WEIR_CACHE_PART").ok().and_then(|part| part.parse().ok());

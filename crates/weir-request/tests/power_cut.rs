@@ -134,7 +134,7 @@ impl World {
     /// Starts a cache over the disk, and its clients.
     fn start(&mut self) {
         let depth = 4 + self.chance.below(8) as usize;
-        let frames = 64 + (CLIENTS as u32 + 1) * (depth as u32 + 64);
+        let frames = 64 + (CLIENTS as u32 + 2) * (depth as u32 + 64);
         let delay = (self.seed / 3 % 3) as u32;
         let size = ByteSize(u64::from(frames) * PAGE_SIZE as u64);
         let store = Sim::open(SimUrl { seed: !self.seed, size, delay, ..SimUrl::default() });
