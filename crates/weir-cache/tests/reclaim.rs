@@ -33,10 +33,11 @@ fn bytes(page: u32, round: u32) -> PageBytes {
 }
 
 impl Rig {
-    fn new(home: SimUrl, store: SimUrl) -> Self {
-        let home = SimUrl { size: ByteSize(8 << 20), ..home };
+    fn new(home: &SimUrl, store: &SimUrl) -> Self {
+        let home = SimUrl { size: ByteSize(8 << 20), ..home.clone() };
         let chunk = u64::from(CHUNK) * PAGE_SIZE as u64;
-        let store = SimUrl { size: ByteSize(CHUNKS as u64 * chunk), chunk: Some(ByteSize(chunk)), ..store };
+        let store =
+            SimUrl { size: ByteSize(CHUNKS as u64 * chunk), chunk: Some(ByteSize(chunk)), ..store.clone() };
         let store = Arc::new(Sim::open(store).unwrap());
         let config = Config { lanes: 2, depth: 8, stream_pages: 0, ..Config::default() };
         let home = Arc::new(Sim::open(home).unwrap());
@@ -133,7 +134,7 @@ impl Rig {
 
 #[test]
 fn all_memory_goes_and_the_device_goes_on_and_it_comes_again_and_reads_hit() {
-    let mut rig = Rig::new(SimUrl { delay: 2, ..SimUrl::default() }, SimUrl::default());
+    let mut rig = Rig::new(&SimUrl { delay: 2, ..SimUrl::default() }, &SimUrl::default());
     let frames = rig.cache.status().open;
     assert_eq!(frames, (CHUNKS as u32 * CHUNK - SLACK) / 64 * 64);
     (0..500).for_each(|page| rig.write(page, 1));
@@ -170,7 +171,7 @@ fn all_memory_goes_and_the_device_goes_on_and_it_comes_again_and_reads_hit() {
 
 #[test]
 fn a_part_of_the_memory_goes_and_the_rest_of_the_cache_holds_what_fits() {
-    let mut rig = Rig::new(SimUrl { delay: 1, ..SimUrl::default() }, SimUrl::default());
+    let mut rig = Rig::new(&SimUrl { delay: 1, ..SimUrl::default() }, &SimUrl::default());
     (0..2000).for_each(|page| rig.reads(page));
     // The pages that came last lie in the frames that leave.
     (1800..2000).for_each(|page| rig.write(page, 1));
@@ -190,7 +191,7 @@ fn a_part_of_the_memory_goes_and_the_rest_of_the_cache_holds_what_fits() {
 #[test]
 fn a_home_that_stalls_for_ten_seconds_delays_a_give_back_and_a_flush_and_no_read_of_what_is_cached() {
     let home = SimUrl { latency: Duration::from_secs(10), ..SimUrl::default() };
-    let mut rig = Rig::new(home, SimUrl::default());
+    let mut rig = Rig::new(&home, &SimUrl::default());
     (0..100).for_each(|page| rig.write(page, 1));
     let begun = rig.now;
     rig.give_all_back();
@@ -211,7 +212,7 @@ fn a_home_that_stalls_for_ten_seconds_delays_a_give_back_and_a_flush_and_no_read
 #[test]
 fn pages_that_do_not_go_home_end_a_give_back_after_a_minute_and_stay_readable() {
     let home = SimUrl { delay: 1, write_error: 1.0, ..SimUrl::default() };
-    let mut rig = Rig::new(home, SimUrl::default());
+    let mut rig = Rig::new(&home, &SimUrl::default());
     (0..100).for_each(|page| rig.write(page, 1));
     (rig.tick, rig.now) = (Duration::from_millis(20), rig.now + Duration::from_secs(100));
     let begun = rig.now;
@@ -235,7 +236,7 @@ fn pages_that_do_not_go_home_end_a_give_back_after_a_minute_and_stay_readable() 
 #[test]
 fn a_job_that_is_stopped_opens_frames_again() {
     let home = SimUrl { latency: Duration::from_secs(10), ..SimUrl::default() };
-    let mut rig = Rig::new(home, SimUrl::default());
+    let mut rig = Rig::new(&home, &SimUrl::default());
     (0..100).for_each(|page| rig.write(page, 1));
     rig.give_all_back();
     (0..100).for_each(|_| drop(rig.turn()));
@@ -249,7 +250,7 @@ fn a_job_that_is_stopped_opens_frames_again() {
 #[test]
 fn pages_that_are_read_or_written_without_a_break_leave_all_the_same() {
     let slow = SimUrl { delay: 32, ..SimUrl::default() };
-    let mut rig = Rig::new(slow.clone(), slow);
+    let mut rig = Rig::new(&slow, &slow);
     rig.write(7, 1);
     assert_eq!(rig.lanes[1].flush(9), Progress::Queued);
     assert_eq!(rig.answer().0, Ok(()));
@@ -281,7 +282,7 @@ fn pages_that_are_read_or_written_without_a_break_leave_all_the_same() {
 #[test]
 fn clean_pages_that_cannot_be_read_in_the_store_are_dropped_and_their_chunk_goes() {
     let store = SimUrl { read_error: 1.0, ..SimUrl::default() };
-    let mut rig = Rig::new(SimUrl { delay: 1, ..SimUrl::default() }, store);
+    let mut rig = Rig::new(&SimUrl { delay: 1, ..SimUrl::default() }, &store);
     // Fill all frames that will stay open, and others.
     (0..2000).for_each(|page| rig.reads(page));
     for _ in 0..2 {
