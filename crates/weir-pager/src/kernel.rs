@@ -77,6 +77,9 @@ pub(crate) trait Kernel {
     /// none.
     fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes];
 
+    /// Makes a system call that changes this thread's rights: its number, and its arguments.
+    fn call(&mut self, call: [usize; 6]);
+
     /// The time since a fixed moment.
     fn now(&self) -> Duration;
 }
@@ -215,6 +218,12 @@ impl Kernel for System {
         // SAFETY: this is the thread's own memory, which no other thread uses. The slice borrows
         // `self` alone, so no other slice exists.
         unsafe { std::slice::from_raw_parts_mut(page_at(at), count) }
+    }
+
+    fn call(&mut self, call: [usize; 6]) {
+        let [number, first, second, third, fourth, fifth] = call;
+        // SAFETY: who asks for the call promises that it changes only this thread's rights.
+        unsafe { libc::syscall(number as i64, first, second, third, fourth, fifth) };
     }
 
     fn now(&self) -> Duration {

@@ -122,6 +122,9 @@ pub enum Error {
         /// The requested limit.
         bytes: usize,
     },
+    /// A thread cannot have descriptors of its own.
+    #[error("a system call that the pager needs is forbidden here, as by a seccomp filter")]
+    Forbidden(#[source] io::Error),
     /// The store could not be opened.
     #[error("{0}")]
     Store(String),

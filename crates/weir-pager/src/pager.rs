@@ -9,9 +9,9 @@ use crate::kernel::{System, reserve};
 use crate::{BLOCK, Error, Store, Tell};
 use rustix::process::{Pid, getpid};
 use std::os::fd::IntoRawFd as _;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use weir_core::PAGE_SIZE;
 use work::Work;
 
@@ -114,12 +114,41 @@ pub(crate) struct Shared {
     /// A range to adopt: its first byte, and the byte after its last. A thread that holds the lock
     /// `adopting` writes it; the pager reads it without the lock.
     adopt: [AtomicUsize; 2],
+    /// A system call that the pager's thread is to make too: its number, and its arguments. A
+    /// number of 0 means none. It is written and read as `adopt` is.
+    call: [AtomicUsize; 6],
     /// A range that no child inherits any more, or that children inherit again if `is_inherited` is
     /// true. Written and read as `adopt` is.
     inherit: [AtomicUsize; 2],
     is_inherited: AtomicBool,
     adopting: Mutex<()>,
     process: Pid,
+    /// The memory that the pager never manages. It is set when the pager starts.
+    excluded: OnceLock<Vec<(usize, usize)>>,
+    /// The number of the pager's thread.
+    thread: AtomicI32,
+}
+
+impl Shared {
+    fn new(limit: usize, bells: Bells) -> Self {
+        Shared {
+            limit: AtomicUsize::new(limit),
+            holds: AtomicU32::new(0),
+            stop: AtomicBool::new(false),
+            evict: AtomicBool::new(false),
+            lends: AtomicBool::new(false),
+            bells,
+            counters: Counters::default(),
+            adopt: [const { AtomicUsize::new(0) }; 2],
+            call: [const { AtomicUsize::new(0) }; 6],
+            inherit: [const { AtomicUsize::new(0) }; 2],
+            is_inherited: AtomicBool::new(false),
+            adopting: Mutex::new(()),
+            process: getpid(),
+            excluded: OnceLock::new(),
+            thread: AtomicI32::new(0),
+        }
+    }
 }
 
 /// Registered pages by which threads call the pager. A thread that touches one waits until the
@@ -165,7 +194,7 @@ fn own_descriptors() -> Result<(), Error> {
             && libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, 0) == 0
     };
     if !closed {
-        return Err(Error::System(std::io::Error::last_os_error()));
+        return Err(Error::Forbidden(std::io::Error::last_os_error()));
     }
     // Fill descriptors 0 to 2. Otherwise a file that is opened later could get number 2, and a
     // panic's message would go into that file.
@@ -191,34 +220,46 @@ impl Pager {
         options: Options,
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
     ) -> Result<Self, Error> {
+        Self::begin(options, None, store)
+    }
+
+    /// Starts a pager for memory that an earlier pager has managed. The earlier pager has stopped,
+    /// or has stayed behind in the parent process. `own` is more memory that the caller needs for
+    /// the pager's thread. Like the memory that the earlier pager has excluded, it stays unmanaged.
+    ///
+    /// # Errors
+    /// Fails as [`start`](Self::start) does.
+    pub fn start_again<S: Store>(
+        &self,
+        options: Options,
+        own: &[(usize, usize)],
+        store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
+    ) -> Result<Self, Error> {
+        let before = self.0.excluded.get().map_or(&[][..], Vec::as_slice);
+        Self::begin(options, Some([before, own].concat()), store)
+    }
+
+    fn begin<S: Store>(
+        options: Options,
+        excluded: Option<Vec<(usize, usize)>>,
+        store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
+    ) -> Result<Self, Error> {
         let Options { limit, scope } = options;
         if limit / BLOCK < LIMIT_MIN {
             return Err(Error::Limit { bytes: limit });
         }
-        let shared = Arc::new(Shared {
-            limit: AtomicUsize::new(limit / BLOCK),
-            holds: AtomicU32::new(0),
-            stop: AtomicBool::new(false),
-            evict: AtomicBool::new(false),
-            lends: AtomicBool::new(false),
-            bells: Bells::new()?,
-            counters: Counters::default(),
-            adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
-            inherit: [AtomicUsize::new(0), AtomicUsize::new(0)],
-            is_inherited: AtomicBool::new(false),
-            adopting: Mutex::new(()),
-            process: getpid(),
-        });
+        let shared = Arc::new(Shared::new(limit / BLOCK, Bells::new()?));
         let (say, hear) = sync_channel(1);
         let pager = Pager(Arc::clone(&shared));
         std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
             // If this thread panics, threads that wait for a page would wait for ever. So a panic
             // ends the process.
             let _abort = AbortOnPanic;
+            shared.thread.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Relaxed);
             let opened = own_descriptors()
                 .and_then(|()| System::open())
                 .and_then(|system| Ok((system, store().map_err(Error::Store)?)))
-                .and_then(|(system, (store, tell))| Work::new(system, store, tell, scope, shared));
+                .and_then(|(system, (store, tell))| Work::new(system, store, tell, scope, excluded, shared));
             match opened {
                 Ok(mut work) => {
                     let _ = say.send(Ok(()));
@@ -263,6 +304,25 @@ impl Pager {
         self.0.bells.ring();
     }
 
+    /// Whether the calling thread is the pager's.
+    pub fn is_this_thread(&self) -> bool {
+        rustix::thread::gettid().as_raw_nonzero().get() == self.0.thread.load(Ordering::Relaxed)
+    }
+
+    /// Has the pager's thread make a system call too that this thread has made. Some calls change
+    /// the rights of one thread alone (`capset`, `prctl`). `setuid` and its like change those of
+    /// all threads, and libc ends the process if they succeed in one thread and fail in another.
+    ///
+    /// # Safety
+    /// The call changes only its thread's rights. Memory that it reads is not managed.
+    pub unsafe fn also(&self, number: i64, arguments: [usize; 5]) {
+        let _adopting = self.0.adopting.lock().expect("nothing panics under it");
+        let words = [number as usize].into_iter().chain(arguments);
+        self.0.call.iter().zip(words).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
+        self.look();
+        self.0.call[0].store(0, Ordering::Relaxed);
+    }
+
     /// Changes the limit, in bytes. If the new limit is lower, the pager moves blocks out in the
     /// background until it keeps that limit.
     ///
@@ -304,11 +364,16 @@ impl Pager {
         self.0.lends.store(true, Ordering::SeqCst);
     }
 
-    /// Makes every block resident and ends the thread.
+    /// Makes every block resident and ends the thread. Returns once the thread has ended, if
+    /// `/proc` shows the threads.
     pub fn stop(self) {
         self.0.stop.store(true, Ordering::SeqCst);
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();
+        let thread = format!("/proc/self/task/{}", self.0.thread.load(Ordering::Relaxed));
+        while std::path::Path::new(&thread).exists() {
+            std::thread::sleep(std::time::Duration::from_micros(100));
+        }
     }
 
     /// The pager's counts.

@@ -6,24 +6,25 @@
 //! seen. The pager also learns of calls after which the kernel still reads pages of the program. It
 //! must not miss any of these calls. If it misses an allocation, it finds the new memory later.
 //!
-//! All memory of the pager is `ALLOCATOR`'s. It was mapped before the pager began, and so is never
+//! All memory of the pager is its [`arena`]'s. It was mapped before the pager began, and is never
 //! managed.
+
+mod arena;
+mod threads;
 
 use libc::{c_int, c_void, off_t, size_t, ssize_t};
 use rustix::process::{getpid, getppid};
-use spinning_top::RawSpinlock;
+use std::ffi::CStr;
 use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd as _, FromRawFd as _};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
-use talc::TalcLock;
-use talc::source::Claim;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Arc, Once, OnceLock};
 use weir_pager::link::{Link, Order, Report};
 use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, directory};
 
-/// Memory of the pager for its start, and for some buffers.
-const ARENA: usize = 16 << 20;
 /// Address space for the pager's tables if they describe 1 TiB: 200 bytes for each 2 MiB, and twice
 /// as much again while a table grows.
 const TABLES: usize = 512 << 20;
@@ -39,14 +40,29 @@ const LARGE: usize = 4 << 20;
 /// space.
 const HEAP_STEP: c_int = 64 << 20;
 
-#[global_allocator]
-static ALLOCATOR: TalcLock<RawSpinlock, Claim> = TalcLock::new({
-    static mut MEMORY: [u8; ARENA] = [0; ARENA];
-    // SAFETY: only the allocator uses this array.
-    unsafe { Claim::array(&raw mut MEMORY) }
-});
+/// The pager of this process, which is never freed. It is null in a child of a fork that has no
+/// pager yet.
+static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
+/// The pager that the process that forked had. The memory that it managed and the memory that it
+/// left alone tell a child's pager what to manage.
+static BEFORE: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
+/// The limit in bytes, and the run's directory. The program may change its environment, so its
+/// children read both from here.
+static RUN: OnceLock<(usize, PathBuf)> = OnceLock::new();
+/// Whether the process has forbidden itself system calls. Then no pager is started from here on:
+/// the system could end the process for a call that the pager needs.
+static IS_FILTERED: AtomicBool = AtomicBool::new(false);
+/// Number of bytes that the program has allocated since the last look for new memory.
+static CAME: AtomicUsize = AtomicUsize::new(0);
+/// Whether the program has the allocator of libc. Another one may map memory with its locks held,
+/// and a thread cannot be started then.
+static HAS_LIBC_ALLOCATOR: AtomicBool = AtomicBool::new(false);
 
-static PAGER: OnceLock<Pager> = OnceLock::new();
+/// The pager of this process.
+fn pager() -> Option<&'static Pager> {
+    // SAFETY: the pointer is null, or points to a pager that is never freed.
+    unsafe { PAGER.load(Ordering::Acquire).as_ref() }
+}
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -56,14 +72,18 @@ extern "C" fn start() {
     let Some(limit) = std::env::var("WEIR_RUN_RESIDENT").ok().and_then(|limit| limit.parse().ok()) else {
         return;
     };
-    extend_arena(TABLES + limit / SINGLES_SHARE);
-    match bound(limit, std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into()) {
+    arena::extend(tables(limit));
+    HAS_LIBC_ALLOCATOR.store(has_libc_allocator(), Ordering::Relaxed);
+    let directory = std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into();
+    let (limit, run) = RUN.get_or_init(|| (limit, directory));
+    let started = masked(|| Pager::start(options(*limit), || outside(run)));
+    match started {
         Ok(pager) => {
-            let _ = PAGER.set(pager);
+            PAGER.store(Box::into_raw(Box::new(pager)), Ordering::Release);
             // SAFETY: the functions live as long as the program, and the call only changes a
             // setting of its heap.
             unsafe {
-                libc::pthread_atfork(Some(before_fork), Some(after_fork), None);
+                libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child));
                 libc::mallopt(libc::M_TOP_PAD, HEAP_STEP);
             }
         }
@@ -80,68 +100,135 @@ extern "C" fn start() {
     }
 }
 
-/// Gives the allocator up to `bytes` bytes of address space. They take no memory before they are
-/// used. They are mapped before the pager begins, so the pager does not manage them.
-fn extend_arena(bytes: usize) {
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    let mut bytes = bytes;
-    // If the program's address space is limited, there may be room for fewer bytes only.
-    while bytes >= ARENA {
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
-        let at = unsafe { libc::syscall(libc::SYS_mmap, 0, bytes, protection, flags, -1, 0) };
-        if at > 0 {
-            let at = std::ptr::with_exposed_provenance_mut(at as usize);
-            // SAFETY: the memory was just mapped, stays mapped, and only the allocator uses it.
-            let _ = unsafe { ALLOCATOR.lock().claim(at, bytes) };
-            return;
-        }
-        bytes /= 2;
+/// Whether the program calls this object's `malloc`, and that one calls libc's.
+fn has_libc_allocator() -> bool {
+    // SAFETY: the names end with a zero, and dladdr writes to a structure on the stack.
+    unsafe {
+        let is_ours = libc::dlsym(libc::RTLD_DEFAULT, c"malloc".as_ptr()) == malloc as *mut c_void;
+        let object = |name: &CStr| {
+            let mut of: libc::Dl_info = std::mem::zeroed();
+            let found = libc::dladdr(libc::dlsym(libc::RTLD_NEXT, name.as_ptr()), &raw mut of);
+            (found != 0).then_some(of.dli_fbase)
+        };
+        is_ours && object(c"malloc").is_some() && object(c"malloc") == object(c"gnu_get_libc_version")
     }
 }
 
-fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
-    let store = move || {
-        let path = run.join(directory::LEDGER);
-        let ledger = Ledger::open(&path).map_err(|error| not_opened(&path, &error))?;
-        let path = run.join(directory::MESSAGES);
-        let messages = UnixDatagram::unbound().and_then(|socket| {
-            socket.connect(&path)?;
-            socket.set_nonblocking(true)?;
-            Ok(socket)
-        });
-        let messages = Arc::new(messages.map_err(|error| not_opened(&path, &error))?);
-        let link = Link::to(run.join(directory::PROGRAMS));
-        let last_words = Arc::clone(&messages);
-        // Print no backtrace: it takes more memory than [`ARENA`] has, and writing to standard
-        // error may wait.
-        std::panic::set_hook(Box::new(move |panic| {
-            tell(&last_words, &format!("a bug in Weir's pager ends it: {panic}"));
-            std::process::abort();
-        }));
-        let line = Arc::clone(&messages);
-        let share = ShareStore::connect(&run.join(directory::SHARE), ledger, move |text| tell(&line, text));
-        let share = share.map_err(|error| match std::error::Error::source(&error) {
-            Some(source) => format!("{error}: {source}"),
-            None => error.to_string(),
-        })?;
-        Ok((share, Box::new(Run { messages, link }) as Tell))
+/// Address space for the pager's tables, for a limit of this many bytes.
+fn tables(limit: usize) -> usize {
+    TABLES + limit / SINGLES_SHARE
+}
+
+fn options(limit: usize) -> Options {
+    Options { limit, scope: Scope::Process }
+}
+
+/// Starts another pager after `before`. `own` is memory that stays unmanaged. Returns false, and
+/// prints the reason, if there is none from here on.
+fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
+    let Some((limit, run)) = RUN.get() else { return false };
+    match masked(|| before.start_again(options(*limit), own, || outside(run))) {
+        Ok(pager) => {
+            PAGER.store(Box::into_raw(Box::new(pager)), Ordering::Release);
+            true
+        }
+        Err(error) => {
+            // Standard error may be another file by now. So this line goes to `weir run`, if its
+            // socket is within reach.
+            if let Ok(messages) = messages(run) {
+                tell(&messages, &format!("not bounded from here on: {error}"));
+            }
+            false
+        }
+    }
+}
+
+/// Starts the pager of a child of a fork. It has none until it allocates much, since most children
+/// run another program at once.
+#[cold]
+fn start_in_child() {
+    if IS_FILTERED.load(Ordering::Relaxed) {
+        return;
+    }
+    // SAFETY: the pointer is null, or points to a pager that is never freed.
+    let Some(before) = (unsafe { BEFORE.swap(std::ptr::null_mut(), Ordering::AcqRel).as_ref() }) else {
+        return;
     };
-    // The program's signal handlers must not run on the pager's thread. SAFETY: the sets of signals
-    // are on the stack, and this thread's mask is restored below.
+    let Some((limit, _)) = RUN.get() else { return };
+    // SAFETY: libc's location of this thread's error number is valid.
+    let errno = unsafe { *libc::__errno_location() };
+    // The pager's thread in the parent may have been in the middle of an allocation.
+    if let Some(own) = arena::renew(tables(*limit))
+        && start_again(before, &[own])
+        && let Some(pager) = pager()
+    {
+        // The caller is about to fill what it has allocated.
+        pager.look();
+    }
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+/// Runs the function with all signals of this thread blocked, and turns its error into text. A
+/// thread that it starts blocks them too, so that the program's signal handlers do not run there.
+fn masked(start: impl FnOnce() -> Result<Pager, weir_pager::Error>) -> Result<Pager, String> {
+    // SAFETY: the sets of signals are on the stack, and this thread's mask is restored below.
     let before = unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
         before
     };
-    let pager = Pager::start(Options { limit, scope: Scope::Process }, store);
+    let pager = start();
     // SAFETY: restores this thread's mask from a set on the stack.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
     pager.map_err(|error| match std::error::Error::source(&error) {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),
     })
+}
+
+/// The socket of a run for lines that people read.
+fn messages(run: &Path) -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    socket.connect(run.join(directory::MESSAGES))?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// Opens the pager's store and its [`Outside`], on the pager's thread.
+fn outside(run: &Path) -> Result<(ShareStore, Tell), String> {
+    let path = run.join(directory::LEDGER);
+    let ledger = Ledger::open(&path).map_err(|error| not_opened(&path, &error))?;
+    let path = run.join(directory::MESSAGES);
+    let messages = Arc::new(messages(run).map_err(|error| not_opened(&path, &error))?);
+    let link = Link::to(run.join(directory::PROGRAMS));
+    say_last_words(&messages);
+    let line = Arc::clone(&messages);
+    let share = ShareStore::connect(&run.join(directory::SHARE), ledger, move |text| tell(&line, text));
+    let share = share.map_err(|error| match std::error::Error::source(&error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    })?;
+    Ok((share, Box::new(Run { messages, link })))
+}
+
+/// From here on a panic of the pager's thread is a line of this socket, and ends the process.
+fn say_last_words(messages: &UnixDatagram) {
+    static LAST: AtomicI32 = AtomicI32::new(-1);
+    static HOOK: Once = Once::new();
+    LAST.store(messages.as_raw_fd(), Ordering::Relaxed);
+    // A child of a fork has the hook already.
+    HOOK.call_once(|| {
+        // Print no backtrace: it takes more memory than the arena has, and writing to standard
+        // error may wait.
+        std::panic::set_hook(Box::new(|panic| {
+            // SAFETY: the descriptor stays open for as long as the pager's thread, which panics.
+            let last = unsafe { ManuallyDrop::new(UnixDatagram::from_raw_fd(LAST.load(Ordering::Relaxed))) };
+            tell(&last, &format!("a bug in Weir's pager ends it: {panic}"));
+            std::process::abort();
+        }));
+    });
 }
 
 /// The pager's [`Outside`] in a program under `weir run`. It prints the pager's lines, and takes
@@ -185,27 +272,36 @@ fn say(line: &str) {
 }
 
 extern "C" fn before_fork() {
-    if let Some(pager) = PAGER.get() {
+    if let Some(pager) = pager() {
         pager.hold();
     }
 }
 
 extern "C" fn after_fork() {
-    if let Some(pager) = PAGER.get() {
+    if let Some(pager) = pager() {
         pager.release();
     }
 }
 
-/// Notes that the program has allocated this many bytes.
-fn came(bytes: usize) {
-    static CAME: AtomicUsize = AtomicUsize::new(0);
+extern "C" fn after_fork_in_child() {
+    let pager = PAGER.swap(std::ptr::null_mut(), Ordering::AcqRel);
+    if !pager.is_null() {
+        BEFORE.store(pager, Ordering::Release);
+    }
+    CAME.store(0, Ordering::Relaxed);
+}
+
+/// Notes that the program has allocated this many bytes. `may_start` says whether a thread can be
+/// started now.
+fn came(bytes: usize, may_start: bool) {
     // A small allocation seldom makes the allocator map new memory.
-    if bytes >= 64 << 10
-        && CAME.fetch_add(bytes, Ordering::Relaxed) + bytes >= LARGE
-        && let Some(pager) = PAGER.get()
-    {
+    if bytes >= 64 << 10 && CAME.fetch_add(bytes, Ordering::Relaxed) + bytes >= LARGE {
         CAME.store(0, Ordering::Relaxed);
-        pager.look();
+        match pager() {
+            Some(pager) => pager.look(),
+            None if may_start => start_in_child(),
+            None => {}
+        }
     }
 }
 
@@ -224,7 +320,7 @@ pub unsafe extern "C" fn mmap(
     let mapped =
         unsafe { libc::syscall(libc::SYS_mmap, at, bytes, protection, flags, file, offset) } as *mut c_void;
     if mapped != libc::MAP_FAILED && flags & libc::MAP_ANONYMOUS != 0 && flags & libc::MAP_STACK == 0 {
-        came(bytes);
+        came(bytes, HAS_LIBC_ALLOCATOR.load(Ordering::Relaxed));
     }
     mapped
 }
@@ -253,7 +349,7 @@ pub unsafe extern "C" fn mmap64(
 pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) -> c_int {
     /// Advice that no available crate defines.
     const GUARD_INSTALL: c_int = 102;
-    let pager = PAGER.get();
+    let pager = pager();
     if advice == libc::MADV_MERGEABLE && pager.is_some() {
         return 0;
     }
@@ -306,7 +402,7 @@ pub unsafe extern "C" fn setsockopt(
 
 /// Tells the pager that the kernel will read pages of the program later.
 fn lend() {
-    if let Some(pager) = PAGER.get() {
+    if let Some(pager) = pager() {
         pager.lend();
     }
 }
@@ -333,7 +429,7 @@ macro_rules! allocation {
             let result = unsafe {
                 std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> $result>(next)($($argument),*)
             };
-            came($bytes);
+            came($bytes, true);
             result
         }
     };

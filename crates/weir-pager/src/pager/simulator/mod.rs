@@ -18,15 +18,15 @@ mod store;
 mod world;
 
 use super::work::Work;
-use super::{BELLS, Bells, Counters, Scope, Shared};
+use super::{BELLS, Bells, Scope, Shared};
 use crate::{BLOCK_PAGES, Store, Tell};
 use daemon::{Deaths, Mortal};
 use machine::Machine;
 use program::{Program, Traits};
 use random::{Random, number};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use store::{Faults, Said, Simulated};
 use weir_core::PageBytes;
 pub(super) use world::{Area, address};
@@ -120,26 +120,14 @@ fn play(seed: u64) {
         Some(deaths) => Either::Run(Mortal::new(store, faults, deaths)),
     };
     let said = store.said();
-    let shared = Arc::new(Shared {
-        limit: AtomicUsize::new(limit),
-        holds: AtomicU32::new(0),
-        stop: AtomicBool::new(false),
-        evict: AtomicBool::new(false),
-        lends: AtomicBool::new(random.one_in(4)),
-        bells: Bells { base: address(OWN), next: AtomicU32::new(0) },
-        counters: Counters::default(),
-        adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
-        inherit: [AtomicUsize::new(0), AtomicUsize::new(0)],
-        is_inherited: AtomicBool::new(false),
-        adopting: Mutex::new(()),
-        process: rustix::process::getpid(),
-    });
+    let shared = Arc::new(Shared::new(limit, bells()));
+    shared.lends.store(random.one_in(4), Ordering::Relaxed);
     let mut world = World::new(Random::new(random.next()), merges, migrates);
     world.map(OWN, OWN + BELLS);
     let program = Program::new(&mut random, traits, Arc::clone(&shared), said);
     let machine = Machine { world, program };
     let scope = if is_adopted { Scope::Adopted } else { Scope::Process };
-    let mut work = match Work::new(machine, store, Box::new(|_: &str| {}) as Tell, scope, shared) {
+    let mut work = match Work::new(machine, store, Box::new(|_: &str| {}) as Tell, scope, None, shared) {
         Ok(work) => work,
         Err(error) => panic!("{error}"),
     };
@@ -147,6 +135,10 @@ fn play(seed: u64) {
     work.run();
     let Machine { world, program } = work.kernel_mut();
     program.check_end(world);
+}
+
+fn bells() -> Bells {
+    Bells { base: address(OWN), next: AtomicU32::new(0) }
 }
 
 /// Makes a machine on which no thread runs, a store, and the state that a pager shares with other
@@ -169,20 +161,7 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
     };
     let store = Simulated::new(Random::new(2), faults);
     let said = Arc::clone(&store.said);
-    let shared = Arc::new(Shared {
-        limit: AtomicUsize::new(6),
-        holds: AtomicU32::new(0),
-        stop: AtomicBool::new(false),
-        evict: AtomicBool::new(false),
-        lends: AtomicBool::new(false),
-        bells: Bells { base: address(OWN), next: AtomicU32::new(0) },
-        counters: Counters::default(),
-        adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
-        inherit: [AtomicUsize::new(0), AtomicUsize::new(0)],
-        is_inherited: AtomicBool::new(false),
-        adopting: Mutex::new(()),
-        process: rustix::process::getpid(),
-    });
+    let shared = Arc::new(Shared::new(6, bells()));
     let mut world = World::new(Random::new(3), false, 0);
     world.map(OWN, OWN + BELLS);
     let program = Program::new(&mut random, traits, Arc::clone(&shared), said);
@@ -193,7 +172,7 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
 /// number of a page at which a block can begin.
 pub(super) fn work_at_rest() -> (Work<Machine, Simulated>, usize) {
     let (machine, store, shared, first) = at_rest();
-    match Work::new(machine, store, Box::new(|_: &str| {}), Scope::Adopted, shared) {
+    match Work::new(machine, store, Box::new(|_: &str| {}), Scope::Adopted, None, shared) {
         Ok(work) => (work, first),
         Err(error) => panic!("{error}"),
     }

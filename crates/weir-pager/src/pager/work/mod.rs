@@ -37,9 +37,8 @@ const TRIES: usize = 16;
 const WINDOW: usize = 16;
 /// Longest wait for an event. Without it, the order of the events that were read is not certain.
 const PAUSE: Duration = Duration::from_micros(20);
-/// Time between two looks for new memory, and the least size of a mapping to manage.
+/// Time between two looks for new memory.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-const SPAN_MIN: usize = 2 * BLOCK;
 
 /// The address space changes: the kernel's events must be read first.
 #[derive(Debug)]
@@ -140,6 +139,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         store: S,
         outside: Tell,
         scope: Scope,
+        excluded: Option<Vec<(usize, usize)>>,
         shared: Arc<Shared>,
     ) -> Result<Self, Error> {
         let system = |error: Errno| Error::System(error.into());
@@ -158,6 +158,21 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let mut mappings = Vec::new();
         kernel.read_mappings(&mut mappings);
         let looked = kernel.now();
+        let excluded = excluded.map_or_else(
+            || mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
+            |mut excluded| {
+                // Of the memory that is mapped by now, this thread has its stack, and what it has
+                // reserved.
+                let stack = (&raw const looked).addr();
+                let own = [stack, staging, nursery, single, bells];
+                let is_own =
+                    |mapping: &&Mapping| own.iter().any(|at| (mapping.start..mapping.end).contains(at));
+                excluded.extend(mappings.iter().filter(is_own).map(|mapping| (mapping.start, mapping.end)));
+                excluded.extend([(staging, staging + SLOTS * BLOCK), (bells, bells + BELLS * PAGE_SIZE)]);
+                excluded
+            },
+        );
+        let _ = shared.excluded.set(excluded.clone());
         Ok(Work {
             kernel,
             store,
@@ -171,7 +186,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
             left_out: BTreeMap::new(),
-            excluded: mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
+            excluded,
             mappings,
             mappings_of_now: Vec::new(),
             staging,
@@ -317,6 +332,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.adopt(start, end)?;
         }
         self.note_left_out();
+        let call = self.shared.call.each_ref().map(|word| word.load(Ordering::Relaxed));
+        if call[0] != 0 {
+            self.kernel.call(call);
+        }
         self.look()?;
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);

@@ -229,8 +229,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 // inherits it until the pager changes that for a fork (`MADV_DOFORK`). So the pager
                 // manages the new part, however small it is.
                 let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
-                let least = if is_next { BLOCK } else { SPAN_MIN };
-                if to > from && (is_same || to - from >= least) {
+                let has_block = from.next_multiple_of(BLOCK) + BLOCK <= to;
+                if to > from && (is_same || has_block || is_next && to - from >= BLOCK) {
                     self.adopt(from, to)?;
                 }
                 from = known.map_or(end, |(_, end)| end);

@@ -1,0 +1,287 @@
+//! Calls that a program with one thread may make, and that the pager's thread would make fail.
+//!
+//! The pager's thread is one more thread of the process. The kernel lets only a process with one
+//! thread enter a user namespace. Some calls change the rights of one thread, and libc ends a
+//! process whose threads have different ones when it changes its user. A process may also be copied
+//! without libc's knowledge.
+
+use super::{IS_FILTERED, PAGER, after_fork, after_fork_in_child, before_fork, pager, start_again};
+use libc::{c_int, c_long, c_ulong, c_void};
+use std::io;
+use std::mem::MaybeUninit;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use weir_pager::Pager;
+
+/// Longest wait for the kernel to notice that a thread has ended.
+const TRIES: usize = 50;
+
+/// Makes a system call as libc does: a failure is -1 and an error number.
+unsafe fn call(number: c_long, arguments: [c_ulong; 6]) -> c_long {
+    let [first, second, third, fourth, fifth, sixth] = arguments;
+    let result: c_long;
+    // SAFETY: the caller answers for the call. The kernel changes these registers alone.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") number => result,
+            in("rdi") first, in("rsi") second, in("rdx") third,
+            in("r10") fourth, in("r8") fifth, in("r9") sixth,
+            lateout("rcx") _, lateout("r11") _,
+            options(nostack),
+        );
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        std::arch::asm!(
+            "svc 0",
+            in("x8") number,
+            inlateout("x0") first => result,
+            in("x1") second, in("x2") third, in("x3") fourth, in("x4") fifth, in("x5") sixth,
+            options(nostack),
+        );
+    }
+    if (-4095..0).contains(&result) {
+        // SAFETY: libc's location of this thread's error number is valid.
+        unsafe { *libc::__errno_location() = -result as c_int };
+        return -1;
+    }
+    result
+}
+
+/// The pager of this process, for a thread of the program. The pager's own thread makes calls that
+/// the functions below replace, and must not wait for itself.
+fn others_pager() -> Option<&'static Pager> {
+    pager().filter(|pager| !pager.is_this_thread())
+}
+
+/// Makes a call that needs a process with one thread. If it fails, makes it again without the
+/// pager's thread. After that the process has another pager.
+fn alone(call: impl Fn() -> c_long) -> c_long {
+    let failed =
+        |result: c_long| result == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL);
+    let first = call();
+    if !failed(first) {
+        return first;
+    }
+    let Some(before) = others_pager() else { return first };
+    PAGER.store(std::ptr::null_mut(), Ordering::Release);
+    before.clone().stop();
+    let mut result = call();
+    for _ in 0..TRIES {
+        if !failed(result) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        result = call();
+    }
+    // SAFETY: libc's location of this thread's error number is valid.
+    let errno = unsafe { *libc::__errno_location() };
+    start_again(before, &[]);
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+    result
+}
+
+/// # Safety
+/// Does the same as unshare(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unshare(flags: c_int) -> c_int {
+    // SAFETY: the caller's argument is passed on unchanged.
+    let unshare = || unsafe { call(libc::SYS_unshare, [flags as c_ulong, 0, 0, 0, 0, 0]) };
+    alone(unshare) as c_int
+}
+
+/// # Safety
+/// Does the same as setns(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn setns(file: c_int, kind: c_int) -> c_int {
+    // SAFETY: the caller's arguments are passed on unchanged.
+    let setns = || unsafe { call(libc::SYS_setns, [file as c_ulong, kind as c_ulong, 0, 0, 0, 0]) };
+    alone(setns) as c_int
+}
+
+/// # Safety
+/// Does the same as capset(2), in the pager's thread too.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn capset(header: *mut [u32; 2], data: *const [u32; 6]) -> c_int {
+    const VERSION_1: u32 = 0x1998_0330;
+    // SAFETY: the caller's arguments are passed on unchanged.
+    let result = unsafe {
+        call(
+            libc::SYS_capset,
+            [header.expose_provenance() as u64, data.expose_provenance() as u64, 0, 0, 0, 0],
+        )
+    };
+    if result == 0
+        && let Some(pager) = others_pager()
+    {
+        // SAFETY: the kernel has just read both. The first version has half as many words.
+        let ([version, thread], data) = unsafe {
+            let mut own = [0; 6];
+            let words = if (*header)[0] == VERSION_1 { 3 } else { 6 };
+            std::ptr::copy_nonoverlapping(data.cast::<u32>(), own.as_mut_ptr(), words);
+            (*header, own)
+        };
+        // SAFETY: the call has no arguments and no effects.
+        let me = unsafe { call(libc::SYS_gettid, [0; 6]) };
+        if thread == 0 || c_long::from(thread) == me {
+            // The pager's thread must not touch the program's memory, so it reads copies.
+            let copies = Box::new(([version, 0_u32], data));
+            let [header, data] = [(&raw const copies.0).addr(), (&raw const copies.1).addr()];
+            // SAFETY: the call changes the rights of one thread, and the copies outlive it.
+            unsafe { pager.also(libc::SYS_capset, [header, data, 0, 0, 0]) };
+        }
+    }
+    result as c_int
+}
+
+/// # Safety
+/// Does the same as prctl(2). Rights that it changes are changed in the pager's thread too.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn prctl(
+    option: c_int,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+) -> c_int {
+    // SAFETY: the caller's arguments are passed on unchanged.
+    let result = unsafe { call(libc::SYS_prctl, [option as c_ulong, second, third, fourth, fifth, 0]) };
+    if option == libc::PR_SET_SECCOMP {
+        IS_FILTERED.store(true, Ordering::Relaxed);
+    }
+    let is_about_rights = matches!(
+        option,
+        libc::PR_SET_KEEPCAPS | libc::PR_SET_SECUREBITS | libc::PR_CAPBSET_DROP | libc::PR_CAP_AMBIENT
+    );
+    if result >= 0
+        && is_about_rights
+        && let Some(pager) = others_pager()
+    {
+        let arguments = [option as c_ulong, second, third, fourth, fifth].map(|word| word as usize);
+        // SAFETY: these options change the rights of one thread, and have no pointers.
+        unsafe { pager.also(libc::SYS_prctl, arguments) };
+    }
+    result as c_int
+}
+
+/// Makes a call that copies the process. Before it all memory of the process comes back.
+fn copied(copy: impl FnOnce() -> c_long) -> c_long {
+    before_fork();
+    match copy() {
+        0 => {
+            after_fork_in_child();
+            0
+        }
+        result => {
+            // SAFETY: libc's location of this thread's error number is valid.
+            let errno = unsafe { *libc::__errno_location() };
+            after_fork();
+            // SAFETY: as above.
+            unsafe { *libc::__errno_location() = errno };
+            result
+        }
+    }
+}
+
+/// # Safety
+/// Does the same as syscall(2). Calls that concern the pager go the way of their own functions.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syscall(
+    number: c_long,
+    first: c_ulong,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+    sixth: c_ulong,
+) -> c_long {
+    let is_shared = |flags: c_ulong| flags & libc::CLONE_VM as c_ulong != 0;
+    // SAFETY: the caller's arguments are passed on unchanged.
+    let pass = || unsafe { call(number, [first, second, third, fourth, fifth, sixth]) };
+    match number {
+        libc::SYS_fork => copied(pass),
+        // A call with a stack of its own returns there, and so must not return into this function.
+        libc::SYS_clone if !is_shared(first) && second == 0 => copied(pass),
+        libc::SYS_clone3 if first != 0 => {
+            let arguments = std::ptr::with_exposed_provenance::<c_ulong>(first as usize);
+            // SAFETY: the caller's structure begins with the flags, and has its stack at word 5.
+            let [flags, stack] = unsafe { [0, 5].map(|word| arguments.add(word).read()) };
+            if is_shared(flags) || stack != 0 { pass() } else { copied(pass) }
+        }
+        // SAFETY: the caller's arguments are passed on unchanged.
+        libc::SYS_unshare => unsafe { unshare(first as c_int).into() },
+        // SAFETY: as above.
+        libc::SYS_setns => unsafe { setns(first as c_int, second as c_int).into() },
+        libc::SYS_capset => {
+            let [header, data] = [first, second].map(|at| at as usize);
+            let header = std::ptr::with_exposed_provenance_mut(header);
+            // SAFETY: as above.
+            unsafe { capset(header, std::ptr::with_exposed_provenance(data)).into() }
+        }
+        // SAFETY: as above.
+        libc::SYS_prctl => unsafe { prctl(first as c_int, second, third, fourth, fifth).into() },
+        libc::SYS_seccomp => {
+            IS_FILTERED.store(true, Ordering::Relaxed);
+            pass()
+        }
+        _ => pass(),
+    }
+}
+
+type Main = extern "C" fn(*mut c_void) -> c_int;
+
+/// # Safety
+/// Does the same as clone(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clone(
+    main: Option<Main>,
+    stack: *mut c_void,
+    flags: c_int,
+    argument: *mut c_void,
+    parent: *mut c_int,
+    tls: *mut c_void,
+    child: *mut c_int,
+) -> c_int {
+    type Clone = unsafe extern "C" fn(
+        Option<Main>,
+        *mut c_void,
+        c_int,
+        *mut c_void,
+        *mut c_int,
+        *mut c_void,
+        *mut c_int,
+    ) -> c_int;
+    extern "C" fn in_child(both: *mut c_void) -> c_int {
+        after_fork_in_child();
+        // SAFETY: the caller below has written both, and this process has a copy of them.
+        let (main, argument) = unsafe { *both.cast::<(Main, *mut c_void)>() };
+        main(argument)
+    }
+    // SAFETY: the name ends with a zero.
+    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"clone".as_ptr()) };
+    if next.is_null() {
+        // SAFETY: libc's location of this thread's error number is valid.
+        unsafe { *libc::__errno_location() = libc::ENOSYS };
+        return -1;
+    }
+    // SAFETY: the function of this name has this type.
+    let next = unsafe { std::mem::transmute::<*mut c_void, Clone>(next) };
+    match main {
+        Some(main) if flags & libc::CLONE_VM == 0 => {
+            let mut both = MaybeUninit::new((main, argument));
+            let both = both.as_mut_ptr().cast();
+            before_fork();
+            // SAFETY: the caller's arguments, but for the function, which calls the caller's.
+            let result = unsafe { next(Some(in_child), stack, flags, both, parent, tls, child) };
+            after_fork();
+            result
+        }
+        // SAFETY: the caller's arguments are passed on unchanged.
+        main => unsafe { next(main, stack, flags, argument, parent, tls, child) },
+    }
+}
