@@ -206,9 +206,15 @@ fn outside(run: &Path) -> Result<(ShareStore, Tell), String> {
     say_last_words(&messages);
     let line = Arc::clone(&messages);
     let share = ShareStore::connect(&run.join(directory::SHARE), ledger, move |text| tell(&line, text));
-    let share = share.map_err(|error| match std::error::Error::source(&error) {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
+    let share = share.map_err(|error| {
+        let text = match std::error::Error::source(&error) {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        };
+        match text.contains(&format!("(os error {})", libc::EUSERS)) {
+            true => "as many processes of this run are bounded as its daemon serves".to_owned(),
+            false => text,
+        }
     })?;
     Ok((share, Box::new(Run { messages, link })))
 }
