@@ -47,7 +47,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 return None;
             }
             let id = self.victim()?;
-            if self.blocks.get(id).room.is_none() {
+            let is_new = self.blocks.get(id).room.is_none();
+            if is_new {
                 let room = self.store.claim().or_else(|| self.take_spare_room());
                 if room.is_none() {
                     if !self.is_full {
@@ -72,6 +73,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 }
                 self.writing = Some(Transfer { id, slot, next: 0 });
                 return Some(());
+            }
+            // A block that stays needs no room. A child may share all of them with its parent, and
+            // other processes need the store too.
+            if is_new {
+                self.release_room(id);
             }
             // While the address space changes, no block can be moved out. This block keeps its
             // place in the order.
@@ -299,6 +305,21 @@ mod tests {
         work.bring(ids[1]).unwrap();
         let words = [0, 1].map(|number| work.kernel.world.word(first + number * BLOCK_PAGES + 5));
         assert_eq!(words, [first as u64, (first + BLOCK_PAGES) as u64]);
+    }
+
+    #[test]
+    fn a_block_that_cannot_be_moved_out_takes_no_room_in_the_store() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        let id = work.blocks.add(address(first), State::Resident);
+        work.kernel.world.come(first + 5, 7);
+        work.policy.came(id);
+        // The program has dropped a page that the kernel has not removed yet.
+        work.blocks.get_mut(id).ending = Some(Box::new([1 << 5; BLOCK_PAGES / 64]));
+        assert!(work.begin_write().is_none());
+        assert_eq!((work.rooms, work.store.said.lock().unwrap().rooms), (0, 0));
+        assert_eq!(work.blocks.get(id).room, None);
     }
 
     #[test]
