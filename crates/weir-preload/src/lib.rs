@@ -6,7 +6,7 @@
 //! seen. The pager also learns of calls after which the kernel still reads pages of the program. It
 //! must not miss any of these calls. If it misses an allocation, it finds the new memory later.
 //!
-//! All memory of the pager is its [`arena`]'s. It was mapped before the pager began, and is never
+//! All memory of the pager is its arena's. It was mapped before the pager began, and is never
 //! managed.
 
 mod arena;
