@@ -4,6 +4,7 @@ use rustix::fs::OFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,6 +14,9 @@ const LOCKS: i64 = 1 << 40;
 
 /// The number whose lock `weir run` holds, and no owner.
 const RUN: u32 = 0;
+
+/// Largest number of owners at a time.
+pub const OWNERS_MOST: u32 = 64;
 
 /// A file that all processes of one run map. It holds the number that was given to an owner last,
 /// and then the number of each block's owner.
@@ -50,26 +54,33 @@ impl Promise {
     }
 }
 
-/// Runs a lock command (`fcntl`) on the lock of a number. Returns the kind of lock that another
-/// open file holds, as `F_OFD_GETLK` tells it.
-fn ask(file: &File, command: i32, number: u32) -> io::Result<i32> {
+/// Runs a lock command (`fcntl`) on the locks of these numbers. Returns a lock that another open
+/// file holds, as `F_OFD_GETLK` tells it.
+fn ask(file: &File, command: i32, numbers: Range<u32>) -> io::Result<libc::flock> {
     let mut lock = libc::flock {
         l_type: libc::F_WRLCK as i16,
         l_whence: libc::SEEK_SET as i16,
-        l_start: LOCKS + i64::from(number),
-        l_len: 1,
+        l_start: LOCKS + i64::from(numbers.start),
+        l_len: numbers.len() as i64,
         l_pid: 0,
     };
     // SAFETY: each lock command of fcntl(2) takes a pointer to this structure.
     match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
-        0 => Ok(lock.l_type.into()),
+        0 => Ok(lock),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
 fn is_held(file: &File, number: u32) -> bool {
     // If the system does not tell, assume that somebody holds it.
-    ask(file, libc::F_OFD_GETLK, number).map_or(true, |kind| kind != libc::F_UNLCK)
+    held_in(file, number..number + 1).map_or(true, |held| held.is_some())
+}
+
+/// A number among these, which are some, whose lock another open file holds.
+fn held_in(file: &File, numbers: Range<u32>) -> io::Result<Option<u32>> {
+    let lock = ask(file, libc::F_OFD_GETLK, numbers.clone())?;
+    let first = lock.l_start.saturating_sub(LOCKS).clamp(numbers.start.into(), i64::from(numbers.end) - 1);
+    Ok((i32::from(lock.l_type) != libc::F_UNLCK).then_some(first as u32))
 }
 
 impl Ledger {
@@ -79,7 +90,7 @@ impl Ledger {
     /// Fails with the system's error.
     pub fn create(path: &Path) -> io::Result<Promise> {
         let file = File::options().read(true).write(true).create_new(true).open(path)?;
-        ask(&file, libc::F_OFD_SETLK, RUN)?;
+        ask(&file, libc::F_OFD_SETLK, RUN..RUN + 1)?;
         Ok(Promise(file))
     }
 
@@ -94,7 +105,7 @@ impl Ledger {
     /// alive.
     ///
     /// # Errors
-    /// Fails when the file is missing or empty.
+    /// Fails when the file is missing or empty, and when [`OWNERS_MOST`] others have it.
     pub fn open(path: &Path) -> io::Result<Self> {
         // Open the file twice. A lock lasts as long as its open file, and a mapping keeps its open
         // file alive. So the lock is on an open file of its own, which has no mapping.
@@ -110,8 +121,27 @@ impl Ledger {
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontFork)? };
         let mut ledger = Ledger { lock, words: at.cast(), blocks, next: 0, me: 0 };
         ledger.me = ledger.words()[0].fetch_add(1, Ordering::Relaxed) + 1;
-        ask(&ledger.lock, libc::F_OFD_SETLK, ledger.me)?;
+        ask(&ledger.lock, libc::F_OFD_SETLK, ledger.me..ledger.me + 1)?;
+        if ledger.others() >= OWNERS_MOST {
+            return Err(io::Error::other("as many processes of this run are bounded as its daemon serves"));
+        }
         Ok(ledger)
+    }
+
+    /// Number of owners that came before this one and have not ended. It stops to count at
+    /// [`OWNERS_MOST`]. A process that waits for its daemon counts too, so nobody takes its place.
+    fn others(&self) -> u32 {
+        let mut count = 0;
+        let mut ranges: Vec<_> = std::iter::once(RUN + 1..self.me).collect();
+        while let Some(range) = ranges.pop().filter(|_| count < OWNERS_MOST) {
+            if !range.is_empty()
+                && let Ok(Some(held)) = held_in(&self.lock, range.clone())
+            {
+                count += 1;
+                ranges.extend([range.start..held, held + 1..range.end]);
+            }
+        }
+        count
     }
 
     fn words(&self) -> &[AtomicU32] {
@@ -181,6 +211,22 @@ mod tests {
         assert_eq!(second.claim(3), None, "the daemon has requests of the first under way");
         drop(witness);
         assert_eq!([second.claim(3), second.claim(3)], [Some(0), None]);
+    }
+
+    #[test]
+    fn an_owner_without_a_daemon_keeps_its_place() {
+        let path = std::env::temp_dir().join(format!("weir-places-{}", std::process::id()));
+        let promise = Ledger::create(&path).unwrap();
+        promise.set_blocks(1).unwrap();
+        let open = || Ledger::open(&path);
+        let mut owners: Vec<Ledger> = (0..OWNERS_MOST).map(|_| open().unwrap()).collect();
+        for place in [0, 20, OWNERS_MOST as usize - 1] {
+            let said = open().unwrap_err().to_string();
+            assert_eq!(said, "as many processes of this run are bounded as its daemon serves");
+            drop(owners.swap_remove(place));
+            owners.push(open().unwrap());
+        }
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

@@ -19,7 +19,7 @@ mod policy;
 mod share;
 mod uffd;
 
-pub use ledger::{Ledger, Promise};
+pub use ledger::{Ledger, OWNERS_MOST, Promise};
 pub use pager::{Options, Pager, Scope, Stats};
 pub use share::ShareStore;
 pub use uffd::{Event, Stopped, Uffd};

@@ -251,8 +251,10 @@ impl<R: Run> Shared<R> {
             let connected = run.connect().and_then(Link::new);
             match connected {
                 Ok(link) => break link,
-                Err(error) if !waits(&mut run, &mut since, &error) => return Err(error),
-                Err(_) => {}
+                // Only a dead daemon is waited for. This process has no pages yet, so it may as
+                // well go without a pager.
+                Err(error) if is_death(&error) && !is_shortage(&error) && waits(&mut run, &mut since) => {}
+                Err(error) => return Err(error),
             }
         };
         let pages = link.client.pages();
@@ -267,18 +269,24 @@ impl<R: Run> Shared<R> {
     /// Fails if no daemon comes, or for any other error. From then on every request fails.
     fn recover(&mut self, error: Error) -> io::Result<()> {
         let mut error = error;
-        while !self.is_over && waits(&mut self.run, &mut self.dead_since, &error) {
-            match self.send_again() {
-                Ok(()) => return Ok(()),
-                Err(new) => error = new,
+        let mut is_passing = is_death(&error);
+        while !self.is_over && is_passing && waits(&mut self.run, &mut self.dead_since) {
+            match self.run.connect().and_then(Link::new) {
+                Ok(link) => match self.send_again(link) {
+                    Ok(()) => return Ok(()),
+                    Err(new) => (is_passing, error) = (is_death(&new), new),
+                },
+                // Nothing was sent, so a shortage does no harm, and it may pass.
+                Err(new) => (is_passing, error) = (is_death(&new) || is_shortage(&new), new),
             }
         }
         self.is_over = true;
         Err(io::Error::other(error))
     }
 
-    fn send_again(&mut self) -> Result<(), Error> {
-        let mut link = Link::new(self.run.connect()?)?;
+    /// Sends the next daemon the writes that were under way.
+    fn send_again(&mut self, link: Link<R::Connection>) -> Result<(), Error> {
+        let mut link = link;
         if link.client.pages() != self.pages {
             return Err(Error::Nonsense { what: "number of pages" });
         }
@@ -351,27 +359,45 @@ impl<R: Run> Shared<R> {
     }
 }
 
-/// Waits a little for the next daemon after an error of a connection. Returns false if waiting is
-/// of no use: the error is of another kind, no other daemon comes, or the wait has taken too long.
-fn waits<R: Run>(run: &mut R, since: &mut Option<(Duration, bool)>, error: &Error) -> bool {
-    let is_death = match error {
+/// Whether an error shows that the daemon has died.
+fn is_death(error: &Error) -> bool {
+    match error {
         Error::Gone | Error::Connect { .. } => true,
-        // No seat may be free yet, or no memory.
-        Error::Refused { reason, .. } => {
-            use rustix::io::Errno;
-            [Errno::USERS, Errno::NOMEM]
-                .map(|errno| Some(errno.raw_os_error()))
-                .contains(&reason.raw_os_error())
-        }
         // The daemon has died after the connection was made, and before its greeting came.
         Error::System(error) => {
             matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
         }
         _ => false,
-    };
+    }
+}
+
+/// Whether this process or the daemon lacks something that it may have a little later: memory,
+/// descriptors, or a seat.
+fn is_shortage(error: &Error) -> bool {
+    use rustix::io::Errno;
+    const LACKS: [Errno; 7] = [
+        Errno::NOMEM,
+        Errno::MFILE,
+        Errno::NFILE,
+        Errno::NOBUFS,
+        Errno::AGAIN,
+        Errno::TOOMANYREFS,
+        Errno::USERS,
+    ];
+    match error {
+        Error::Refused { reason: source, .. } | Error::Connect { source, .. } | Error::System(source) => {
+            LACKS.iter().any(|lack| source.raw_os_error() == Some(lack.raw_os_error()))
+        }
+        _ => false,
+    }
+}
+
+/// Waits a little for the next daemon. Returns false if waiting is of no use: no other daemon
+/// comes, or the wait has taken too long.
+fn waits<R: Run>(run: &mut R, since: &mut Option<(Duration, bool)>) -> bool {
     let now = run.now();
     let (begun, is_said) = *since.get_or_insert((now, false));
-    if !is_death || now - begun > PATIENCE || !run.is_promised() {
+    if now - begun > PATIENCE || !run.is_promised() {
         return false;
     }
     if !is_said && now - begun > SAY_AFTER {
@@ -438,5 +464,51 @@ impl<R: Run> fmt::Debug for Shared<R> {
             .field("link", &self.link)
             .field("is_over", &self.is_over)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A run whose daemon refuses everybody.
+    struct Refusing(rustix::io::Errno);
+
+    impl Run for Refusing {
+        type Connection = Client;
+
+        fn connect(&mut self) -> Result<Client, Error> {
+            Err(Error::Refused { version: 1, reason: self.0.into() })
+        }
+
+        fn is_promised(&self) -> bool {
+            true
+        }
+
+        fn claim(&mut self, _: usize) -> Option<usize> {
+            None
+        }
+
+        fn release(&mut self, _: usize) {}
+
+        fn now(&self) -> Duration {
+            Duration::ZERO
+        }
+
+        fn pause(&mut self) {
+            panic!("it waits for a daemon that lives");
+        }
+
+        fn tell(&mut self, line: &str) {
+            panic!("{line}");
+        }
+    }
+
+    #[test]
+    fn a_process_without_pages_does_not_wait_for_a_daemon_that_refuses_it() {
+        use rustix::io::Errno;
+        for errno in [Errno::USERS, Errno::NOMEM, Errno::PROTONOSUPPORT] {
+            assert!(matches!(Shared::new(Refusing(errno)), Err(Error::Refused { .. })));
+        }
     }
 }

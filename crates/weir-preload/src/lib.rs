@@ -72,6 +72,9 @@ extern "C" fn start() {
     let Some(limit) = std::env::var("WEIR_RUN_RESIDENT").ok().and_then(|limit| limit.parse().ok()) else {
         return;
     };
+    // Tell this before anything that takes time. If the parent ends, this process has another one.
+    let parent = std::env::var("WEIR_RUN_PARENT").ok().and_then(|pid| pid.parse().ok());
+    let is_first = getppid().map(|pid| pid.as_raw_nonzero().get()) == parent;
     arena::extend(tables(limit));
     HAS_LIBC_ALLOCATOR.store(has_libc_allocator(), Ordering::Relaxed);
     let directory = std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into();
@@ -88,8 +91,6 @@ extern "C" fn start() {
             }
         }
         Err(error) => {
-            let parent = std::env::var("WEIR_RUN_PARENT").ok().and_then(|pid| pid.parse().ok());
-            let is_first = getppid().map(|pid| pid.as_raw_nonzero().get()) == parent;
             let what = if is_first { "is not run" } else { "is not bounded" };
             say(&format!("weir: process {} {what}: {error}\n", getpid()));
             if is_first {

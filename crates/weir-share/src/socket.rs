@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::cmsg_space;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recv, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
 };
 
 /// Largest number of descriptors of a message.
@@ -69,7 +69,8 @@ pub fn peek(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<usize> {
 /// Receives one message. Returns its length, 0 when the other side is gone, and its descriptors.
 ///
 /// # Errors
-/// Fails with the error of `recvmsg`.
+/// Fails with the error of `recvmsg`; with `EMFILE` when this process has no room for the
+/// descriptors.
 pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FDS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -89,6 +90,10 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<Ow
         if let RecvAncillaryMessage::ScmRights(received) = part {
             fds.extend(received);
         }
+    }
+    // The kernel drops the descriptors that do not fit, and delivers the rest of the message.
+    if message.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(rustix::io::Errno::MFILE.into());
     }
     Ok((message.bytes, fds))
 }

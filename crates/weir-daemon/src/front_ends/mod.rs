@@ -347,6 +347,10 @@ fn let_go_in_order(names: &[String], let_go: impl FnMut(&String)) {
     names.iter().rev().for_each(let_go);
 }
 
+/// Number of clients that a run's daemon serves at a time: the owners of its ledger, and some that
+/// have just ended.
+const RUN_CLIENTS: u32 = weir_pager::OWNERS_MOST + 16;
+
 /// Pages for local programs, through shared memory. A program may name any volume.
 #[derive(Debug)]
 pub struct Share {
@@ -366,13 +370,15 @@ impl Share {
         log: &Log,
     ) -> Result<Self, Error> {
         let lane_slots = volumes.pool().config().lane_slots();
+        let defaults = share::Config::at(&share.path);
         let config = share::Config {
+            clients: if options.programs.is_some() { RUN_CLIENTS } else { defaults.clients },
             spin: options.spin,
             in_place: if share.in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
             // Only the kernel may write to a device that carries swap, since only it knows the
             // content.
             read_only: options.swap,
-            ..share::Config::at(&share.path)
+            ..defaults
         };
         let its = Arc::clone(volumes);
         let find = move |name: &[u8]| its.find(name).map(|(_, volume)| volume);

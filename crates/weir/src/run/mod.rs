@@ -38,9 +38,6 @@ const OBJECT: &str = "libweir_preload.so";
 /// The name of a run's directory begins with this, and the number of its process follows. Other
 /// processes find the run by that name, and by the daemon's control socket in the directory.
 const DIRECTORY: &str = "weir-run-";
-/// Largest number of a run's processes whose memory can be limited at a time. Each has a thread in
-/// the daemon.
-const PROCESSES: u16 = 64;
 /// Time that background processes may go on before a line reports them.
 const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Default size of the store: bytes of host memory for each byte that may be resident.
@@ -213,7 +210,7 @@ impl Daemon {
         let stores = if options.store.is_empty() { &default[..] } else { &options.store };
         let control = daemon.directory.join(directory::CONTROL);
         let mut command = Command::new("/proc/self/exe");
-        command.args(["serve", "--log", "warn", "--connections", &PROCESSES.to_string()]);
+        command.args(["serve", "--log", "warn"]);
         command.arg("--share").arg(daemon.share()).arg("--control").arg(&control);
         command.arg("--programs").arg(daemon.directory.join(directory::PROGRAMS));
         if let Some(address) = &options.metrics {

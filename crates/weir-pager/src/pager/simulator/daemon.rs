@@ -62,6 +62,16 @@ impl Kept {
         }
         !self.is_alive
     }
+
+    /// The error of a connection for which somebody lacks something for a moment.
+    fn shortage(&mut self) -> Error {
+        match self.random.below(4) {
+            0 => Error::System(io::Error::from_raw_os_error(libc::ENOMEM)),
+            1 => Error::System(io::Error::from_raw_os_error(libc::EMFILE)),
+            2 => Error::Refused { version: 1, reason: io::Error::from_raw_os_error(libc::EUSERS) },
+            _ => Error::Refused { version: 1, reason: io::Error::from_raw_os_error(libc::ENOMEM) },
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -233,6 +243,9 @@ impl Run for SimulatedRun {
         }
         if kept.dies() {
             return Err(Error::Gone);
+        }
+        if kept.daemon > 1 && kept.random.one_in(3) {
+            return Err(kept.shortage());
         }
         Ok(Simulated {
             kept: Rc::clone(&self.0),
