@@ -116,6 +116,7 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
         )],
     ),
     ("weir-cache-detach", &[("weir cache detach", "Every page goes to the disk, then the cache ends.")]),
+    ("weir-stack", &[("weir stack status", "The stack of this machine, if there is one.")]),
     (
         "weir-stack-create",
         &[
