@@ -294,7 +294,7 @@ impl Pager {
         let _adopting = self.0.adopting.lock().expect("nothing panics under it");
         self.0.is_inherited.store(is_inherited, Ordering::Relaxed);
         self.0.inherit[0].store(start, Ordering::Relaxed);
-        self.0.inherit[1].store((start + bytes).next_multiple_of(PAGE_SIZE), Ordering::Relaxed);
+        self.0.inherit[1].store((start + bytes).next_multiple_of(PAGE_SIZE), Ordering::Release);
         self.look();
         self.0.inherit[1].store(0, Ordering::Relaxed);
     }

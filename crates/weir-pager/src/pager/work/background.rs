@@ -229,9 +229,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Takes the room of a block that is in place. Such a block keeps its room until the store is
     /// full, and claims another one when it moves out.
     fn take_spare_room(&mut self) -> Option<u64> {
+        if !self.may_spare_room {
+            return None;
+        }
         let blocks = &self.blocks;
-        let id = self.policy.newest_first().find(|&id| blocks.get(id).room.is_some())?;
-        self.release_room(id);
+        let found = self.policy.newest_first().find(|&id| blocks.get(id).room.is_some());
+        self.may_spare_room = found.is_some();
+        self.release_room(found?);
         self.store.claim()
     }
 

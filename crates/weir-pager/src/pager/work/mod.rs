@@ -91,9 +91,11 @@ pub(super) struct Work<K: Kernel, S> {
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Memory that the program has left out of its forks: the first byte, and the byte after the
-    /// last. Some of it may not be managed.
+    /// Managed memory that the program has left out of its forks: the first byte, and the byte after
+    /// the last.
     left_out: BTreeMap<usize, usize>,
+    /// Whether a block in place may have a room in the store.
+    may_spare_room: bool,
     /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
     /// its own memory. If only a part of one of the program's mappings were managed, the kernel
     /// would split the mapping, and `mremap` would refuse to grow it.
@@ -186,6 +188,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
             left_out: BTreeMap::new(),
+            may_spare_room: true,
             excluded,
             mappings,
             mappings_of_now: Vec::new(),
@@ -331,19 +334,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if end > start {
             self.adopt(start, end)?;
         }
-        self.note_left_out();
         let call = self.shared.call.each_ref().map(|word| word.load(Ordering::Relaxed));
         if call[0] != 0 {
             self.kernel.call(call);
         }
         self.look()?;
+        self.note_left_out();
+        let is_end = self.shared.stop.load(Ordering::SeqCst);
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
             self.advise_leftovers()?;
-            self.leave_out(0..usize::MAX);
+            self.leave_out();
             let ids: Vec<u32> = self.blocks.ids().collect();
             for id in ids {
-                if self.is_left_out(self.blocks.get(id).at) {
+                if self.is_left_out(self.blocks.get(id).at) && !is_end {
                     continue;
                 }
                 if !matches!(self.blocks.get(id).state, State::Resident | State::Empty | State::Lost) {
@@ -359,7 +363,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return Err(Changed);
         }
         self.zero(bell, 1)?;
-        self.has_ended_all = self.shared.stop.load(Ordering::SeqCst);
+        self.has_ended_all = is_end;
         Ok(())
     }
 
@@ -468,6 +472,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.blocks.get_mut(id).state = State::Resident;
         self.forget_singles(id, 0..BLOCK_PAGES);
         self.policy.came(id);
+        self.may_spare_room = true;
         Ok(())
     }
 

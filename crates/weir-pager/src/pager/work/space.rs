@@ -173,23 +173,30 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Reads which memory the program has left out of its forks, or included again, since the last
-    /// call.
+    /// call. Notes no memory that the pager does not manage: the kernel does not say when that goes,
+    /// and new memory may come there.
     pub(super) fn note_left_out(&mut self) {
-        let [start, end] = self.shared.inherit.each_ref().map(|bound| bound.load(Ordering::Relaxed));
-        if end > start {
-            let is_inherited = self.shared.is_inherited.load(Ordering::Relaxed);
-            let note = if is_inherited { order::forget } else { order::add };
-            note(&mut self.left_out, start..end);
+        let [start, end] = self.shared.inherit.each_ref();
+        // A thread has written the end last.
+        let end = end.load(Ordering::Acquire);
+        let range = start.load(Ordering::Relaxed)..end;
+        if range.is_empty() {
+            return;
+        }
+        if self.shared.is_inherited.load(Ordering::Relaxed) {
+            order::forget(&mut self.left_out, range);
+            return;
+        }
+        for part in order::held_in(&self.spans, range) {
+            order::add(&mut self.left_out, part);
         }
     }
 
-    /// Has no child inherit the memory in this range that the program has left out of its forks.
-    /// The advice for all managed memory was the opposite.
-    pub(super) fn leave_out(&mut self, range: std::ops::Range<usize>) {
-        for part in order::held_in(&self.left_out, range) {
-            for span in order::held_in(&self.spans, part) {
-                let _ = self.kernel.advise(span.start, span.len(), Advice::LinuxDontFork);
-            }
+    /// Has no child inherit the memory that the program has left out of its forks. The advice for
+    /// all managed memory was the opposite.
+    pub(super) fn leave_out(&mut self) {
+        for (&start, &end) in &self.left_out {
+            let _ = self.kernel.advise(start, end - start, Advice::LinuxDontFork);
         }
     }
 
@@ -268,9 +275,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = self.kernel.advise(start, end - start, advice);
         self.add_span(start, end);
-        if self.is_held() {
-            self.leave_out(start..end);
-        }
         // Some pages may have been touched before the registration.
         self.record(start, end);
         Ok(())
@@ -341,6 +345,42 @@ mod tests {
         assert_eq!(Vec::from_iter(work.left_out.clone()), [(to, past)]);
         work.apply(Event::Unmap(to, to + BLOCK / 2));
         assert_eq!(Vec::from_iter(work.left_out.clone()), [(to + BLOCK / 2, past)]);
+    }
+
+    #[test]
+    fn memory_that_is_not_managed_is_not_noted_as_left_out_of_forks() {
+        let (mut work, first) = work_at_rest();
+        let [start, end] = [0, 2].map(|blocks| address(first + blocks * BLOCK_PAGES));
+        work.kernel.world.map(first, first + 2 * BLOCK_PAGES);
+        work.kernel.register(end - BLOCK, end).unwrap();
+        work.add_span(end - BLOCK, end);
+        for (shared, bound) in work.shared.inherit.each_ref().into_iter().zip([start, end]) {
+            shared.store(bound, Ordering::Relaxed);
+        }
+        let bell = work.shared.bells.base;
+        work.fault(bell).unwrap();
+        assert_eq!(Vec::from_iter(work.left_out.clone()), [(end - BLOCK, end)]);
+    }
+
+    #[test]
+    fn at_the_end_comes_also_what_no_child_inherits() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first) + BLOCK).unwrap();
+        work.add_span(address(first), address(first) + BLOCK);
+        work.kernel.world.come(first, 7);
+        let id = work.blocks.add(address(first), State::Resident);
+        work.policy.came(id);
+        work.begin_write().expect("it can go");
+        while work.writing.is_some() {
+            work.write();
+        }
+        order::add(&mut work.left_out, address(first)..address(first) + BLOCK);
+        work.shared.stop.store(true, Ordering::SeqCst);
+        work.shared.holds.store(1, Ordering::SeqCst);
+        let bell = work.shared.bells.base;
+        work.fault(bell).unwrap();
+        assert_eq!(work.blocks.get(id).state, State::Resident);
     }
 
     #[test]
