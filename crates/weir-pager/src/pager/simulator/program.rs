@@ -863,8 +863,10 @@ impl Program {
         let at = object.at + page;
         object.users -= 1;
         if world.entries[at].is_poisoned {
+            // Threads that wait for one page get the signal one after the other.
+            let is_first = object.pages[page] != Must::Nothing;
             object.pages[page] = Must::Nothing;
-            self.sigbus += 1;
+            self.sigbus += u64::from(is_first);
             let unreadable = self.said.lock().unwrap().unreadable;
             assert!(unreadable > 0, "page {page} of object {number} is SIGBUS, and every read succeeded");
             return;

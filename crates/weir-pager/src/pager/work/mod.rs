@@ -381,25 +381,32 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// of it. The program may make that part read-only, or unmap the memory next to it, before the
     /// pager manages it. `MREMAP_DONTUNMAP` leaves such a mapping too, at the old place.
     fn advise_leftovers(&mut self) -> Result<(), Changed> {
-        // In a process that the pager manages as a whole, the look has just read the mappings.
-        if self.scope != Scope::Process {
+        let mut advised = Vec::new();
+        // A mapping may grow between the look and the advice, and the kernel sends no event. What
+        // grows after the advice has its flags. So look again until nothing is new.
+        loop {
             self.kernel.read_mappings(&mut self.mappings);
-        }
-        for at in 0..self.mappings.len() {
-            let Mapping { start, end, .. } = self.mappings[at];
-            let span = self.spans.range(..=start).next_back();
-            if span.is_some_and(|(_, &last)| last >= end) || self.is_own(start) {
-                continue;
-            }
-            match self.kernel.is_registered(start) {
-                Ok(true) => {
-                    let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
+            let mut leftovers = Vec::new();
+            for at in 0..self.mappings.len() {
+                let Mapping { start, end, .. } = self.mappings[at];
+                let span = self.spans.range(..=start).next_back();
+                if span.is_some_and(|(_, &last)| last >= end) || self.is_own(start) {
+                    continue;
                 }
-                Ok(false) => {}
-                Err(_) => return Err(Changed),
+                match self.kernel.is_registered(start) {
+                    Ok(true) => leftovers.push((start, end)),
+                    Ok(false) => {}
+                    Err(_) => return Err(Changed),
+                }
             }
+            if leftovers == advised {
+                return Ok(());
+            }
+            for &(start, end) in &leftovers {
+                let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
+            }
+            advised = leftovers;
         }
-        Ok(())
     }
 
     /// Whether this address is in registered memory of the pager itself, which no child inherits.
