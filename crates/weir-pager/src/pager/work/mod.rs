@@ -91,8 +91,8 @@ pub(super) struct Work<K: Kernel, S> {
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Managed memory that the program has left out of its forks: the first byte, and the byte after
-    /// the last.
+    /// Managed memory that the program has left out of its forks: the first byte, and the byte
+    /// after the last.
     left_out: BTreeMap<usize, usize>,
     /// Whether a block in place may have a room in the store.
     may_spare_room: bool,

@@ -173,8 +173,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Reads which memory the program has left out of its forks, or included again, since the last
-    /// call. Notes no memory that the pager does not manage: the kernel does not say when that goes,
-    /// and new memory may come there.
+    /// call. Notes no memory that the pager does not manage: the kernel does not say when that
+    /// goes, and new memory may come there.
     pub(super) fn note_left_out(&mut self) {
         let [start, end] = self.shared.inherit.each_ref();
         // A thread has written the end last.
