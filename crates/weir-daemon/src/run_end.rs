@@ -1,8 +1,10 @@
 //! The end of a `weir run` whose daemon this is. The run may be killed, and so may the keeper.
 
 use rustix::process::{Signal, getpid, kill_process};
+use std::fs::File;
 use std::io::{self, Read as _};
-use std::path::Path;
+use std::os::fd::AsRawFd as _;
+use std::path::{Path, PathBuf};
 use std::thread;
 use weir_pager::{Ledger, directory};
 
@@ -23,7 +25,11 @@ pub fn watch() -> io::Result<()> {
 /// Removes the directory of a run that cannot do so itself, because it was killed. `socket` is the
 /// pagers' socket, in that directory.
 pub fn clear(socket: &Path) {
-    let Some(run) = socket.parent() else { return };
+    let Some(path) = socket.parent() else { return };
+    // A later run may make a directory of the same name at any moment. So name this one by its
+    // descriptor.
+    let Ok(held) = File::open(path) else { return };
+    let run = PathBuf::from(format!("/proc/self/fd/{}", held.as_raw_fd()));
     let ledger = run.join(directory::LEDGER);
     if Ledger::is_abandoned(&ledger) {
         // A daemon that was killed has left its sockets.
@@ -32,7 +38,7 @@ pub fn clear(socket: &Path) {
         }
         let _ = std::fs::remove_file(ledger);
         // It stays if anything else is in there.
-        let _ = std::fs::remove_dir(run);
+        let _ = std::fs::remove_dir(path);
     }
 }
 

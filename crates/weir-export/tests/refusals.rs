@@ -7,10 +7,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 use weir_core::log::{Level, to_stderr};
 use weir_export::{fuse, nbd, share, ublk};
 use weir_share::wire::{VERSION, Welcome};
-use weir_share::{Client, Options, send};
+use weir_share::{Client, Error, Options, send};
 use weir_store::Host;
 use weir_volume::Volume;
 
@@ -38,6 +39,22 @@ fn share_server(path: &Path, answer: Option<Vec<u8>>, descriptors: usize) {
         let null = std::fs::File::open("/dev/null").unwrap();
         answer.inspect(|answer| send(&client, answer, &vec![null.as_fd(); descriptors]).unwrap());
     });
+}
+
+#[test]
+fn a_share_client_waits_for_a_server_that_stands_still_only_as_long_as_it_is_told() {
+    let path = path("still");
+    let server: OwnedFd = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    bind(&server, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    listen(&server, 0).unwrap();
+    let options = Options { patience: Some(Duration::from_millis(20)), ..Options::default() };
+    // The first one that waits gets no answer. The later ones are not even accepted.
+    for _ in 0..3 {
+        let error = Client::connect(&path, options).unwrap_err();
+        let (Error::Connect { source, .. } | Error::System(source)) = &error else { panic!("{error}") };
+        assert_eq!(source.kind(), std::io::ErrorKind::WouldBlock, "{error}");
+    }
+    std::fs::remove_file(&path).unwrap();
 }
 
 #[test]

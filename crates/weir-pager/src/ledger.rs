@@ -89,8 +89,12 @@ impl Ledger {
     /// # Errors
     /// Fails with the system's error.
     pub fn create(path: &Path) -> io::Result<Promise> {
-        let file = File::options().read(true).write(true).create_new(true).open(path)?;
+        // Until its lock is held, the file has another name. A daemon of an earlier run in the same
+        // directory would take it for abandoned, and remove it.
+        let new = path.with_extension("new");
+        let file = File::options().read(true).write(true).create_new(true).open(&new)?;
         ask(&file, libc::F_OFD_SETLK, RUN..RUN + 1)?;
+        std::fs::rename(&new, path)?;
         Ok(Promise(file))
     }
 
@@ -211,6 +215,29 @@ mod tests {
         assert_eq!(second.claim(3), None, "the daemon has requests of the first under way");
         drop(witness);
         assert_eq!([second.claim(3), second.claim(3)], [Some(0), None]);
+    }
+
+    #[test]
+    fn nobody_ever_takes_a_new_run_for_one_that_has_ended() {
+        let path = std::env::temp_dir().join(format!("weir-new-{}", std::process::id()));
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let looks = scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    assert!(!Ledger::is_abandoned(&path));
+                }
+            });
+            // The other thread may have opened a file before it went. So all promises stay.
+            let promise = |_| {
+                let promise = Ledger::create(&path).unwrap();
+                std::fs::remove_file(&path).unwrap();
+                promise
+            };
+            let promises: Vec<Promise> = (0..500).map(promise).collect();
+            is_over.store(true, Ordering::Relaxed);
+            looks.join().unwrap();
+            drop(promises);
+        });
     }
 
     #[test]

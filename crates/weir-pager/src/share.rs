@@ -37,6 +37,7 @@ pub(crate) trait Connection: fmt::Debug + Sized {
     fn ask_write(&mut self, tag: u32, page: u64, lease: &Self::Lease) -> Result<(), Error>;
     fn submit(&mut self) -> Result<(), Error>;
     fn wait(&mut self) -> Result<Ended<Self::Lease>, Error>;
+    fn wait_for(&mut self, longest: Duration) -> Result<Ended<Self::Lease>, Error>;
     fn page(&self, lease: &Self::Lease) -> &PageBytes;
     fn page_mut(&mut self, lease: &mut Self::Lease) -> Option<&mut PageBytes>;
     fn give_later(&mut self, lease: Self::Lease) -> Result<(), Error>;
@@ -49,8 +50,8 @@ pub(crate) type Ended<L> = (u32, io::Result<Option<L>>);
 pub(crate) trait Run {
     type Connection: Connection;
 
-    /// Connects to the present daemon.
-    fn connect(&mut self) -> Result<Self::Connection, Error>;
+    /// Connects to the present daemon. Each wait for it takes this long at most.
+    fn connect(&mut self, longest: Duration) -> Result<Self::Connection, Error>;
 
     /// Whether another daemon comes if the present one dies.
     fn is_promised(&self) -> bool;
@@ -103,6 +104,10 @@ impl Connection for Client {
         self.wait().map(|completion| (completion.tag, completion.result))
     }
 
+    fn wait_for(&mut self, longest: Duration) -> Result<Ended<Lease>, Error> {
+        self.wait_for(longest).map(|completion| (completion.tag, completion.result))
+    }
+
     fn page(&self, lease: &Lease) -> &PageBytes {
         self.page(lease)
     }
@@ -127,8 +132,8 @@ pub(crate) struct OfMachine {
 impl Run for OfMachine {
     type Connection = Client;
 
-    fn connect(&mut self) -> Result<Client, Error> {
-        let options = Options { frames: 256, entries: 512, ..Options::default() };
+    fn connect(&mut self, longest: Duration) -> Result<Client, Error> {
+        let options = Options { frames: 256, entries: 512, patience: Some(longest), ..Options::default() };
         Client::connect_with(&self.path, options, &[self.ledger.witness()])
     }
 
@@ -221,12 +226,13 @@ struct Link<C: Connection> {
 }
 
 impl<C: Connection> Link<C> {
-    fn new(mut client: C) -> Result<Self, Error> {
+    /// Takes the frames. Each wait for the daemon takes `longest` at most.
+    fn new(mut client: C, longest: Duration) -> Result<Self, Error> {
         let mut frames = Vec::with_capacity(WRITE_FRAMES);
         for tag in 0..WRITE_FRAMES {
             client.ask_frame(tag as u32)?;
             client.submit()?;
-            frames.extend(client.wait()?.1?);
+            frames.extend(client.wait_for(longest)?.1?);
         }
         Ok(Link { client, frames, writing: (0..WRITE_FRAMES).map(|_| None).collect() })
     }
@@ -248,8 +254,7 @@ impl<R: Run> Shared<R> {
         let mut run = run;
         let mut since = None;
         let link = loop {
-            let connected = run.connect().and_then(Link::new);
-            match connected {
+            match connect(&mut run, since) {
                 Ok(link) => break link,
                 // Only a dead daemon is waited for. This process has no pages yet, so it may as
                 // well go without a pager.
@@ -271,7 +276,7 @@ impl<R: Run> Shared<R> {
         let mut error = error;
         let mut is_passing = is_death(&error);
         while !self.is_over && is_passing && waits(&mut self.run, &mut self.dead_since) {
-            match self.run.connect().and_then(Link::new) {
+            match connect(&mut self.run, self.dead_since) {
                 Ok(link) => match self.send_again(link) {
                     Ok(()) => return Ok(()),
                     Err(new) => (is_passing, error) = (is_death(&new), new),
@@ -357,6 +362,18 @@ impl<R: Run> Shared<R> {
         client.submit()?;
         Ok(failed.map_or(Ok(()), Err))
     }
+}
+
+/// Connects to the present daemon. It may listen and stand still. So the first wait is short, to
+/// have the line of [`waits`] said. Later ones end with [`PATIENCE`].
+fn connect<R: Run>(run: &mut R, since: Option<(Duration, bool)>) -> Result<Link<R::Connection>, Error> {
+    let left = |now: Duration| match since {
+        Some((begun, true)) => (begun + PATIENCE).saturating_sub(now).max(PAUSE),
+        _ => SAY_AFTER,
+    };
+    let longest = left(run.now());
+    let client = run.connect(longest)?;
+    Link::new(client, left(run.now()))
 }
 
 /// Whether an error shows that the daemon has died.
@@ -477,7 +494,7 @@ mod tests {
     impl Run for Refusing {
         type Connection = Client;
 
-        fn connect(&mut self) -> Result<Client, Error> {
+        fn connect(&mut self, _: Duration) -> Result<Client, Error> {
             Err(Error::Refused { version: 1, reason: self.0.into() })
         }
 

@@ -7,6 +7,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_lease::{BATCH_REFERENCES_MAX, Token, TokenRange};
@@ -30,11 +31,20 @@ pub struct Options {
     /// process can then read every page of the volume. The stores' memory stays taken as long as
     /// this process has it mapped.
     pub in_place: bool,
+    /// Longest time that the server may take to accept the client, and then to answer the greeting.
+    /// After it the call fails with `EAGAIN`. Without it the client waits for ever.
+    pub patience: Option<Duration>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { frames: 256, entries: 256, spin: Duration::from_micros(50), in_place: false }
+        Options {
+            frames: 256,
+            entries: 256,
+            spin: Duration::from_micros(50),
+            in_place: false,
+            patience: None,
+        }
     }
 }
 
@@ -195,6 +205,10 @@ impl Client {
         let address = SocketAddrUnix::new(path).map_err(error)?;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(error)?;
+        // These limits hold for all waits in system calls on the socket. Later calls wait in none.
+        for side in [Timeout::Send, Timeout::Recv] {
+            set_socket_timeout(&socket, side, options.patience).map_err(error)?;
+        }
         connect(&socket, &address).map_err(error)?;
         let Options { frames, entries, in_place, .. } = options;
         let hello = Hello { version: VERSION, frames, entries, in_place, volume: volume.as_bytes() };
@@ -451,6 +465,19 @@ impl Client {
     /// Fails with [`Error::Gone`] when the server goes away meanwhile.
     #[inline]
     pub fn wait(&mut self) -> Result<Completion, Error> {
+        self.wait_until(None)
+    }
+
+    /// Does the same as [`Client::wait`], but waits for so long at most.
+    ///
+    /// # Errors
+    /// Fails as [`Client::wait`] does, and with `EAGAIN` after that time.
+    pub fn wait_for(&mut self, longest: Duration) -> Result<Completion, Error> {
+        self.wait_until(Some(Instant::now() + longest))
+    }
+
+    #[inline]
+    fn wait_until(&mut self, until: Option<Instant>) -> Result<Completion, Error> {
         // Usually a completion is there already, and taking it is cheaper than reading the clock.
         if let Some(completion) = self.poll()? {
             return Ok(completion);
@@ -478,7 +505,15 @@ impl Client {
                 return Ok(completion);
             }
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
-            rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
+            rustix::io::retry_on_intr(|| {
+                let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+                // Such a time is too long for the system only if it is centuries.
+                let left = left.and_then(|left| Timespec::try_from(left).ok());
+                poll(&mut fds, left.as_ref())
+            })?;
+            if until.is_some_and(|until| until <= Instant::now()) {
+                return self.poll()?.ok_or_else(|| rustix::io::Errno::AGAIN.into());
+            }
             if !take_rings(&self.socket)? {
                 // The server is gone. A completion that it sent before is still returned.
                 return self.poll()?.ok_or(Error::Gone);

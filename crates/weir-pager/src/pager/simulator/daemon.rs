@@ -205,6 +205,10 @@ impl Connection for Simulated {
         Ok(self.ended.pop_front().expect("one has ended"))
     }
 
+    fn wait_for(&mut self, _: Duration) -> Result<Ended<usize>, Error> {
+        self.wait()
+    }
+
     fn page(&self, lease: &usize) -> &PageBytes {
         &self.frames[*lease]
     }
@@ -230,7 +234,7 @@ pub struct SimulatedRun(Rc<RefCell<Kept>>);
 impl Run for SimulatedRun {
     type Connection = Simulated;
 
-    fn connect(&mut self) -> Result<Simulated, Error> {
+    fn connect(&mut self, _: Duration) -> Result<Simulated, Error> {
         let mut kept = self.0.borrow_mut();
         if !kept.is_alive && (kept.away > 0 || !kept.is_promised()) {
             kept.away = kept.away.saturating_sub(1);
