@@ -556,6 +556,44 @@ fn a_quantum_simulator_has_the_same_state_after_kills_of_its_daemon() {
 }
 
 #[test]
+fn newcomers_never_take_the_place_of_a_program_that_has_pages_and_do_not_wait_for_one() {
+    // The crowd comes after the death, while the program does nothing and knows of no new daemon.
+    let script = "
+memory = new(96 << 20)
+fill(memory, 5)
+print(os.getpid(), flush=True)
+sys.stdin.read(1)
+crowd = [subprocess.Popen(['sleep', '1000']) for _ in range(70)]
+print('started', flush=True)
+sys.stdin.read(1)
+assert check(memory, 5)
+for one in crowd: one.kill()
+for one in crowd: one.wait()
+print('good', flush=True)
+";
+    let name = "newcomers";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "host:512MiB", "--", &python]).arg(&input);
+    let mut running = Sweeping::of(&mut command);
+    let daemon = running.daemon_after(0);
+    kill(daemon);
+    running.daemon_after(daemon);
+    let go_on = |running: &mut Sweeping| running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+    go_on(&mut running);
+    assert_eq!(running.line(), "started");
+    // 63 of them find a place. Each other one says that it has none.
+    running.says("is not bounded: ");
+    running.says("as many processes of this run are bounded as its daemon serves");
+    go_on(&mut running);
+    assert_eq!(running.line(), "good");
+    let (code, said) = running.ended();
+    assert_eq!(code, Some(0), "{said}");
+}
+
+#[test]
 fn a_keeper_is_refused_for_pages_that_end_with_the_daemon() {
     if !can_run("a_keeper_is_refused") {
         return;
