@@ -130,7 +130,6 @@ pub fn undo(
     wish: Wish,
     watch: &mut Watch<'_>,
 ) -> Result<Ended, Failure> {
-    let mut ended = Ended::default();
     // Nobody was told of a stack that was not finished, so its disks hold nothing of the user's.
     let wipe = wish.wipe || journal.state().phase == Phase::Creating;
     if journal.state().phase == Phase::Up {
@@ -140,7 +139,8 @@ pub fn undo(
         match &step {
             Step::Set { device, uuid, bytes } => {
                 let backing = journal.state().backing().map(Path::to_owned).unwrap_or_default();
-                ended = undo_set(system, &backing, (device, uuid, *bytes), wish.lose_dirty, watch)?;
+                let set = (device.as_path(), uuid.as_str(), *bytes);
+                undo_set(system, journal, &backing, set, wish.lose_dirty, watch)?;
             }
             Step::Backing { device, uuid } => undo_backing(system, device, uuid.as_deref(), wipe, watch)?,
             Step::Array { path, uuid, members } => {
@@ -150,7 +150,7 @@ pub fn undo(
         }
         journal.strike_last()?;
     }
-    Ok(ended)
+    Ok(Ended { has_lost: journal.state().has_lost })
 }
 
 /// Waits until the machine has come to a state.
@@ -163,32 +163,50 @@ pub fn wait(
     what: &str,
     is_so: &dyn Fn(&dyn System) -> bool,
 ) -> Result<(), Failure> {
-    for _ in 0..LOOKS {
-        if is_so(system) {
-            return Ok(());
-        }
-        watch(0)?;
-        system.pause(LOOK)?;
+    if comes(system, watch, is_so)? {
+        return Ok(());
     }
     Err(Failure::Failed(format!("{what}, after {} s; the kernel's log says why (dmesg)", {
         LOOKS / (1000 / LOOK.as_millis() as u32)
     })))
 }
 
+/// Whether the machine comes to a state in time.
+fn comes(
+    system: &mut dyn System,
+    watch: &mut Watch<'_>,
+    is_so: &dyn Fn(&dyn System) -> bool,
+) -> Result<bool, Failure> {
+    for _ in 0..LOOKS {
+        if is_so(system) {
+            return Ok(true);
+        }
+        watch(0)?;
+        system.pause(LOOK)?;
+    }
+    Ok(false)
+}
+
 /// Takes the cache away, once the disks have all that it has.
 fn undo_set(
     system: &mut dyn System,
+    journal: &mut Journal,
     backing: &Path,
     set: (&Path, &str, u64),
     lose_dirty: bool,
     watch: &mut Watch<'_>,
-) -> Result<Ended, Failure> {
+) -> Result<(), Failure> {
     let (device, uuid, bytes) = set;
+    take_back(system, backing, uuid, lose_dirty, watch)?;
     let dirty = bring_home(system, backing, uuid, watch)?;
     // Where pages are missing now, the set has died with them.
     let has_lost = lacks_pages(system, backing);
     if has_lost && !lose_dirty {
         return Err(lost(device, dirty, bytes));
+    }
+    if has_lost {
+        // After this nothing on the machine says so.
+        journal.note_lost()?;
     }
     if system.has_set(uuid) {
         system.unregister(uuid)?;
@@ -199,7 +217,43 @@ fn undo_set(
     if system.superblock(device).is_some_and(|found| found.set == uuid) {
         system.erase_superblock(device)?;
     }
-    Ok(Ended { has_lost })
+    Ok(())
+}
+
+/// Whether bcache has a set and has stopped the array or disk that belongs to it.
+pub fn is_stopped(system: &dyn System, backing: &Path, uuid: &str) -> bool {
+    let belongs = |lack| matches!(lack, Lack::Clean | Lack::Dirty);
+    system.has_set(uuid)
+        && system.backing(backing).is_none()
+        && system.superblock(backing).is_some_and(|it| it.set == uuid && belongs(it.lack))
+}
+
+/// Whether bcache has an array or disk that belongs to a cache, without that cache.
+fn waits_for_cache(system: &dyn System, backing: &Path) -> bool {
+    let belongs = |link| matches!(link, Link::Clean | Link::Dirty);
+    system.backing(backing).is_some_and(|it| it.device.is_none() && belongs(it.link))
+}
+
+/// Hands an array or disk that bcache has stopped to it again. Its set lives, and has its pages.
+fn take_back(
+    system: &mut dyn System,
+    backing: &Path,
+    uuid: &str,
+    lose_dirty: bool,
+    watch: &mut Watch<'_>,
+) -> Result<(), Failure> {
+    if is_stopped(system, backing, uuid) {
+        system.register(backing)?;
+    }
+    let is_back = |system: &dyn System| {
+        let is_out = is_stopped(system, backing, uuid) || waits_for_cache(system, backing);
+        !system.has_set(uuid) || !is_out
+    };
+    let what = format!("bcache does not take {} back", backing.display());
+    if lose_dirty {
+        return comes(system, watch, &is_back).map(drop);
+    }
+    wait(system, watch, &what, &is_back)
 }
 
 /// Has bcache write all dirty pages home and leave the set, and waits until it has, or the set is
@@ -213,7 +267,8 @@ fn bring_home(
     let (mut is_asked, mut dirty) = (false, 0);
     loop {
         let Some(now) = system.backing(backing) else { return Ok(dirty) };
-        if now.link == Link::NoCache || !system.has_set(uuid) {
+        let is_apart = matches!(now.link, Link::NoCache | Link::Inconsistent);
+        if is_apart || !system.has_set(uuid) || waits_for_cache(system, backing) {
             return Ok(dirty);
         }
         if !is_asked {
@@ -228,8 +283,8 @@ fn bring_home(
 
 /// Whether a cache has, or had, pages that the disks lack.
 pub fn lacks_pages(system: &dyn System, backing: &Path) -> bool {
-    system.backing(backing).is_some_and(|it| matches!(it.link, Link::Dirty))
-        || system.superblock(backing).is_some_and(|it| it.lack == Lack::Dirty)
+    system.backing(backing).is_some_and(|it| matches!(it.link, Link::Dirty | Link::Inconsistent))
+        || system.superblock(backing).is_some_and(|it| matches!(it.lack, Lack::Dirty | Lack::Stale))
 }
 
 /// The failure for a cache that died with pages that nobody else has.

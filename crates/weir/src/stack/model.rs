@@ -25,6 +25,8 @@ pub struct World {
     caches: BTreeSet<PathBuf>,
     backings: BTreeMap<PathBuf, Registered>,
     sets: BTreeMap<String, PathBuf>,
+    /// Arrays and disks that bcache has stopped, with the pages that their set still has.
+    stopped: BTreeMap<PathBuf, Registered>,
     /// The settings that were written.
     pub settings: BTreeMap<String, String>,
     /// The cache's device answers with errors.
@@ -64,6 +66,19 @@ impl World {
             backing.shown.dirty += bytes;
             backing.shown.link = Link::Dirty;
             self.superblocks.get_mut(device).unwrap().lack = Lack::Dirty;
+        }
+    }
+
+    /// Bcache stops all arrays and disks, as after many I/O errors of theirs. The set lives on.
+    pub fn stop_backings(&mut self) {
+        self.stopped.append(&mut self.backings);
+    }
+
+    /// The user has bcache serve all arrays and disks without their cache.
+    pub fn go_on_without_cache(&mut self) {
+        for (device, backing) in &mut self.backings {
+            (backing.set, backing.shown.link, backing.shown.dirty) = (None, Link::Inconsistent, 0);
+            self.superblocks.get_mut(device).unwrap().lack = Lack::Stale;
         }
     }
 
@@ -107,6 +122,7 @@ impl World {
             if here.shown.dirty == 0 {
                 here.shown.link = Link::NoCache;
                 (here.set, here.is_detaching, found.lack) = (None, false, Lack::NoCache);
+                found.set = "none".to_owned();
             }
         }
     }
@@ -213,8 +229,10 @@ impl System for Model {
             world.sets.insert(found.set.clone(), device.to_owned());
         } else {
             let shown = Backing { device: Some("bcache0".into()), link: Link::NoCache, dirty: 0 };
-            let registered = Registered { shown, set: None, is_detaching: false };
-            world.backings.insert(device.to_owned(), registered);
+            let fresh = Registered { shown, set: None, is_detaching: false };
+            let has_set = |it: &Registered| it.set.as_ref().is_some_and(|set| world.sets.contains_key(set));
+            let again = world.stopped.remove(device).filter(has_set);
+            world.backings.entry(device.to_owned()).or_insert(again.unwrap_or(fresh));
         }
         Ok(())
     }
@@ -224,7 +242,8 @@ impl System for Model {
         assert!(world.sets.contains_key(set), "no such set");
         let registered = world.backings.get_mut(backing).expect("registered");
         (registered.set, registered.shown.link) = (Some(set.to_owned()), Link::Clean);
-        world.superblocks.get_mut(backing).expect("it carries one").lack = Lack::Clean;
+        let found = world.superblocks.get_mut(backing).expect("it carries one");
+        (found.lack, found.set) = (Lack::Clean, set.to_owned());
         Ok(())
     }
 
@@ -243,7 +262,7 @@ impl System for Model {
         let world = self.spend()?;
         world.sets.remove(set).expect("registered");
         let uses = |it: &Registered| it.set.as_deref() == Some(set);
-        assert!(!world.backings.values().any(uses), "pages are lost");
+        assert!(!world.backings.values().chain(world.stopped.values()).any(uses), "pages are lost");
         Ok(())
     }
 
@@ -267,6 +286,7 @@ mod tests {
     use super::*;
     use crate::stack::create::{Plan, build};
     use crate::stack::destroy::{Ended, Wish, undo, wait};
+    use crate::stack::report::{Condition, condition};
     use crate::stack::state::{Journal, Phase, read};
 
     fn directory(name: &str) -> PathBuf {
@@ -397,6 +417,78 @@ mod tests {
         assert_eq!(result.expect("given up"), Ended { has_lost: true });
         assert_eq!((ended.given_up, ended.lacks()), (1, vec![Lack::NoCache]));
         assert!(!ended.is_running(), "{ended:?}");
+        std::fs::remove_dir_all(&directory).expect("removed");
+    }
+
+    #[test]
+    fn pages_of_a_cache_that_lives_come_home_also_when_bcache_has_stopped_the_disks() {
+        let directory = directory("stopped");
+        let (mut world, _) = make(&directory, World::default(), &plan(&["/dev/sdb", "/dev/sdc"]), None);
+        world.write(20 << 10);
+        world.stop_backings();
+        let state = read(&directory).expect("readable").expect("there");
+        assert_eq!(condition(&Model::new(world.clone(), None), &state), Condition::BackingStopped);
+        let text = noted(&directory);
+        for lose_dirty in [false, true] {
+            let wish = Wish { lose_dirty, ..Wish::default() };
+            for left in 0.. {
+                std::fs::write(directory.join("state.json"), &text).expect("written");
+                let (half, result) = end(&directory, world.clone(), wish, Some(left));
+                let (whole, again) = end(&directory, half, wish, None);
+                assert_eq!(again.expect("undone"), Ended { has_lost: false });
+                assert_eq!((whole.home, whole.given_up), (20 << 10, 0), "killed after {left}");
+                assert_eq!(whole.lacks(), [Lack::NoCache], "killed after {left}");
+                assert!(!whole.is_running(), "killed after {left}: {whole:?}");
+                if result.is_ok() {
+                    break;
+                }
+            }
+        }
+        std::fs::remove_dir_all(&directory).expect("removed");
+    }
+
+    #[test]
+    fn lost_pages_are_told_of_also_by_the_destroy_that_ends_one_that_was_killed() {
+        let directory = directory("told");
+        let (mut world, _) = make(&directory, World::default(), &plan(&["/dev/sdb", "/dev/sdc"]), None);
+        world.write(12 << 10);
+        world.is_dead = true;
+        let text = noted(&directory);
+        let wish = Wish { lose_dirty: true, ..Wish::default() };
+        for left in 0.. {
+            std::fs::write(directory.join("state.json"), &text).expect("written");
+            let (half, result) = end(&directory, world.clone(), wish, Some(left));
+            let (_, again) = end(&directory, half, wish, None);
+            assert_eq!(again.expect("undone"), Ended { has_lost: true }, "killed after {left}");
+            if result.is_ok() {
+                break;
+            }
+        }
+        std::fs::remove_dir_all(&directory).expect("removed");
+    }
+
+    #[test]
+    fn disks_that_went_on_without_a_cache_that_had_pages_have_lost_them() {
+        let directory = directory("stale");
+        let (mut world, _) = make(&directory, World::default(), &plan(&["/dev/sdb"]), None);
+        world.write(12 << 10);
+        world.go_on_without_cache();
+        let mut without_bcache = world.clone();
+        without_bcache.stop_backings();
+        let text = noted(&directory);
+        for world in [world, without_bcache] {
+            std::fs::write(directory.join("state.json"), &text).expect("written");
+            let state = read(&directory).expect("readable").expect("there");
+            assert_eq!(condition(&Model::new(world.clone(), None), &state), Condition::PagesLost);
+            let (world, result) = end(&directory, world, Wish::default(), Some(1000));
+            let Err(Failure::Failed(said)) = result else { panic!("{result:?}") };
+            assert!(said.contains("some of its 64MiB that only it had is lost"), "{said}");
+            let wish = Wish { lose_dirty: true, ..Wish::default() };
+            let (ended, result) = end(&directory, world, wish, Some(1000));
+            assert_eq!(result.expect("given up"), Ended { has_lost: true });
+            assert_eq!(ended.lacks(), [Lack::NoCache]);
+            assert!(!ended.is_running(), "{ended:?}");
+        }
         std::fs::remove_dir_all(&directory).expect("removed");
     }
 

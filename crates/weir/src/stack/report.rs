@@ -1,6 +1,6 @@
 //! `weir stack status`: what bcache says of the stack.
 
-use super::destroy::lacks_pages;
+use super::destroy::{is_stopped, lacks_pages};
 use super::kernel::{Kernel, rounded};
 use super::state::{self, Phase, State};
 use super::system::{Link, System};
@@ -13,14 +13,16 @@ use weir_core::ByteSize;
 /// How a stack is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-enum Condition {
+pub enum Condition {
     /// All that was written is on the disks too.
     Clean,
     /// The cache has pages that the disks lack.
     Dirty,
+    /// The cache is there. Bcache has stopped the array or disk, and can take it back.
+    BackingStopped,
     /// The cache is gone. It had no page that the disks lack.
     CacheDead,
-    /// The cache is gone, and pages with it.
+    /// Pages that only the cache had are lost.
     PagesLost,
     /// A create or destroy did not come to its end, or is at work.
     Unfinished,
@@ -69,25 +71,35 @@ pub fn run(directory: &Path, json: bool) -> Result<(), Failure> {
     Ok(())
 }
 
+/// How the stack of a journal is.
+pub fn condition(system: &dyn System, state: &State) -> Condition {
+    let backing = state.backing().unwrap_or(Path::new(""));
+    let uuid = state.set().map_or("", |(_, uuid, _)| uuid);
+    let link = system.backing(backing).map(|it| it.link);
+    let is_there = system.has_set(uuid);
+    // Pages that a cache still has are not lost.
+    let can_come = is_there && (link == Some(Link::Dirty) || is_stopped(system, backing, uuid));
+    match link {
+        _ if !uuid.is_empty() && !can_come && lacks_pages(system, backing) => Condition::PagesLost,
+        _ if state.phase != Phase::Up => Condition::Unfinished,
+        None if can_come => Condition::BackingStopped,
+        Some(Link::Dirty) => Condition::Dirty,
+        Some(_) if is_there => Condition::Clean,
+        _ => Condition::CacheDead,
+    }
+}
+
 fn look(kernel: &Kernel, state: &State) -> Report {
     let backing = state.backing().unwrap_or(Path::new(""));
     let (cache, uuid, cache_bytes) = state.set().unwrap_or((Path::new(""), "", 0));
     let found = kernel.backing(backing);
-    let is_there = kernel.has_set(uuid);
-    let condition = match found.as_ref().map(|it| it.link) {
-        _ if !uuid.is_empty() && !is_there && lacks_pages(kernel, backing) => Condition::PagesLost,
-        _ if state.phase != Phase::Up => Condition::Unfinished,
-        Some(Link::Dirty) => Condition::Dirty,
-        Some(_) if is_there => Condition::Clean,
-        _ => Condition::CacheDead,
-    };
     let value = |name: &str| kernel.backing_value(backing, name).unwrap_or_default();
     let count = |name: &str| value(&format!("stats_total/{name}"));
     let threshold = |name: &str| kernel.set_value(uuid, name).unwrap_or_default();
     let device = found.as_ref().and_then(|it| it.device.as_ref()).map(|name| format!("/dev/{name}"));
     Report {
         schema: 1,
-        condition,
+        condition: condition(kernel, state),
         bytes: device.as_ref().map_or(0, |device| kernel.size(Path::new(device)).0),
         device,
         backing: backing.display().to_string(),
@@ -122,7 +134,10 @@ impl fmt::Display for Report {
             Condition::Clean => "well: all that was written is on the disks too",
             Condition::Dirty => "well: some pages are in the cache alone until they go home",
             Condition::CacheDead => "the cache is dead: no page is lost, and the disks serve all",
-            Condition::PagesLost => "the cache is dead, and pages with it: see weir stack destroy",
+            Condition::BackingStopped => {
+                "bcache has stopped the disks, and their cache lives: weir stack destroy brings its pages home"
+            }
+            Condition::PagesLost => "pages that only the cache had are lost: see weir stack destroy",
             Condition::Unfinished => "not finished: run weir stack destroy, or create again",
         };
         writeln!(f, "{condition}")?;
@@ -169,7 +184,7 @@ mod tests {
             Step::Backing { device: "/dev/md7".into(), uuid: Some("b".into()) },
             Step::Set { device: "/dev/nbd0".into(), uuid: "1-2".into(), bytes: 64 << 20 },
         ];
-        State { schema: 1, version: "0".into(), phase, steps }
+        State { schema: 1, version: "0".into(), phase, steps, has_lost: false }
     }
 
     fn machine(name: &str) -> Fixture {

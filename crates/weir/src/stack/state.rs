@@ -67,6 +67,9 @@ pub struct State {
     pub phase: Phase,
     /// The steps that were done, in order.
     pub steps: Vec<Step>,
+    /// Pages that only the cache had were given up.
+    #[serde(default)]
+    pub has_lost: bool,
 }
 
 impl State {
@@ -116,6 +119,7 @@ impl Journal {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             phase: Phase::Creating,
             steps: Vec::new(),
+            has_lost: false,
         };
         let state = read(path)?.unwrap_or(fresh);
         Ok(Journal { directory, state })
@@ -147,6 +151,12 @@ impl Journal {
     /// Records the progress of the stack.
     pub fn enter(&mut self, phase: Phase) -> Result<(), Failure> {
         self.state.phase = phase;
+        self.directory.save(&self.state)
+    }
+
+    /// Records that pages are given up.
+    pub fn note_lost(&mut self) -> Result<(), Failure> {
+        self.state.has_lost = true;
         self.directory.save(&self.state)
     }
 
