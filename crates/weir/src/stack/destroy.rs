@@ -142,10 +142,10 @@ pub fn undo(
                 let set = (device.as_path(), uuid.as_str(), *bytes);
                 undo_set(system, journal, &backing, set, wish.lose_dirty, watch)?;
             }
-            Step::Backing { device, uuid } => undo_backing(system, device, uuid.as_deref(), wipe, watch)?,
-            Step::Array { path, uuid, members } => {
-                undo_array(system, (path, uuid), members, wipe)?;
+            Step::Backing { device, uuid } => {
+                undo_backing(system, journal, (device, uuid.as_deref()), wipe, watch)?;
             }
+            Step::Array { uuid, members, .. } => undo_array(system, uuid, members, wipe, watch)?,
             Step::Module { name } => system.unload(name)?,
         }
         journal.strike_last()?;
@@ -303,11 +303,12 @@ fn lost(device: &Path, dirty: u64, bytes: u64) -> Failure {
 /// Takes an array or disk from bcache. Its superblock then says that it has no cache, or is erased.
 fn undo_backing(
     system: &mut dyn System,
-    device: &Path,
-    uuid: Option<&str>,
+    journal: &mut Journal,
+    made: (&Path, Option<&str>),
     wipe: bool,
     watch: &mut Watch<'_>,
 ) -> Result<(), Failure> {
+    let (device, uuid) = made;
     let found = system.superblock(device);
     if let (Some(ours), Some(found)) = (uuid, &found)
         && found.uuid != ours
@@ -317,11 +318,19 @@ fn undo_backing(
     stop_backing(system, device, watch)?;
     let found = system.superblock(device);
     let is_plain = found.as_ref().is_some_and(|found| found.lack == Lack::NoCache);
+    if !wipe && !is_plain {
+        // The superblock that is made anew has another identity, and is the stack's too.
+        journal.amend(Step::Backing { device: device.to_owned(), uuid: None })?;
+    }
     if found.is_some() && (wipe || !is_plain) {
         system.erase_superblock(device)?;
     }
     if !wipe && !is_plain {
         system.make_backing(device)?;
+        // udev hands a superblock that appears to bcache. Once bcache has it, udev comes too late.
+        system.register(device)?;
+        comes(system, watch, &|system| system.backing(device).is_some())?;
+        stop_backing(system, device, watch)?;
     }
     Ok(())
 }
@@ -336,16 +345,21 @@ pub fn stop_backing(system: &mut dyn System, device: &Path, watch: &mut Watch<'_
     wait(system, watch, &what, &|system| system.backing(device).is_none())
 }
 
-/// Stops an array, if it is the one that was made.
+/// Stops an array, if it runs. udev may have assembled it at another path, or handed it to bcache.
 fn undo_array(
     system: &mut dyn System,
-    array: (&Path, &str),
+    uuid: &str,
     members: &[PathBuf],
     wipe: bool,
+    watch: &mut Watch<'_>,
 ) -> Result<(), Failure> {
-    let (path, uuid) = array;
-    if system.array(path).as_deref() == Some(uuid) {
-        system.stop_array(path)?;
+    while let Some(path) = system.array(uuid) {
+        stop_backing(system, &path, watch)?;
+        match system.stop_array(&path) {
+            Ok(()) => break,
+            Err(error) if system.backing(&path).is_none() => return Err(error),
+            Err(_) => watch(0)?,
+        }
     }
     for disk in members.iter().filter(|_| wipe) {
         if system.member(disk).as_deref() == Some(uuid) {

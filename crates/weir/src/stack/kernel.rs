@@ -144,9 +144,12 @@ impl System for Kernel {
             || (name == "raid0" && self.machine.text("/proc/mdstat").is_some_and(|it| it.contains("[raid0]")))
     }
 
-    fn array(&self, path: &Path) -> Option<String> {
-        let runs = Path::new(&format!("/sys/class/block/{}/md", base(path))).exists();
-        runs.then(|| exported(&["--detail", "--export"], path, "MD_UUID"))?
+    fn array(&self, uuid: &str) -> Option<PathBuf> {
+        let all = fs::read_dir("/sys/class/block").ok()?;
+        let arrays = all.flatten().filter(|it| it.path().join("md").exists());
+        arrays
+            .map(|it| Path::new("/dev").join(it.file_name()))
+            .find(|path| exported(&["--detail", "--export"], path, "MD_UUID").as_deref() == Some(uuid))
     }
 
     fn member(&self, disk: &Path) -> Option<String> {

@@ -27,6 +27,12 @@ pub struct World {
     sets: BTreeMap<String, PathBuf>,
     /// Arrays and disks that bcache has stopped, with the pages that their set still has.
     stopped: BTreeMap<PathBuf, Registered>,
+    /// Superblocks of arrays and disks that were made, each with an identity of its own.
+    made: u32,
+    /// A udev hands arrays and disks to bcache once their superblock was made, and here are those
+    /// that it will.
+    pub has_udev: bool,
+    appeared: BTreeSet<PathBuf>,
     /// The settings that were written.
     pub settings: BTreeMap<String, String>,
     /// The cache's device answers with errors.
@@ -55,6 +61,7 @@ impl Model {
             Some(left) => *left -= 1,
             None => {}
         }
+        self.world.register_what_appeared();
         Ok(&mut self.world)
     }
 }
@@ -66,6 +73,24 @@ impl World {
             backing.shown.dirty += bytes;
             backing.shown.link = Link::Dirty;
             self.superblocks.get_mut(device).unwrap().lack = Lack::Dirty;
+        }
+    }
+
+    fn register_what_appeared(&mut self) {
+        for device in std::mem::take(&mut self.appeared) {
+            if !self.superblocks.contains_key(&device) {
+                continue;
+            }
+            let shown = Backing { device: Some("bcache0".into()), link: Link::NoCache, dirty: 0 };
+            let fresh = Registered { shown, set: None, is_detaching: false };
+            self.backings.entry(device).or_insert(fresh);
+        }
+    }
+
+    /// A udev assembles the disks of an array that was not finished, and names it itself.
+    pub fn assemble(&mut self) {
+        if self.arrays.is_empty() {
+            self.arrays = self.members.values().map(|uuid| ("/dev/md127".into(), uuid.clone())).collect();
         }
     }
 
@@ -133,8 +158,8 @@ impl System for Model {
         self.world.modules.contains(name)
     }
 
-    fn array(&self, path: &Path) -> Option<String> {
-        self.world.arrays.get(path).cloned()
+    fn array(&self, uuid: &str) -> Option<PathBuf> {
+        self.world.arrays.iter().find(|(_, it)| *it == uuid).map(|(path, _)| path.clone())
     }
 
     fn member(&self, disk: &Path) -> Option<String> {
@@ -176,7 +201,9 @@ impl System for Model {
 
     fn stop_array(&mut self, path: &Path) -> Result<(), Failure> {
         let world = self.spend()?;
-        assert!(!world.backings.contains_key(path), "bcache has the array");
+        if world.backings.contains_key(path) {
+            return Err(Failure::Failed("busy".to_owned()));
+        }
         world.arrays.remove(path).expect("it runs");
         Ok(())
     }
@@ -190,7 +217,10 @@ impl System for Model {
 
     fn make_backing(&mut self, device: &Path) -> Result<(), Failure> {
         let world = self.spend()?;
-        let made = Superblock { uuid: "backing".into(), set: "none".into(), lack: Lack::NoCache };
+        world.made += 1;
+        let uuid = format!("backing {}", world.made);
+        let made = Superblock { uuid, set: "none".into(), lack: Lack::NoCache };
+        world.appeared.extend(world.has_udev.then(|| device.to_owned()));
         let before = world.superblocks.insert(device.to_owned(), made);
         assert_eq!(before, None, "make-bcache refuses a device that carries a superblock");
         Ok(())
@@ -329,7 +359,7 @@ mod tests {
 
     fn settled(mut world: World) -> World {
         world.settings.clear();
-        world.home = 0;
+        (world.home, world.made) = (0, 0);
         world
     }
 
@@ -489,6 +519,52 @@ mod tests {
             assert_eq!(ended.lacks(), [Lack::NoCache]);
             assert!(!ended.is_running(), "{ended:?}");
         }
+        std::fs::remove_dir_all(&directory).expect("removed");
+    }
+
+    #[test]
+    fn what_udev_takes_meanwhile_does_not_keep_a_stack_from_its_end() {
+        let directory = directory("udev");
+        for homes in [&["/dev/sdb", "/dev/sdc"][..], &["/dev/sdb"]] {
+            let (mut world, _) = make(&directory, World::default(), &plan(homes), None);
+            world.write(12 << 10);
+            (world.is_dead, world.has_udev) = (true, true);
+            let text = noted(&directory);
+            let wish = Wish { lose_dirty: true, ..Wish::default() };
+            for left in 0.. {
+                std::fs::write(directory.join("state.json"), &text).expect("written");
+                let (mut half, result) = end(&directory, world.clone(), wish, Some(left));
+                half.register_what_appeared();
+                let (whole, again) = end(&directory, half, wish, None);
+                assert_eq!(again.expect("undone"), Ended { has_lost: true }, "killed after {left}");
+                assert_eq!(whole.lacks(), [Lack::NoCache], "killed after {left}");
+                assert!(!whole.is_running(), "killed after {left}: {whole:?}");
+                if result.is_ok() {
+                    break;
+                }
+            }
+            std::fs::remove_dir_all(&directory).expect("removed");
+        }
+    }
+
+    #[test]
+    fn an_array_that_udev_has_assembled_at_another_path_is_stopped() {
+        let directory = directory("assembled");
+        let mut assembled = 0;
+        for left in 0.. {
+            let homes = ["/dev/sdb", "/dev/sdc"];
+            let (mut half, result) = make(&directory, World::default(), &plan(&homes), Some(left));
+            if result.is_ok() {
+                break;
+            }
+            half.assemble();
+            assembled += u32::from(half.arrays.contains_key(Path::new("/dev/md127")));
+            let (whole, again) = end(&directory, half, Wish::default(), None);
+            again.expect("undone");
+            assert_eq!(settled(whole), World::default(), "killed after {left}");
+            std::fs::remove_dir_all(&directory).expect("removed");
+        }
+        assert!(assembled > 0);
         std::fs::remove_dir_all(&directory).expect("removed");
     }
 

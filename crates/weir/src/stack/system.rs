@@ -34,8 +34,8 @@ pub enum Link {
 pub trait System {
     /// Whether a module is loaded, or built in.
     fn has_module(&self, name: &str) -> bool;
-    /// The identity of the array that runs at a path.
-    fn array(&self, path: &Path) -> Option<String>;
+    /// The device of the array with an identity, if it runs. udev may have chosen another one.
+    fn array(&self, uuid: &str) -> Option<PathBuf>;
     /// The identity of the array to which a disk belongs, as the disk says.
     fn member(&self, disk: &Path) -> Option<String>;
     /// The superblock of bcache on a device; `None` if it has none or cannot be read.
