@@ -419,7 +419,8 @@ mod tests {
         assert_eq!(pool.ranges().pages(), GIVE_AT_ONCE + 700, "others have the lock now");
         assert_eq!(rest, range.start + GIVE_AT_ONCE + 700);
         pool.give(range.start, 100, rest);
-        assert_eq!((pool.ranges().pages(), pool.map_bytes()), (100, 4096));
+        assert_eq!(pool.ranges().pages(), 100);
+        assert_eq!(pool.map_bytes(), 4096, "one part is left");
     }
 
     #[test]
