@@ -135,7 +135,8 @@ impl Guest {
         let monitor = scratch.0.join("monitor");
         let mut command = Command::new(WEIR);
         command.args(["vm", "--resident", &format!("{limit}MiB"), "--", QEMU]);
-        command.args(["-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-M", "q35", "-smp", "2"]);
+        // One processor: with two, QEMU may run code that the other one is changing ("Oops: int3").
+        command.args(["-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-M", "q35", "-smp", "1"]);
         command.args(["-m", &format!("{ram}M"), "-nodefaults", "-no-user-config", "-display", "none"]);
         command.args(["-no-reboot", "-chardev", "stdio,id=line,signal=off", "-serial", "chardev:line"]);
         command.args(["-device", "virtio-balloon-pci", "-sandbox", "on,spawn=deny,resourcecontrol=deny"]);
