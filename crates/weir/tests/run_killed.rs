@@ -43,11 +43,7 @@ fn eventually(what: &str, is_so: impl Fn() -> bool) -> Duration {
 #[test]
 fn without_a_keeper_a_daemon_killed_at_any_moment_costs_sigbus_and_never_wrong_bytes() {
     let name = "without_a_keeper";
-    if !can_run(name) {
-        return;
-    }
-    let scratch = Scratch::new(name);
-    let Some(program) = sweeper(name, &scratch) else { return };
+    let Some((_scratch, program)) = sweeper(name) else { return };
     let rounds = if is_full() { 34 } else { 2 };
     for round in 0..rounds {
         // Faults and writes are under way all the time, since the threads never stop.
@@ -106,11 +102,7 @@ fn besides(said: &str) -> Vec<&str> {
 #[test]
 fn a_daemon_killed_at_any_moment_costs_a_wait_and_no_byte() {
     let name = "a_daemon_killed_at_any_moment";
-    if !can_run(name) {
-        return;
-    }
-    let scratch = Scratch::new(name);
-    let Some(program) = sweeper(name, &scratch) else { return };
+    let Some((_scratch, program)) = sweeper(name) else { return };
     let mut sweeping = Sweeping::start(&program, &[]);
     let pid = sweeping.pid.to_string();
     let (mut kills, mut daemon) = (0, 0);
@@ -210,11 +202,7 @@ for line in sys.stdin: print(check(memory, 3), flush=True)
 #[test]
 fn a_run_that_is_killed_takes_its_keeper_its_daemon_and_its_files_along() {
     let name = "a_run_that_is_killed";
-    if !can_run(name) {
-        return;
-    }
-    let scratch = Scratch::new(name);
-    let Some(program) = sweeper(name, &scratch) else { return };
+    let Some((_scratch, program)) = sweeper(name) else { return };
     let mut longest = Duration::ZERO;
     for flags in [&["--keeper", "yes"][..], &["--keeper", "no"]] {
         for is_between in [false, true] {
@@ -244,11 +232,7 @@ fn a_run_that_is_killed_takes_its_keeper_its_daemon_and_its_files_along() {
 #[test]
 fn what_a_killed_program_held_is_free_with_its_run() {
     let name = "what_a_killed_program_held_is_free_with_its_run";
-    if !can_run(name) {
-        return;
-    }
-    let scratch = Scratch::new(name);
-    let Some(program) = sweeper(name, &scratch) else { return };
+    let Some((_scratch, program)) = sweeper(name) else { return };
     let mut longest = Duration::ZERO;
     for flags in [&["--keeper", "yes"][..], &["--keeper", "no"]] {
         let mut sweeping = Sweeping::start(&program, flags);
@@ -267,11 +251,7 @@ fn what_a_killed_program_held_is_free_with_its_run() {
 #[test]
 fn a_keeper_that_is_killed_takes_nothing_along_and_its_daemon_ends_with_the_run() {
     let name = "a_keeper_that_is_killed";
-    if !can_run(name) {
-        return;
-    }
-    let scratch = Scratch::new(name);
-    let Some(program) = sweeper(name, &scratch) else { return };
+    let Some((_scratch, program)) = sweeper(name) else { return };
     let mut sweeping = Sweeping::start(&program, &[]);
     let (keeper, daemon) = (sweeping.keeper(), sweeping.daemon_after(0));
     kill(keeper);
@@ -291,11 +271,7 @@ fn signal(process: u32, signal: rustix::process::Signal) {
 fn a_program_that_waits_for_the_next_daemon_says_so_and_can_be_killed_or_told_that_none_comes() {
     use rustix::process::Signal;
     let name = "a_program_that_waits";
-    if !can_run(name) {
-        return;
-    }
-    let scratch = Scratch::new(name);
-    let Some(program) = sweeper(name, &scratch) else { return };
+    let Some((_scratch, program)) = sweeper(name) else { return };
     for is_given_up in [false, true] {
         let mut sweeping = Sweeping::start(&program, &[]);
         let (keeper, daemon) = (sweeping.keeper(), sweeping.daemon_after(0));
@@ -673,9 +649,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 #[test]
 fn a_program_that_scribbles_over_all_that_it_shares_with_its_daemon_harms_nobody_else() {
     let name = "a_program_that_scribbles";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let Some(sweeper) = sweeper(name, &scratch) else { return };
+    let Some(python) = python() else { return };
+    let Some((scratch, sweeper)) = sweeper(name) else { return };
     let input = scratch.file("script.py", &format!("{PRELUDE}{SCRIBBLER}"));
     let mut other = Sweeping::start(&sweeper, &[]);
     let environment = fs::read(format!("/proc/{}/environ", other.pid)).unwrap();

@@ -352,6 +352,28 @@ mod tests {
         (model.world, result)
     }
 
+    /// Undoes what a journal with this text has. It is killed after 0 changes, then after 1, and
+    /// so on. After each death `meanwhile` happens, and the stack is undone again without one.
+    /// `check` gets the outcome and the number of changes. Returns the number of deaths.
+    fn end_killed_anywhere(
+        directory: &Path,
+        text: &[u8],
+        world: &World,
+        wish: Wish,
+        meanwhile: impl Fn(&mut World),
+        check: impl Fn(&World, Ended, u32),
+    ) -> u32 {
+        let ends = |&left: &u32| {
+            std::fs::write(directory.join("state.json"), text).expect("written");
+            let (mut half, result) = end(directory, world.clone(), wish, Some(left));
+            meanwhile(&mut half);
+            let (whole, again) = end(directory, half, wish, None);
+            check(&whole, again.expect("undone"), left);
+            result.is_ok()
+        };
+        (0..).find(ends).expect("a number that is enough")
+    }
+
     /// The journal's text, to be put back.
     fn noted(directory: &Path) -> Vec<u8> {
         std::fs::read(directory.join("state.json")).expect("a journal")
@@ -403,21 +425,13 @@ mod tests {
         let text = noted(&directory);
         for wipe in [false, true] {
             let wish = Wish { wipe, ..Wish::default() };
-            let mut died = 0;
-            for left in 0.. {
-                std::fs::write(directory.join("state.json"), &text).expect("written");
-                let (half, result) = end(&directory, world.clone(), wish, Some(left));
-                let (whole, again) = end(&directory, half, wish, None);
-                again.expect("undone");
+            let check = |whole: &World, _: Ended, left: u32| {
                 assert_eq!((whole.home, whole.given_up), (20 << 10, 0), "killed after {left}");
                 assert!(!whole.is_running(), "killed after {left}: {whole:?}");
                 let kept = if wipe { (0, vec![]) } else { (2, vec![Lack::NoCache]) };
                 assert_eq!((whole.marked(), whole.lacks()), kept, "killed after {left}");
-                if result.is_ok() {
-                    break;
-                }
-                died += 1;
-            }
+            };
+            let died = end_killed_anywhere(&directory, &text, &world, wish, |_| {}, check);
             assert!(died >= 10, "{died} deaths");
         }
         std::fs::remove_dir_all(&directory).expect("removed");
@@ -461,18 +475,19 @@ mod tests {
         let text = noted(&directory);
         for lose_dirty in [false, true] {
             let wish = Wish { lose_dirty, ..Wish::default() };
-            for left in 0.. {
-                std::fs::write(directory.join("state.json"), &text).expect("written");
-                let (half, result) = end(&directory, world.clone(), wish, Some(left));
-                let (whole, again) = end(&directory, half, wish, None);
-                assert_eq!(again.expect("undone"), Ended { has_lost: false });
-                assert_eq!((whole.home, whole.given_up), (20 << 10, 0), "killed after {left}");
-                assert_eq!(whole.lacks(), [Lack::NoCache], "killed after {left}");
-                assert!(!whole.is_running(), "killed after {left}: {whole:?}");
-                if result.is_ok() {
-                    break;
-                }
-            }
+            end_killed_anywhere(
+                &directory,
+                &text,
+                &world,
+                wish,
+                |_| {},
+                |whole, ended, left| {
+                    assert_eq!(ended, Ended { has_lost: false });
+                    assert_eq!((whole.home, whole.given_up), (20 << 10, 0), "killed after {left}");
+                    assert_eq!(whole.lacks(), [Lack::NoCache], "killed after {left}");
+                    assert!(!whole.is_running(), "killed after {left}: {whole:?}");
+                },
+            );
         }
         std::fs::remove_dir_all(&directory).expect("removed");
     }
@@ -485,15 +500,16 @@ mod tests {
         world.is_dead = true;
         let text = noted(&directory);
         let wish = Wish { lose_dirty: true, ..Wish::default() };
-        for left in 0.. {
-            std::fs::write(directory.join("state.json"), &text).expect("written");
-            let (half, result) = end(&directory, world.clone(), wish, Some(left));
-            let (_, again) = end(&directory, half, wish, None);
-            assert_eq!(again.expect("undone"), Ended { has_lost: true }, "killed after {left}");
-            if result.is_ok() {
-                break;
-            }
-        }
+        end_killed_anywhere(
+            &directory,
+            &text,
+            &world,
+            wish,
+            |_| {},
+            |_, ended, left| {
+                assert_eq!(ended, Ended { has_lost: true }, "killed after {left}");
+            },
+        );
         std::fs::remove_dir_all(&directory).expect("removed");
     }
 
@@ -531,18 +547,12 @@ mod tests {
             (world.is_dead, world.has_udev) = (true, true);
             let text = noted(&directory);
             let wish = Wish { lose_dirty: true, ..Wish::default() };
-            for left in 0.. {
-                std::fs::write(directory.join("state.json"), &text).expect("written");
-                let (mut half, result) = end(&directory, world.clone(), wish, Some(left));
-                half.register_what_appeared();
-                let (whole, again) = end(&directory, half, wish, None);
-                assert_eq!(again.expect("undone"), Ended { has_lost: true }, "killed after {left}");
+            let udev = World::register_what_appeared;
+            end_killed_anywhere(&directory, &text, &world, wish, udev, |whole, ended, left| {
+                assert_eq!(ended, Ended { has_lost: true }, "killed after {left}");
                 assert_eq!(whole.lacks(), [Lack::NoCache], "killed after {left}");
                 assert!(!whole.is_running(), "killed after {left}: {whole:?}");
-                if result.is_ok() {
-                    break;
-                }
-            }
+            });
             std::fs::remove_dir_all(&directory).expect("removed");
         }
     }

@@ -167,10 +167,16 @@ int main(void) {
 }
 "#;
 
-/// Compiles [`SWEEPER`].
-pub fn sweeper(name: &str, scratch: &Scratch) -> Option<PathBuf> {
+/// Compiles [`SWEEPER`] in a directory of the test. Where the machine cannot run it, says why in a
+/// line, and returns `None`.
+pub fn sweeper(name: &str) -> Option<(Scratch, PathBuf)> {
+    if !can_run(name) {
+        return None;
+    }
+    let scratch = Scratch::new(name);
     let source = scratch.file("sweeper.c", SWEEPER);
-    compiled(name, &source, scratch)
+    let program = compiled(name, &source, &scratch)?;
+    Some((scratch, program))
 }
 
 /// A program under `weir run`. It is killed when this is dropped.
