@@ -6,9 +6,6 @@
 //! without it, the test takes a few seconds. `WEIR_SEED=N` runs one seed, and `WEIR_CACHE_PART=N`
 //! one of 100 parts of all seeds, for `tests/torture`.
 
-mod common;
-
-use common::Disks;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_cache::{Cache, CacheLane, Config, Mode, Reclaim, ReclaimError, Reclaimer, WriteBack};
@@ -16,7 +13,7 @@ use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_device::{Fault, PageDevice, PageLane, Progress, Ticket};
 use weir_log::{Cleaner, Log};
 use weir_store::conformance::{Chance, History, repeated};
-use weir_store::{Sim, SimUrl, Store};
+use weir_store::{Sim, SimUrl, Store, Stripe};
 use weir_volume::ChunkState;
 
 const HOME: u32 = 600;
@@ -67,7 +64,7 @@ struct World {
     time: u64,
     value: u64,
     /// The disks below the home.
-    disks: Arc<Disks>,
+    disks: Arc<Stripe<Sim>>,
     home: Arc<dyn Store>,
     /// The cleaner, if the home is a log.
     cleaner: Option<Cleaner>,
@@ -160,7 +157,7 @@ impl World {
         let (disk, _, fails) = urls(seed);
         // A log needs room to clean.
         let slots = if has_log(seed) { LOG_BELOW } else { HOME };
-        let disks = Arc::new(Disks::new(&disk, slots, disks(seed), UNIT));
+        let disks = Arc::new(stripe(&disk, slots, disks(seed)));
         let (home, cleaner) = home_over(seed, &disks);
         let pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
         let Parts { store, cache, lanes, write_back, reclaimer } = start(seed, 0, &home);
@@ -209,9 +206,9 @@ impl World {
             98 if self.seed % 4 == 3 && self.chance.below(20) == 0 => {
                 self.hangs ^= true;
                 self.fails = true;
-                let disk = self.chance.below(self.disks.members.len() as u64) as usize;
-                self.disks.go_on();
-                self.disks.members[disk].hang(self.hangs);
+                let disk = self.chance.below(self.disks.parts().len() as u64) as usize;
+                self.disks.parts().iter().for_each(|disk| disk.hang(false));
+                self.disks.parts()[disk].hang(self.hangs);
             }
             _ => self.now += Duration::from_millis(self.chance.below(50)),
         }
@@ -398,10 +395,10 @@ impl World {
         self.lanes.clear();
         self.write_back = None;
         (self.reclaimer, self.reclaiming) = (None, None);
-        self.disks.go_on();
+        self.disks.parts().iter().for_each(|disk| disk.hang(false));
         self.hangs = false;
         let chance = &mut self.chance;
-        for disk in &self.disks.members {
+        for disk in self.disks.parts() {
             disk.cut_power(&mut |contents| chance.below(contents as u64) as usize);
         }
         if has_log(self.seed) {
@@ -454,7 +451,7 @@ impl World {
 
     /// Waits until everything is answered and at home.
     fn detach(&mut self) {
-        self.disks.go_on();
+        self.disks.parts().iter().for_each(|disk| disk.hang(false));
         self.cache.drain();
         // Operations that end from here on end after those that the last turn began.
         self.time += 1;
@@ -484,8 +481,23 @@ impl World {
     }
 }
 
+/// A stripe of `slots` slots or a few more. Its disks fail, hang and lose power by themselves, as
+/// `url` says.
+fn stripe(url: &SimUrl, slots: u32, members: u32) -> Stripe<Sim> {
+    let each = slots.div_ceil(UNIT).div_ceil(members) * UNIT;
+    let open = |member: u32| {
+        let seed = url.seed ^ u64::from(member) << 32;
+        let url = SimUrl { seed, size: pages(each), chunk: Some(pages(UNIT)), ..url.clone() };
+        let disk = Sim::open(url).unwrap();
+        disk.forget_without_power();
+        disk
+    };
+    let disks = (0..members).map(open).collect();
+    Stripe::by_speed("disks".to_owned(), disks, &vec![1.0; members as usize])
+}
+
 /// Makes the home of a seed's cache.
-fn home_over(seed: u64, below: &Arc<Disks>) -> (Arc<dyn Store>, Option<Cleaner>) {
+fn home_over(seed: u64, below: &Arc<Stripe<Sim>>) -> (Arc<dyn Store>, Option<Cleaner>) {
     if !has_log(seed) {
         return (Arc::clone(below) as _, None);
     }

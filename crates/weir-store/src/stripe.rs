@@ -178,7 +178,7 @@ impl<M: Store + Reclaim> Store for Stripe<M> {
         if lanes.len() == 1 {
             return Ok(lanes.remove(0));
         }
-        Ok(Box::new(StripedLane { lanes, deal: Arc::clone(&self.deal) }))
+        Ok(Box::new(StripedLane { lanes, deal: Arc::clone(&self.deal), flush: None }))
     }
 
     fn members(&self) -> u32 {
@@ -248,6 +248,9 @@ impl<M: Store + Reclaim> Report for Stripe<M> {
 struct StripedLane {
     lanes: Vec<Box<dyn Lane>>,
     deal: Arc<Deal>,
+    /// The flush under way: its ticket, the number of members that have not answered, and the
+    /// result so far.
+    flush: Option<(Ticket, usize, Result<(), Fault>)>,
 }
 
 impl StripedLane {
@@ -283,12 +286,48 @@ impl Lane for StripedLane {
         }
     }
 
+    /// Flushes each member.
+    fn flush(&mut self, ticket: Ticket) -> Progress {
+        if self.flush.is_some() {
+            return Progress::Full;
+        }
+        let (mut left, mut result) = (0, Ok(()));
+        for lane in &mut self.lanes {
+            match lane.flush(ticket) {
+                Progress::Queued => left += 1,
+                Progress::Done(ended) => result = result.and(ended),
+                Progress::Full => result = Err(Fault::Full),
+            }
+        }
+        if left == 0 {
+            return Progress::Done(result);
+        }
+        self.flush = Some((ticket, left, result));
+        Progress::Queued
+    }
+
     fn submit(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.submit());
     }
 
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
-        self.lanes.iter_mut().for_each(|lane| lane.poll(now, done));
+        let StripedLane { lanes, flush, .. } = self;
+        if flush.is_none() {
+            return lanes.iter_mut().for_each(|lane| lane.poll(now, done));
+        }
+        for lane in lanes {
+            lane.poll(now, &mut |ended| match flush {
+                Some((ticket, left, result)) if *ticket == ended.ticket => {
+                    *left -= 1;
+                    *result = result.and(ended.result);
+                }
+                _ => done(ended),
+            });
+        }
+        if let Some((ticket, 0, result)) = *flush {
+            *flush = None;
+            done(Done { ticket, result, page: None });
+        }
     }
 
     fn settled(&mut self, free: &mut dyn FnMut(Slot)) {
