@@ -36,7 +36,7 @@ fn is_at(open: &fs::File, path: &Path) -> bool {
 
 /// A directory for a journal, locked against other processes.
 #[derive(Debug)]
-pub struct Directory {
+struct Directory {
     path: PathBuf,
     _lock: Lock,
 }
@@ -60,7 +60,7 @@ impl Directory {
     ///
     /// # Errors
     /// Fails when the directory cannot be made, or another process has it.
-    pub fn open(path: &Path, commands: &str) -> Result<Self, Failure> {
+    fn open(path: &Path, commands: &str) -> Result<Self, Failure> {
         let failed = |error: io::Error| {
             let is_root = rustix::process::geteuid().is_root();
             let next = if is_root { "give another --runtime DIRECTORY" } else { "use sudo" };
@@ -94,7 +94,7 @@ impl Directory {
     ///
     /// # Errors
     /// Fails when the file cannot be written.
-    pub fn save(&self, state: &impl Serialize) -> Result<(), Failure> {
+    fn save(&self, state: &impl Serialize) -> Result<(), Failure> {
         let path = self.path.join(FILE);
         let save = || -> io::Result<()> {
             let new = self.path.join(format!("{FILE}.new"));
@@ -110,7 +110,7 @@ impl Directory {
     ///
     /// # Errors
     /// Fails when they cannot be removed.
-    pub fn delete(self) -> Result<(), Failure> {
+    fn delete(self) -> Result<(), Failure> {
         for name in [FILE, "state.json.new"] {
             match fs::remove_file(self.path.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(Failure::failed(error)),
@@ -129,19 +129,87 @@ impl Directory {
             Err(error) => Err(Failure::failed(error)),
         }
     }
+}
+
+/// The content of a journal.
+pub trait Record: Serialize + DeserializeOwned {
+    /// The version of the file, in its key `schema`.
+    const SCHEMA: u32;
+    /// The commands that use the journal, for the text of an error.
+    const COMMANDS: &str;
+    /// A change to the machine, with the values that undo it.
+    type Step;
+
+    /// The content of a new journal.
+    fn fresh() -> Self;
+
+    /// The steps that were done, in order.
+    fn steps(&mut self) -> &mut Vec<Self::Step>;
+}
+
+/// The journal in a directory that no other process has at the same time.
+#[derive(Debug)]
+pub struct Journal<R> {
+    directory: Directory,
+    state: R,
+}
+
+impl<R: Record> Journal<R> {
+    /// Locks the directory, makes it if it is missing, and reads the journal in it.
+    ///
+    /// # Errors
+    /// Fails when the directory cannot be made, another process has it, or the file has another
+    /// schema.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        let directory = Directory::open(path, R::COMMANDS)?;
+        let state = read(path)?.unwrap_or_else(R::fresh);
+        Ok(Journal { directory, state })
+    }
+
+    /// The state as recorded so far.
+    pub fn state(&self) -> &R {
+        &self.state
+    }
+
+    /// Changes the state, and records it.
+    pub fn change(&mut self, change: impl FnOnce(&mut R)) -> Result<(), Failure> {
+        change(&mut self.state);
+        self.directory.save(&self.state)
+    }
+
+    /// Records a step that is about to be done.
+    pub fn intend(&mut self, step: R::Step) -> Result<(), Failure> {
+        self.change(|state| state.steps().push(step))
+    }
+
+    /// Corrects the last step when more is known about it.
+    pub fn amend(&mut self, step: R::Step) -> Result<(), Failure> {
+        self.change(|state| {
+            state.steps().pop();
+            state.steps().push(step);
+        })
+    }
+
+    /// Removes the journal's file, and the directory if it is then empty.
+    ///
+    /// # Errors
+    /// Fails when they cannot be removed.
+    pub fn delete(self) -> Result<(), Failure> {
+        self.directory.delete()
+    }
 
     /// A copy of the descriptor that has the lock, as a child has it between fork and exec.
     #[cfg(test)]
     pub fn descriptor(&self) -> io::Result<fs::File> {
-        self._lock.0.try_clone()
+        self.directory._lock.0.try_clone()
     }
 }
 
-/// The journal in a directory, if there is one. Its key `schema` must have this value.
+/// The journal in a directory, if there is one.
 ///
 /// # Errors
 /// Fails when the file cannot be read, or has another schema.
-pub fn read<T: DeserializeOwned>(directory: &Path, schema: u32) -> Result<Option<T>, Failure> {
+pub fn read<R: Record>(directory: &Path) -> Result<Option<R>, Failure> {
     let path = directory.join(FILE);
     let text = match fs::read(&path) {
         Ok(text) => text,
@@ -159,9 +227,9 @@ pub fn read<T: DeserializeOwned>(directory: &Path, schema: u32) -> Result<Option
     let value: serde_json::Value =
         serde_json::from_slice(&text).map_err(|error| broken(error.to_string()))?;
     let found = value.get("schema").and_then(serde_json::Value::as_u64);
-    if found.is_some_and(|found| found != u64::from(schema)) {
-        let found = found.unwrap_or_default();
-        return Err(broken(format!("it is of schema {found}, this weir knows {schema}")));
+    if found.is_some_and(|found| found != u64::from(R::SCHEMA)) {
+        let (found, known) = (found.unwrap_or_default(), R::SCHEMA);
+        return Err(broken(format!("it is of schema {found}, this weir knows {known}")));
     }
     serde_json::from_value(value).map(Some).map_err(|error| broken(error.to_string()))
 }

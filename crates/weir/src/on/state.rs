@@ -1,7 +1,7 @@
 //! The journal of `weir on`: its changes to the machine, on disk before they are made. So `weir
 //! off` can undo all of them, even after a crash between two steps.
 
-use crate::journal::{self, Directory};
+use crate::journal;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
@@ -174,89 +174,55 @@ impl State {
     }
 }
 
-/// The run-time directory, locked against another `weir on` or `off`, with the state in it.
-#[derive(Debug)]
-pub struct Journal {
-    directory: Directory,
-    state: State,
-}
+impl journal::Record for State {
+    const SCHEMA: u32 = SCHEMA;
+    const COMMANDS: &str = "weir on, off or restart";
+    type Step = Step;
 
-impl Journal {
-    /// Locks the directory, makes it if it is missing, and reads the state in it.
-    ///
-    /// # Errors
-    /// Fails when the directory cannot be made, another process has it, or the file has another
-    /// schema.
-    pub fn open(directory: &Path) -> Result<Self, Failure> {
-        let path = directory;
-        let directory = Directory::open(path, "weir on, off or restart")?;
-        let fresh = State {
+    fn fresh() -> Self {
+        State {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             phase: Phase::TurningOn,
             again: Again::default(),
             parts: 0,
             steps: Vec::new(),
-        };
-        let state = read(path)?.unwrap_or(fresh);
-        Ok(Journal { directory, state })
+        }
     }
 
-    /// The state as recorded so far.
-    pub fn state(&self) -> &State {
-        &self.state
+    fn steps(&mut self) -> &mut Vec<Step> {
+        &mut self.steps
     }
+}
 
-    /// Records a step that is about to be done.
-    pub fn intend(&mut self, step: Step) -> Result<(), Failure> {
-        self.state.steps.push(step);
-        self.save()
-    }
+/// The journal in the run-time directory, which no other `weir on` or `off` has at the same time.
+pub type Journal = journal::Journal<State>;
 
-    /// Corrects the last step when more is known about it.
-    pub fn amend(&mut self, step: Step) -> Result<(), Failure> {
-        self.state.steps.pop();
-        self.intend(step)
-    }
-
+impl Journal {
     /// Strikes steps out that are undone.
     pub fn remove(&mut self, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
-        self.state.steps.retain(|step| !which(step));
-        self.save()
+        self.change(|state| state.steps.retain(|step| !which(step)))
     }
 
     /// Corrects any of the recorded steps.
     pub fn revise(&mut self, change: impl FnMut(&mut Step)) -> Result<(), Failure> {
-        self.state.steps.iter_mut().for_each(change);
-        self.save()
+        self.change(|state| state.steps.iter_mut().for_each(change))
     }
 
     /// Records the arguments of `weir on`.
     pub fn begin(&mut self, again: Again, parts: u8) -> Result<(), Failure> {
-        self.state.again = again;
-        self.state.parts = parts;
-        self.enter(Phase::TurningOn)
+        self.change(|state| (state.again, state.parts, state.phase) = (again, parts, Phase::TurningOn))
     }
 
     /// Records the progress of `weir on` or `weir off`.
     pub fn enter(&mut self, phase: Phase) -> Result<(), Failure> {
-        self.state.phase = phase;
-        self.save()
-    }
-
-    fn save(&self) -> Result<(), Failure> {
-        self.directory.save(&self.state)
-    }
-
-    /// Removes the journal's file, and the directory if it is then empty.
-    pub fn delete(self) -> Result<(), Failure> {
-        self.directory.delete()
+        self.change(|state| state.phase = phase)
     }
 }
 
 /// The state in a directory, if there is one.
 pub fn read(directory: &Path) -> Result<Option<State>, Failure> {
-    journal::read(directory, SCHEMA)
+    journal::read(directory)
 }
 
 #[cfg(test)]
@@ -306,7 +272,7 @@ mod tests {
         let journal = Journal::open(&directory).expect("a journal");
         // The copied descriptor stands for the one of a child between fork and exec. Both have the
         // same open file.
-        let child = journal.directory.descriptor().expect("a descriptor");
+        let child = journal.descriptor().expect("a descriptor");
         drop(journal);
         let again = fs::File::open(&directory).expect("there");
         let free = rustix::fs::flock(&again, rustix::fs::FlockOperation::NonBlockingLockExclusive);

@@ -1,6 +1,6 @@
 //! The journal of a stack: its changes to the machine, on disk before they are made.
 
-use crate::journal::{self, Directory};
+use crate::journal;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
@@ -99,74 +99,47 @@ impl State {
     }
 }
 
-/// The journal, which no other `weir stack` has at the same time.
-#[derive(Debug)]
-pub struct Journal {
-    directory: Directory,
-    state: State,
-}
+impl journal::Record for State {
+    const SCHEMA: u32 = SCHEMA;
+    const COMMANDS: &str = "weir stack create or destroy";
+    type Step = Step;
 
-impl Journal {
-    /// Opens the journal in a directory, which is made if it is missing.
-    ///
-    /// # Errors
-    /// Fails when the directory cannot be made, another process has it, or the file has another
-    /// schema.
-    pub fn open(path: &Path) -> Result<Self, Failure> {
-        let directory = Directory::open(path, "weir stack create or destroy")?;
-        let fresh = State {
+    fn fresh() -> Self {
+        State {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             phase: Phase::Creating,
             steps: Vec::new(),
             has_lost: false,
-        };
-        let state = read(path)?.unwrap_or(fresh);
-        Ok(Journal { directory, state })
+        }
     }
 
-    /// The state as recorded so far.
-    pub fn state(&self) -> &State {
-        &self.state
+    fn steps(&mut self) -> &mut Vec<Step> {
+        &mut self.steps
     }
+}
 
-    /// Records a step that is about to be done.
-    pub fn intend(&mut self, step: Step) -> Result<(), Failure> {
-        self.state.steps.push(step);
-        self.directory.save(&self.state)
-    }
+/// The journal, which no other `weir stack` has at the same time.
+pub type Journal = journal::Journal<State>;
 
-    /// Corrects the last step when more is known about it.
-    pub fn amend(&mut self, step: Step) -> Result<(), Failure> {
-        self.state.steps.pop();
-        self.intend(step)
-    }
-
+impl Journal {
     /// Strikes the last step out, which is undone.
     pub fn strike_last(&mut self) -> Result<(), Failure> {
-        self.state.steps.pop();
-        self.directory.save(&self.state)
+        self.change(|state| drop(state.steps.pop()))
     }
 
     /// Records the progress of the stack.
     pub fn enter(&mut self, phase: Phase) -> Result<(), Failure> {
-        self.state.phase = phase;
-        self.directory.save(&self.state)
+        self.change(|state| state.phase = phase)
     }
 
     /// Records that pages are given up.
     pub fn note_lost(&mut self) -> Result<(), Failure> {
-        self.state.has_lost = true;
-        self.directory.save(&self.state)
-    }
-
-    /// Removes the journal, and its directory if it is then empty.
-    pub fn delete(self) -> Result<(), Failure> {
-        self.directory.delete()
+        self.change(|state| state.has_lost = true)
     }
 }
 
 /// The state in a directory, if there is one.
 pub fn read(directory: &Path) -> Result<Option<State>, Failure> {
-    journal::read(directory, SCHEMA)
+    journal::read(directory)
 }
