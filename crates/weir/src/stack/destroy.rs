@@ -199,7 +199,7 @@ fn undo_set(
     let (device, uuid, bytes) = set;
     take_back(system, backing, uuid, lose_dirty, watch)?;
     let dirty = bring_home(system, backing, uuid, watch)?;
-    // Where pages are missing now, the set has died with them.
+    // If pages are missing now, the set has died with them.
     let has_lost = lacks_pages(system, backing);
     if has_lost && !lose_dirty {
         return Err(lost(device, dirty, bytes));
