@@ -466,23 +466,8 @@ impl FromStr for Amount {
 smaller areas, stacks, files, shared memory, and memory that is there at the start. The exit code is the program's; if a signal ended it, 128 and the signal's number."
 )]
 pub struct RunOptions {
-    /// Memory that may be resident: 32MiB or more.
-    #[arg(long, value_name = "SIZE", value_parser = resident)]
-    pub resident: ByteSize,
-
-    /// The store of pages beyond the limit, as for weir serve. May be repeated [default: host
-    /// memory, four times --resident].
-    #[arg(long, value_name = "URL")]
-    pub store: Vec<StoreUrl>,
-
-    /// Answer GET /metrics for as long as the program runs, as for weir serve.
-    #[arg(long, value_name = "ADDRESS")]
-    pub metrics: Option<Address>,
-
-    /// Survive a crash of the daemon that has the pages, by a second process, as for weir serve
-    /// [default: yes, unless a store's pages end with the daemon].
-    #[arg(long, value_name = "yes|no", value_parser = yes_or_no)]
-    pub keeper: Option<bool>,
+    #[command(flatten)]
+    pub bound: BoundOptions,
 
     /// The program and its arguments.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
@@ -497,16 +482,27 @@ files, shared memory, huge pages from a pool, vfio. Such a guest is refused. wei
 The exit code is QEMU's; if a signal ended it, 128 and the signal's number."
 )]
 pub struct VmOptions {
-    /// Memory of the guest that may be resident: 32MiB or more.
+    #[command(flatten)]
+    pub bound: BoundOptions,
+
+    /// QEMU and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub qemu: Vec<OsString>,
+}
+
+/// A limit of memory, and where pages beyond it go.
+#[derive(Debug, Clone, Args)]
+pub struct BoundOptions {
+    /// Memory that may be resident: 32MiB or more.
     #[arg(long, value_name = "SIZE", value_parser = resident)]
     pub resident: ByteSize,
 
     /// The store of pages beyond the limit, as for weir serve. May be repeated [default: host
-    /// memory, as much as the guest has, and at least four times --resident].
+    /// memory, four times --resident, and for weir vm at least as much as the guest has].
     #[arg(long, value_name = "URL")]
     pub store: Vec<StoreUrl>,
 
-    /// Answer GET /metrics for as long as the guest runs, as for weir serve.
+    /// Answer GET /metrics until the program ends, as for weir serve.
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<Address>,
 
@@ -514,10 +510,6 @@ pub struct VmOptions {
     /// [default: yes, unless a store's pages end with the daemon].
     #[arg(long, value_name = "yes|no", value_parser = yes_or_no)]
     pub keeper: Option<bool>,
-
-    /// QEMU and its arguments.
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
-    pub qemu: Vec<OsString>,
 }
 
 /// A bounded program, and its new limit.

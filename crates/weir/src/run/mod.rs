@@ -11,7 +11,7 @@ mod vm;
 pub use bounded::{all, evict, first_control, limit};
 pub use vm::vm;
 
-use crate::cli::RunOptions;
+use crate::cli::{BoundOptions, RunOptions};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
@@ -45,7 +45,7 @@ const TIMES: u64 = 4;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
-    let (status, ()) = execute(options, |_| Ok(()), |_| ())?;
+    let (status, ()) = execute(&options.program, &options.bound, |_| Ok(()), |_| ())?;
     end(status)
 }
 
@@ -58,18 +58,19 @@ fn end(status: ExitStatus) -> ! {
 /// Runs the program to its end. `fits` is given the number of bytes that the stores have room for,
 /// and may refuse the program. `begun` is given the program's process.
 fn execute<T>(
-    options: &RunOptions,
+    program: &[OsString],
+    bound: &BoundOptions,
     fits: impl FnOnce(u64) -> Result<(), Failure>,
     begun: impl FnOnce(&Child) -> T,
 ) -> Result<(ExitStatus, T), Failure> {
-    let (name, arguments) = options.program.split_first().expect("clap wants one at least");
+    let (name, arguments) = program.split_first().expect("clap wants one at least");
     let path = program::find(name)?;
     program::check(&path)?;
     let object = object()?;
     weir_pager::probe().map_err(|error| Failure::Failed(chain(&error)))?;
     // A signal that ends the program ends this process after it.
     let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
-    let daemon = Daemon::start(options)?;
+    let daemon = Daemon::start(bound)?;
     fits(daemon.room)?;
     // From here on this process becomes the parent of each descendant whose own parent ends.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
@@ -77,7 +78,7 @@ fn execute<T>(
         .arg0(name)
         .args(arguments)
         .env("LD_PRELOAD", preload(&object))
-        .env("WEIR_RUN_RESIDENT", options.resident.0.to_string())
+        .env("WEIR_RUN_RESIDENT", bound.resident.0.to_string())
         .env("WEIR_RUN_DIRECTORY", &daemon.directory)
         .env("WEIR_RUN_PARENT", std::process::id().to_string())
         .spawn()
@@ -195,7 +196,7 @@ fn relay(messages: &UnixDatagram) {
 }
 
 impl Daemon {
-    fn start(options: &RunOptions) -> Result<Self, Failure> {
+    fn start(bound: &BoundOptions) -> Result<Self, Failure> {
         let directory = std::env::temp_dir().join(format!("{DIRECTORY}{}", std::process::id()));
         // A killed run with the same process number may have left the directory.
         let _ = fs::remove_dir_all(&directory);
@@ -206,20 +207,20 @@ impl Daemon {
         let unmade = |path: &Path, error: io::Error| Failure::Failed(format!("{}: {error}", path.display()));
         let ledger = daemon.directory.join(directory::LEDGER);
         let promise = Ledger::create(&ledger).map_err(|error| unmade(&ledger, error))?;
-        let default = [StoreUrl::Host { size: weir_core::ByteSize(options.resident.0 * TIMES) }];
-        let stores = if options.store.is_empty() { &default[..] } else { &options.store };
+        let default = [StoreUrl::Host { size: weir_core::ByteSize(bound.resident.0 * TIMES) }];
+        let stores = if bound.store.is_empty() { &default[..] } else { &bound.store };
         let control = daemon.directory.join(directory::CONTROL);
         let mut command = Command::new("/proc/self/exe");
         command.args(["serve", "--log", "warn"]);
         command.arg("--share").arg(daemon.share()).arg("--control").arg(&control);
         command.arg("--programs").arg(daemon.directory.join(directory::PROGRAMS));
-        if let Some(address) = &options.metrics {
+        if let Some(address) = &bound.metrics {
             command.args(["--metrics", &address.to_string()]);
         }
         for store in stores {
             command.args(["--store", &store.to_string()]);
         }
-        if keeps(options.keeper, stores)? {
+        if keeps(bound.keeper, stores)? {
             command.arg("--keeper");
         }
         // A terminal's signals are meant for the program, which may handle them and run on. So the

@@ -8,7 +8,7 @@ mod memory;
 mod qemu;
 
 use super::{TIMES, end, execute};
-use crate::cli::{RunOptions, VmOptions};
+use crate::cli::VmOptions;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::path::Path;
@@ -28,7 +28,8 @@ const BESIDE: u64 = 256 << 20;
 
 /// Runs QEMU to its end, and ends with its exit status.
 pub fn vm(options: VmOptions) -> Result<(), Failure> {
-    let VmOptions { resident, mut store, metrics, keeper, qemu } = options;
+    let VmOptions { mut bound, qemu } = options;
+    let resident = bound.resident;
     let name = Path::new(&qemu[0]);
     if !qemu::is_qemu(name) {
         return Err(Failure::Failed(format!(
@@ -38,9 +39,9 @@ pub fn vm(options: VmOptions) -> Result<(), Failure> {
     }
     let guest = qemu::read(&qemu[1..])
         .map_err(|(option, why)| Failure::Failed(format!("{option} cannot be bounded: {why}")))?;
-    if store.is_empty() {
+    if bound.store.is_empty() {
         let size = ByteSize((guest.most + BESIDE).max(resident.0 * TIMES));
-        store.push(StoreUrl::Host { size });
+        bound.store.push(StoreUrl::Host { size });
     }
     let fits = |room: u64| {
         let lacking = guest.most.saturating_sub(resident.0.saturating_add(room));
@@ -55,8 +56,7 @@ pub fn vm(options: VmOptions) -> Result<(), Failure> {
             ))),
         }
     };
-    let run = RunOptions { resident, store, metrics, keeper, program: qemu };
-    let (status, watch) = execute(&run, fits, |child| watch(child, guest.at_start))?;
+    let (status, watch) = execute(&qemu, &bound, fits, |child| watch(child, guest.at_start))?;
     match watch.join() {
         Ok(Some(why)) => Err(Failure::Failed(format!("the virtual machine was ended: {why}"))),
         _ => end(status),
