@@ -45,6 +45,10 @@ pub struct Block {
     /// as the pager knows. The pager writes the block out only once they are removed: otherwise
     /// their old content would come back.
     pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
+    /// A bit for each page that is not mapped any more. A block with such holes has only single
+    /// pages: its state is `Stored`. Other memory may be mapped into a hole later. `None`: no
+    /// holes.
+    pub holes: Option<Box<[u64; BLOCK_PAGES / 64]>>,
 }
 
 impl Block {
@@ -54,6 +58,10 @@ impl Block {
 
     pub fn count_there(&self) -> usize {
         self.there.iter().map(|pages| pages.count_ones() as usize).sum()
+    }
+
+    pub fn is_hole(&self, page: usize) -> bool {
+        self.holes.as_ref().is_some_and(|holes| holes[page / 64] >> (page % 64) & 1 != 0)
     }
 
     pub fn is_zero(&self, page: usize) -> bool {
@@ -112,6 +120,7 @@ impl Blocks {
             there: [0; BLOCK_PAGES / 64],
             run: (0, 0),
             ending: None,
+            holes: None,
         };
         let id = match self.unused.pop() {
             Some(id) => {

@@ -177,7 +177,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         while ready < READY_MAX
             && let Some(at) = self.wanted.pop_front()
         {
-            let is_whole = |block: &Block| block.state == State::Stored && block.count_there() == 0;
+            let is_whole = |block: &Block| {
+                block.state == State::Stored && block.count_there() == 0 && block.holes.is_none()
+            };
             let id = self.blocks.at(at).filter(|&id| is_whole(self.blocks.get(id)));
             if let Some((id, slot)) = id.zip(self.find(Slot::Free)) {
                 self.slots[slot] = Slot::Busy;

@@ -454,6 +454,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.kernel.pages_mut(at, BLOCK_PAGES).as_flattened_mut().fill(0);
                 slot
             }
+            State::Stored if self.blocks.get(id).holes.is_some() => return self.bring_around_holes(id),
             State::Stored => {
                 let slot = self.frame_now()?;
                 count(&self.shared.counters.reads, 1);
@@ -480,6 +481,26 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.forget_singles(id, 0..BLOCK_PAGES);
         self.policy.came(id);
         self.may_spare_room = true;
+        Ok(())
+    }
+
+    /// Brings every page of a block with holes.
+    fn bring_around_holes(&mut self, id: u32) -> Result<(), Changed> {
+        for page in 0..BLOCK_PAGES {
+            let block = self.blocks.get(id);
+            if block.is_hole(page) || block.is_there(page) {
+                continue;
+            }
+            if !self.bring_single(id, page)? {
+                let slot = self.frame_now()?;
+                let block = self.blocks.get(id).clone();
+                let is_mapped = |address: usize| !block.is_hole((address - block.at) / PAGE_SIZE);
+                self.lose(id, slot, |address| is_mapped(address).then_some(address));
+                // A page that is mapped into a hole later is not lost.
+                self.forget(id);
+                return Ok(());
+            }
+        }
         Ok(())
     }
 

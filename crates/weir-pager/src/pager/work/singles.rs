@@ -29,6 +29,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn is_single(&mut self, id: u32, page: usize, stride: Option<i64>) -> bool {
         let blocks = self.blocks.len();
         let block = self.blocks.get_mut(id);
+        if block.holes.is_some() {
+            return true;
+        }
         let (last, run) = block.run;
         let run = if page == last + 1 { run + 1 } else { 0 };
         block.run = (page, run);
@@ -57,7 +60,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let block = blocks.get_mut(id);
         let at = block.at + page * PAGE_SIZE;
         let brought = match block.room {
-            _ if block.is_there(page) => Err(Errno::EXIST),
+            _ if block.is_there(page) && !block.is_zero(page) => Err(Errno::EXIST),
             _ if block.is_zero(page) => kernel.zero(at, PAGE_SIZE).map_err(|stopped| stopped.why),
             Some(room) if store.read(room + page as u64, kernel.pages_mut(*single, 1)).is_ok() => {
                 count(&shared.counters.singles, 1);
@@ -69,6 +72,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         match brought {
             Ok(()) => {
+                // What is mapped into a hole belongs to the block again.
+                if let Some(holes) = &mut block.holes {
+                    holes[page / 64] &= !(1 << (page % 64));
+                }
+                if block.is_there(page) {
+                    return Ok(true);
+                }
                 block.there[page / 64] |= 1 << (page % 64);
                 if let Some(ending) = &mut block.ending {
                     ending[page / 64] &= !(1 << (page % 64));

@@ -8,10 +8,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
             Event::Unmap(start, end) => {
-                self.forget_all(start, end);
+                self.unmapped(start, end);
                 order::forget(&mut self.left_out, start..end);
             }
             Event::Remap(from, to, bytes) => {
+                self.fill_holes(from, to, bytes);
                 // Nothing is there, unless an event is missing.
                 self.forget_all(to, to + bytes);
                 // The spans change first, since the pager may read and order further events below.
@@ -31,6 +32,120 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.record(to, to + bytes);
             }
         }
+    }
+
+    /// Handles the event that the program has unmapped `start..end`. A block of which a part stays
+    /// keeps that part, page by page.
+    fn unmapped(&mut self, start: usize, end: usize) {
+        self.forget_span(start, end);
+        for edge in [start, end] {
+            let Some(id) = self.blocks.at(edge) else { continue };
+            let at = self.blocks.get(id).at;
+            if at != edge && (at < start || at + BLOCK > end) {
+                self.punch(id, start.max(at), end.min(at + BLOCK));
+            }
+        }
+        let mut from = start;
+        while from < end
+            && let Some(id) = self.blocks.first_in(from, end)
+        {
+            let at = self.blocks.get(id).at;
+            if start <= at && at + BLOCK <= end {
+                self.forget(id);
+            }
+            from = at + BLOCK;
+        }
+    }
+
+    /// Makes a hole in a block: its pages in `start..end` are unmapped. The other pages become
+    /// single pages.
+    fn punch(&mut self, id: u32, start: usize, end: usize) {
+        while matches!(self.blocks.get(id).state, State::Filling(_)) && self.filling.is_some() {
+            self.fill();
+        }
+        self.drop_copy(id);
+        let at = self.blocks.get(id).at;
+        let place = |address: usize| (!(start..end).contains(&address)).then_some(address);
+        let has_content = !matches!(self.blocks.get(id).state, State::Empty | State::Lost);
+        if has_content && self.blocks.get(id).room.is_none() && !self.is_broken {
+            let room = self.store.claim();
+            self.rooms += usize::from(room.is_some());
+            self.blocks.get_mut(id).room = room;
+        }
+        if !has_content || self.blocks.get(id).room.is_none() {
+            // Its pages stay in place for good.
+            return self.dissolve(id, place);
+        }
+        if let State::Writing(slot) | State::Back(slot) = self.blocks.get(id).state {
+            for address in (at..at + BLOCK).step_by(PAGE_SIZE) {
+                if let Some(to) = place(address) {
+                    self.copy_in(to, self.slot(slot) + (address - at));
+                }
+            }
+            self.writing = self.writing.filter(|writing| writing.id != id);
+            self.leave(slot);
+            self.to_singles(id);
+        } else if self.blocks.get(id).state == State::Resident {
+            self.policy.went(id);
+            self.to_singles(id);
+        }
+        let gone = (start - at) / PAGE_SIZE..(end - at) / PAGE_SIZE;
+        self.forget_singles(id, gone.clone());
+        let block = self.blocks.get_mut(id);
+        gone.clone().for_each(|page| block.set_zero(page, true));
+        let holes = block.holes.get_or_insert_default();
+        gone.for_each(|page| holes[page / 64] |= 1 << (page % 64));
+        if holes.iter().all(|pages| *pages == u64::MAX) {
+            self.forget(id);
+        }
+    }
+
+    /// Dissolves the blocks into whose holes memory moves. Other pages of such a block may be among
+    /// that memory.
+    fn fill_holes(&mut self, from: usize, to: usize, bytes: usize) {
+        for edge in [to, to + bytes - 1] {
+            let has_holes = |id: &u32| self.blocks.get(*id).holes.is_some();
+            if let Some(id) = self.blocks.at(edge).filter(has_holes) {
+                self.dissolve(id, |address| match (from..from + bytes).contains(&address) {
+                    true => Some(address - from + to),
+                    false => (!(to..to + bytes).contains(&address)).then_some(address),
+                });
+            }
+        }
+    }
+
+    /// Makes a block whole again whose holes have all been mapped anew.
+    fn close_holes(&mut self, id: u32) {
+        if let Some(holes) = self.blocks.get_mut(id).holes.take() {
+            self.find_singles(id, |page| holes[page / 64] >> (page % 64) & 1 != 0);
+        }
+    }
+
+    /// Turns a block that is in place into single pages.
+    fn to_singles(&mut self, id: u32) {
+        let block = self.blocks.get_mut(id);
+        block.state = State::Stored;
+        block.zeros = [u64::MAX; BLOCK_PAGES / 64];
+        self.find_singles(id, |_| true);
+    }
+
+    /// Notes which of these pages of a block are in place. The store has none of them. So each is
+    /// marked as zeros: if it is not in place after all, it has no content.
+    fn find_singles(&mut self, id: u32, is_asked: impl Fn(usize) -> bool) {
+        let Work { kernel, blocks, singles, singles_there, .. } = self;
+        let block = blocks.get_mut(id);
+        let at = block.at;
+        let _ = kernel.populated(at, at + BLOCK, |start, end| {
+            for page in (start - at) / PAGE_SIZE..(end - at) / PAGE_SIZE {
+                let is_ending =
+                    block.ending.as_ref().is_some_and(|ending| ending[page / 64] >> (page % 64) & 1 != 0);
+                if is_asked(page) && !is_ending && !block.is_there(page) {
+                    block.there[page / 64] |= 1 << (page % 64);
+                    *singles_there += 1;
+                    singles.push_back((id, page as u32));
+                }
+            }
+        });
     }
 
     fn forget_all(&mut self, start: usize, end: usize) {
@@ -63,6 +178,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.fill();
         }
         let at = self.blocks.get(id).at;
+        let was = self.blocks.get(id).clone();
+        let place = |address: usize| {
+            let is_hole = was.is_hole((address - at) / PAGE_SIZE);
+            if is_hole { None } else { place(address) }
+        };
         let slot = match self.blocks.get(id).state {
             State::Writing(slot) | State::Ready(slot) | State::Back(slot) => Some(slot),
             State::Stored => {
@@ -137,7 +257,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         match self.blocks.get(id).state {
             State::Empty | State::Lost => {}
-            State::Stored if is_whole => {
+            State::Stored if is_whole && self.blocks.get(id).holes.is_none() => {
                 self.release_room(id);
                 self.blocks.get_mut(id).state = State::Empty;
             }
@@ -284,9 +404,19 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// there is no record yet. Only a block with a record can be moved out. A block at an end of
     /// the range may also have pages of its span that lie outside of the range.
     fn record(&mut self, start: usize, end: usize) {
-        let Work { kernel, blocks, policy, spans, .. } = self;
-        let Some((&first, &last)) = spans.range(..=start).next_back() else { return };
+        let Some((&first, &last)) = self.spans.range(..=start).next_back() else { return };
         let (from, to) = (first.max(start / BLOCK * BLOCK), last.min(end.next_multiple_of(BLOCK)));
+        let mut next = from;
+        while next < to
+            && let Some(id) = self.blocks.first_in(next, to)
+        {
+            let at = self.blocks.get(id).at;
+            if first <= at && at + BLOCK <= last {
+                self.close_holes(id);
+            }
+            next = at + BLOCK;
+        }
+        let Work { kernel, blocks, policy, .. } = self;
         let _ = kernel.populated(from, to, |begin, end| {
             let mut at = begin / BLOCK * BLOCK;
             while at < end {
@@ -403,6 +533,38 @@ mod tests {
         assert_eq!([new, old, other].map(|at| work.blocks.at(at)), [Some(ids[0]), Some(ids[1]), None]);
         let spans: Vec<(usize, usize)> = work.spans.clone().into_iter().collect();
         assert_eq!(spans, [(old, old + BLOCK), (new, new + BLOCK)]);
+    }
+
+    #[test]
+    fn what_stays_of_a_block_is_moved_out_page_by_page_and_is_whole_again_once_its_hole_is_mapped() {
+        let (mut work, first) = work_at_rest();
+        let (hole, end) = (first + 100, first + BLOCK_PAGES);
+        work.kernel.world.map(first, end);
+        work.kernel.register(address(first), address(end)).unwrap();
+        work.add_span(address(first), address(end));
+        for page in first..end {
+            work.kernel.world.come(page, page as u64);
+        }
+        let id = work.blocks.add(address(first), State::Resident);
+        work.policy.came(id);
+        work.kernel.world.take_areas(hole, end);
+        (hole..end).for_each(|page| work.kernel.world.go(page));
+        work.apply(Event::Unmap(address(hole), address(end)));
+        assert_eq!((work.frames(), work.singles_there, work.rooms), (1, 100, 1), "it counts");
+        while work.write_singles() {}
+        assert_eq!((work.frames(), work.singles_there), (0, 0));
+        assert!((first..hole).all(|page| !work.kernel.world.is_something(page)), "all of it is out");
+        work.kernel.world.map(hole, end);
+        work.kernel.register(address(hole), address(end)).unwrap();
+        work.adopt(address(hole), address(end)).unwrap();
+        assert!(work.blocks.get(id).holes.is_none());
+        work.bring(id).unwrap();
+        for page in first..end {
+            assert_eq!(work.kernel.world.word(page), if page < hole { page as u64 } else { 0 });
+        }
+        work.apply(Event::Unmap(address(first), address(hole)));
+        work.apply(Event::Unmap(address(hole), address(end)));
+        assert_eq!((work.blocks.len(), work.rooms), (0, 0), "nothing is left of it");
     }
 
     #[test]
