@@ -66,8 +66,8 @@ pub(crate) trait Kernel {
     /// mappings cannot be read.
     fn read_mappings(&mut self, mappings: &mut Vec<Mapping>) -> bool;
 
-    /// A value that changes whenever memory is mapped or unmapped.
-    fn address_space(&mut self) -> [u8; 24];
+    /// The size of this process's memory.
+    fn size(&mut self) -> Size;
 
     /// Pages of this thread's own memory, for reading. All of them have memory, and no other thread
     /// uses them.
@@ -82,6 +82,15 @@ pub(crate) trait Kernel {
 
     /// The time since a fixed moment.
     fn now(&self) -> Duration;
+}
+
+/// The size of a process's memory, in pages.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Size {
+    /// Pages of the address space. This number changes whenever memory is mapped or unmapped.
+    pub mapped: usize,
+    /// Anonymous pages in memory.
+    pub anonymous: usize,
 }
 
 /// The kernel of this machine.
@@ -198,14 +207,15 @@ impl Kernel for System {
         self.maps.read().map(|found| mappings.extend(found)).is_ok()
     }
 
-    fn address_space(&mut self) -> [u8; 24] {
-        let mut text = [0; 24];
+    fn size(&mut self) -> Size {
+        let mut text = [0; 128];
         let read = self.size.read_at(&mut text, 0).unwrap_or(0);
-        // `/proc/self/statm` begins with the size of the address space in pages. Keep that number
-        // alone.
-        let size = text[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
-        text[size..].fill(0);
-        text
+        // `/proc/self/statm`: all pages of the address space, those in memory, and of the latter
+        // those of files.
+        let words = str::from_utf8(&text[..read]).unwrap_or_default().split_ascii_whitespace();
+        let mut numbers = words.map(|word| word.parse().unwrap_or(0));
+        let [mapped, there, files] = [(); 3].map(|()| numbers.next().unwrap_or(0));
+        Size { mapped, anonymous: there.saturating_sub(files) }
     }
 
     fn pages(&self, at: usize, count: usize) -> &[PageBytes] {

@@ -3,7 +3,7 @@
 
 use super::program::Program;
 use super::world::{BASE, OWN, World, address, page_of};
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, Size};
 use crate::maps::Mapping;
 use crate::uffd::{Event, Stopped};
 use crate::{BLOCK_PAGES, Error};
@@ -280,11 +280,11 @@ impl Kernel for Machine {
         true
     }
 
-    fn address_space(&mut self) -> [u8; 24] {
-        let pages: usize = self.world.areas.iter().map(|(start, area)| area.end - start).sum();
-        let mut number = [0; 24];
-        number[..8].copy_from_slice(&pages.to_ne_bytes());
-        number
+    fn size(&mut self) -> Size {
+        Size {
+            mapped: self.world.areas.iter().map(|(start, area)| area.end - start).sum(),
+            anonymous: self.world.entries.iter().filter(|entry| entry.is_there).count(),
+        }
     }
 
     fn pages(&self, at: usize, count: usize) -> &[PageBytes] {

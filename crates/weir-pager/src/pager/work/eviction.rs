@@ -28,15 +28,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
     fn report(&self) -> Report {
         let counters = &self.shared.counters;
         let of = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
         let store = match (self.is_broken, self.is_full) {
             (true, _) => Report::FAILED,
             (false, true) => Report::FULL,
             _ => 0,
         };
         Report {
-            limit: (self.limit() as u64).saturating_mul(BLOCK as u64),
-            resident: ((self.policy.len() + slots) * BLOCK + self.singles_there * PAGE_SIZE) as u64,
+            limit: (self.shared.limit.load(Ordering::Relaxed) as u64).saturating_mul(BLOCK as u64),
+            resident: (self.managed() * PAGE_SIZE) as u64,
             blocks: self.policy.len() as u64,
             singles: self.singles_there as u64,
             stored: (self.rooms * BLOCK) as u64,

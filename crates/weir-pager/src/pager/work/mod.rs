@@ -37,6 +37,11 @@ const TRIES: usize = 16;
 const WINDOW: usize = 16;
 /// Longest wait for an event. Without it, the order of the events that were read is not certain.
 const PAUSE: Duration = Duration::from_micros(20);
+/// The limit divided by this number is what managed memory may take in any case, however much
+/// memory is not managed.
+const LEAST_SHARE: usize = 4;
+/// The least number of blocks that the pager needs to work with.
+const LEAST: usize = 4;
 /// Time between two looks for new memory.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
@@ -86,8 +91,11 @@ pub(super) struct Work<K: Kernel, S> {
     mappings: Vec<Mapping>,
     mappings_of_now: Vec<Mapping>,
     looked: Duration,
-    /// The size of the address space at the last search for new memory.
-    seen: [u8; 24],
+    /// Pages of the address space at the last search for new memory.
+    seen: usize,
+    /// Anonymous pages in memory that are not managed, when the pager looked last. They count
+    /// against the limit.
+    beside: usize,
     blocks: Blocks,
     /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
@@ -184,7 +192,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             scope,
             shared,
             looked,
-            seen: [0; 24],
+            seen: 0,
+            beside: 0,
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
             left_out: BTreeMap::new(),

@@ -213,15 +213,24 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.slots[slot] = Slot::Vacant;
     }
 
+    /// The number of frames that managed memory may have: the limit without the memory that is not
+    /// managed.
     pub(super) fn limit(&self) -> usize {
-        self.shared.limit.load(Ordering::Relaxed)
+        let limit = self.shared.limit.load(Ordering::Relaxed);
+        let least = (limit / LEAST_SHARE).max(LEAST).min(limit);
+        limit.saturating_sub(self.beside.div_ceil(BLOCK_PAGES)).max(least)
     }
 
     /// Memory in use, in frames of a block's size: the blocks in place, the slots that have memory,
     /// and the single pages in place.
     pub(super) fn frames(&self) -> usize {
+        self.managed().div_ceil(BLOCK_PAGES)
+    }
+
+    /// Pages of managed memory in use.
+    pub(super) fn managed(&self) -> usize {
         let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
-        self.policy.len() + slots + self.singles_there.div_ceil(BLOCK_PAGES)
+        (self.policy.len() + slots) * BLOCK_PAGES + self.singles_there
     }
 
     pub(super) fn is_above(&self) -> bool {

@@ -326,12 +326,19 @@ impl<K: Kernel, S: Store> Work<K, S> {
         before.is_some_and(|(_, &end)| block + BLOCK <= end)
     }
 
-    /// Looks for new memory if the size of the address space has changed since the last look.
+    /// Looks for new memory if the size of the address space has changed since the last look. Then
+    /// counts the memory that is not managed.
     pub(super) fn look_if_changed(&mut self) {
         self.looked = self.kernel.now();
-        let now = self.kernel.address_space();
-        if now != self.seen && self.look().is_ok() {
-            self.seen = now;
+        let mapped = self.kernel.size().mapped;
+        if mapped != self.seen {
+            if self.look().is_err() {
+                return;
+            }
+            self.seen = mapped;
+        }
+        if self.scope == Scope::Process {
+            self.beside = self.kernel.size().anonymous.saturating_sub(self.managed());
         }
     }
 
@@ -442,7 +449,28 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{address, work_at_rest};
+    use crate::pager::simulator::{Machine, Simulated, address, work_at_rest};
+
+    #[test]
+    fn memory_that_is_not_managed_counts_against_the_limit_and_leaves_a_quarter_of_it() {
+        let (mut work, first) = work_at_rest();
+        work.shared.limit.store(24, Ordering::Relaxed);
+        work.look_if_changed();
+        assert_eq!(work.limit(), 24);
+        work.scope = Scope::Process;
+        work.kernel.world.map(first, first + 40 * BLOCK_PAGES);
+        work.excluded.push((address(first), address(first + 40 * BLOCK_PAGES)));
+        let there = |work: &mut Work<Machine, Simulated>, blocks: usize| {
+            (first..first + blocks * BLOCK_PAGES).for_each(|page| work.kernel.world.come(page, 7));
+            work.look_if_changed();
+            work.limit()
+        };
+        assert_eq!([0, 3, 18, 30].map(|blocks| there(&mut work, blocks)), [24, 21, 6, 6]);
+        // What is managed does not count twice.
+        work.policy.came(work.blocks.add(address(first), State::Resident));
+        work.kernel.world.entries.iter_mut().for_each(|entry| entry.is_there = false);
+        assert_eq!(there(&mut work, 3), 22);
+    }
 
     #[test]
     fn what_the_program_leaves_out_of_its_forks_stays_in_the_store_and_moves_with_its_memory() {
