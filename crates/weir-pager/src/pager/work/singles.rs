@@ -72,7 +72,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         match brought {
             Ok(()) => {
-                // What is mapped into a hole belongs to the block again.
+                // Memory that is mapped into a hole belongs to the block again.
                 if let Some(holes) = &mut block.holes {
                     holes[page / 64] &= !(1 << (page % 64));
                 }

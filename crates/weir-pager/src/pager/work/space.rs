@@ -466,7 +466,7 @@ mod tests {
             work.limit()
         };
         assert_eq!([0, 3, 18, 30].map(|blocks| there(&mut work, blocks)), [24, 21, 6, 6]);
-        // What is managed does not count twice.
+        // Managed memory does not count twice.
         work.policy.came(work.blocks.add(address(first), State::Resident));
         work.kernel.world.entries.iter_mut().for_each(|entry| entry.is_there = false);
         assert_eq!(there(&mut work, 3), 22);
