@@ -84,10 +84,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             self.writing = self.writing.filter(|writing| writing.id != id);
             self.leave(slot);
-            self.to_singles(id);
+            self.take_apart(id);
         } else if self.blocks.get(id).state == State::Resident {
             self.policy.went(id);
-            self.to_singles(id);
+            self.take_apart(id);
         }
         let gone = (start - at) / PAGE_SIZE..(end - at) / PAGE_SIZE;
         self.forget_singles(id, gone.clone());
@@ -122,7 +122,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Turns a block that is in place into single pages.
-    fn to_singles(&mut self, id: u32) {
+    fn take_apart(&mut self, id: u32) {
         let block = self.blocks.get_mut(id);
         block.state = State::Stored;
         block.zeros = [u64::MAX; BLOCK_PAGES / 64];
@@ -190,7 +190,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 if self.read(id, slot, 0, BLOCK_PAGES) {
                     Some(slot)
                 } else {
-                    self.lose(id, slot, &place);
+                    self.lose(id, slot, place);
                     None
                 }
             }
