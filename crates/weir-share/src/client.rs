@@ -14,6 +14,7 @@ use weir_lease::{BATCH_REFERENCES_MAX, Token, TokenRange};
 
 use crate::area::{Area, Layout, Ring, Window};
 use crate::socket::{receive, send, take_rings};
+use crate::turn::Offers;
 use crate::wire::{
     Completed, Hello, NAME_BYTES_MAX, Op, Spot, Submission, VERSION, WELCOME_BYTES, WINDOWS_MAX, Welcome,
 };
@@ -156,6 +157,7 @@ pub struct Client {
     server_bell: OwnedFd,
     pages: u64,
     spin: Duration,
+    offers: Offers,
     submitted: u32,
     seen: u32,
     in_flight: u32,
@@ -249,6 +251,7 @@ impl Client {
             server_bell,
             pages: welcome.pages,
             spin: options.spin,
+            offers: Offers::default(),
             submitted: 0,
             seen: 0,
             in_flight: 0,
@@ -490,12 +493,12 @@ impl Client {
                 }
                 std::hint::spin_loop();
             }
-            if begun.elapsed() >= self.spin {
+            if begun.elapsed() >= self.spin || self.offers.is_crowded() {
                 break;
             }
-            // Give up the CPU: the scheduler often wakes the server on its client's CPU, where the
+            // Offer the CPU: the scheduler often wakes the server on its client's CPU, where the
             // server must wait for this thread.
-            std::thread::yield_now();
+            self.offers.offer();
         }
         loop {
             self.area.client_asleep().store(1, Ordering::Relaxed);

@@ -25,8 +25,8 @@ use weir_core::Rest;
 use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_request::Requests;
-use weir_share::Layout;
 use weir_share::wire::{HELLO_BYTES, Hello, NAME_BYTES_MAX, VERSION, WINDOWS_MAX, Welcome};
+use weir_share::{Layout, Offers, short_turns};
 use weir_store::OpenError;
 use weir_volume::{Lane, Pool, Volume};
 
@@ -313,7 +313,8 @@ impl Porter {
     }
 
     fn run(mut self, stop: &AtomicBool) {
-        let (mut last_work, mut rest) = (Instant::now(), Rest::default());
+        let (mut last_work, mut rest, mut offers) = (Instant::now(), Rest::default(), Offers::default());
+        short_turns();
         let mut rounds = 0;
         while !stop.load(Ordering::Acquire) {
             if self.serve() {
@@ -322,12 +323,12 @@ impl Porter {
             } else if rounds % YIELD == 0 {
                 // A client may be waiting for this very CPU, so let it run. The scheduler likes to
                 // wake a client on its server's CPU.
-                std::thread::yield_now();
+                offers.offer();
             } else {
                 std::hint::spin_loop();
             }
             rounds += 1;
-            let idle = last_work.elapsed() >= self.spin;
+            let idle = last_work.elapsed() >= self.spin || offers.is_crowded();
             if idle && !self.requests.must_poll() {
                 self.sleep();
                 // A client that rang is served before the next sleep, and its request begins a new
