@@ -10,7 +10,7 @@ fuzz_target!(|bytes: &[u8]| {
         assert_eq!(hello.encode(), bytes);
     }
     if let Some(welcome) = Welcome::decode(bytes) {
-        assert_eq!(welcome.encode()[..36], bytes[..36]);
+        assert_eq!(welcome.encode()[..40], bytes[..40]);
     }
     for entry in bytes.chunks_exact(32) {
         let words: [u64; 4] =

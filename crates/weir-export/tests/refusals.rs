@@ -1,5 +1,6 @@
 //! The refusals of servers and of clients, in the words that people read.
 
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketType, accept, bind, listen, recv, socket};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
@@ -11,7 +12,7 @@ use std::time::Duration;
 use weir_core::log::{Level, to_stderr};
 use weir_export::{fuse, nbd, share, ublk};
 use weir_share::wire::{VERSION, Welcome};
-use weir_share::{Client, Error, Options, send};
+use weir_share::{Area, Client, Error, Layout, Options, send};
 use weir_store::Host;
 use weir_volume::Volume;
 
@@ -26,18 +27,17 @@ fn path(name: &str) -> PathBuf {
     path
 }
 
-/// Answers one client's greeting with `answer` and as many descriptors, and hangs up. Without an
+/// Answers one client's greeting with `answer` and these descriptors, and hangs up. Without an
 /// answer it only hangs up.
-fn share_server(path: &Path, answer: Option<Vec<u8>>, descriptors: usize) {
+fn share_server(path: &Path, answer: Option<Vec<u8>>, descriptors: Vec<OwnedFd>) {
     let server: OwnedFd = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
     bind(&server, &SocketAddrUnix::new(path).unwrap()).unwrap();
     listen(&server, 1).unwrap();
     thread::spawn(move || {
         let client = accept(&server).unwrap();
         recv(&client, &mut [0; 256], RecvFlags::empty()).unwrap();
-        // A file that is no memory.
-        let null = std::fs::File::open("/dev/null").unwrap();
-        answer.inspect(|answer| send(&client, answer, &vec![null.as_fd(); descriptors]).unwrap());
+        let fds: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+        answer.inspect(|answer| send(&client, answer, &fds).unwrap());
     });
 }
 
@@ -59,8 +59,10 @@ fn a_share_client_waits_for_a_server_that_stands_still_only_as_long_as_it_is_tol
 
 #[test]
 fn a_share_client_says_what_is_wrong_with_its_server() {
-    let refusal = Welcome { version: 7, status: -16, frames: 0, entries: 0, pages: 0, windows: 0 };
-    let welcome = Welcome { version: VERSION, status: 0, frames: 8, entries: 8, pages: 64, windows: 0 };
+    let refusal =
+        Welcome { version: 7, status: -16, frames: 0, entries: 0, pages: 0, windows: 0, run_most: 0 };
+    let welcome =
+        Welcome { version: VERSION, status: 0, frames: 8, entries: 8, pages: 64, windows: 0, run_most: 0 };
     for (name, answer, descriptors, words) in [
         ("refuses", Some(refusal.encode().to_vec()), 0, "the share server (format 7) refuses: "),
         ("nonsense", Some(b"hello".to_vec()), 0, "the share server's greeting makes no sense"),
@@ -68,7 +70,9 @@ fn a_share_client_says_what_is_wrong_with_its_server() {
         ("fails", Some(welcome.encode().to_vec()), 2, "the share connection failed"),
     ] {
         let path = path(name);
-        share_server(&path, answer, descriptors);
+        // A file that is no memory.
+        let null = || std::fs::File::open("/dev/null").unwrap().into();
+        share_server(&path, answer, (0..descriptors).map(|_| null()).collect());
         let error = Client::connect(&path, Options::default()).unwrap_err().to_string();
         std::fs::remove_file(&path).unwrap();
         assert!(error.starts_with(words), "{error}");
@@ -81,12 +85,21 @@ fn a_share_client_says_what_is_wrong_with_its_server() {
         ("a", "the share server is of an earlier version, which serves its own volume alone"),
         ("", "the share server (format 2) refuses: "),
     ] {
-        let answer = Welcome { version: VERSION, status, frames: 0, entries: 0, pages: 0, windows: 0 };
-        share_server(&path, Some(answer.encode().to_vec()), 0);
+        let answer =
+            Welcome { version: VERSION, status, frames: 0, entries: 0, pages: 0, windows: 0, run_most: 0 };
+        share_server(&path, Some(answer.encode().to_vec()), Vec::new());
         let error = Client::connect_to(&path, name, Options::default()).unwrap_err().to_string();
         std::fs::remove_file(&path).unwrap();
         assert!(error.starts_with(words), "{error}");
     }
+    let area = Area::create(Layout::new(8, 8).unwrap()).unwrap();
+    let bell = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+    let descriptors = vec![area.fd().unwrap().try_clone_to_owned().unwrap(), bell];
+    share_server(&path, Some(welcome.encode().to_vec()), descriptors);
+    let mut client = Client::connect(&path, Options::default()).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let error = client.take_frames(1, Duration::from_secs(1)).unwrap_err().to_string();
+    assert!(error.starts_with("the share server is of an earlier version, which knows no runs"), "{error}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use weir_core::log::{Level, to_stderr};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_export::share::{Config, Server};
-use weir_share::wire::{Hello, Op, Spot, Submission, VERSION, Welcome};
+use weir_share::wire::{Completed, Hello, Op, Spot, Submission, VERSION, Welcome};
 use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
 use weir_store::{Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
 use weir_volume::{Pool, Volume};
@@ -107,6 +107,112 @@ fn many_requests_under_way_all_end_and_leases_come_back_in_ranges() {
     client.submit().unwrap();
     eventually("the return of every lease", || server.stats().out() == 0);
     assert_eq!((server.stats().reads(), server.stats().refused()), (20_000, 0));
+}
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Sends the request that was made, and waits for its end.
+fn end(client: &mut Client) -> std::io::Result<()> {
+    client.submit().unwrap();
+    client.wait().unwrap().result.map(drop)
+}
+
+#[test]
+fn runs_of_pages_are_read_and_written_by_one_request_each() {
+    let server = server("runs", 2, 128);
+    let (mut client, mut other) = (connect(&server), connect(&server));
+    let frames = client.take_frames(100, MINUTE).unwrap();
+    let filled = |number: u64| if number.is_multiple_of(5) { [7; PAGE_SIZE] } else { page_of(number, 1) };
+    for (at, count) in [(0, 1), (3, 64), (36, 64), (99, 1), (20, 31)] {
+        let first = PAGES as usize - count - at;
+        let pages: Vec<PageBytes> = (first..first + count).map(|number| filled(number as u64)).collect();
+        client.copy_to_frames(&frames, at, &pages);
+        client.ask_write_run(1, first as u64, &frames, at as u32, count as u32).unwrap();
+        end(&mut client).unwrap();
+        for (number, page) in (first..).zip(&pages) {
+            let lease = other.read(number as u64).unwrap();
+            assert_eq!(other.page(&lease), page, "page {number}");
+            other.give(lease).unwrap();
+        }
+        client.copy_to_frames(&frames, at, &vec![[0xee; PAGE_SIZE]; count]);
+        let from = 100 - count;
+        client.ask_read_run(2, first as u64, &frames, from as u32, count as u32).unwrap();
+        end(&mut client).unwrap();
+        let mut read = vec![[0; PAGE_SIZE]; count];
+        client.copy_from_frames(&frames, from, &mut read);
+        assert!(read == pages, "{count} pages in frames {from} on");
+    }
+    let runs = 1 + 64 + 64 + 1 + 31;
+    assert_eq!((server.stats().writes(), server.stats().reads()), (runs, 2 * runs));
+}
+
+#[test]
+fn a_run_that_is_too_long_or_has_no_row_of_frames_is_refused_and_changes_nothing() {
+    let server = server("bad-runs", 2, 8);
+    let mut raw = Raw::connect(server.path());
+    let mut ask = |op, page, token, count| {
+        raw.push(Submission { op, tag: 9, page, token, count });
+        if op == Op::Give { None } else { Some(raw.next()) }
+    };
+    let reserve = |ask: &mut dyn FnMut(Op, u64, u32, u32) -> Option<Completed>| {
+        let completed = ask(Op::Reserve, 0, 0, 0).unwrap();
+        let Spot::Frame(frame) = completed.spot else { panic!("{completed:?}") };
+        (completed.token, frame)
+    };
+    let first: Vec<_> = (0..4).map(|_| reserve(&mut ask)).collect();
+    let (bad, wrong) = (rustix::io::Errno::BADF, rustix::io::Errno::INVAL);
+    let token = first[0].0;
+    // The two frames in the middle are given back and come again in another order.
+    ask(Op::Give, 0, token + 1, 2);
+    let status = ask(Op::WriteRun, 0, token, 2).unwrap().status;
+    assert_eq!(status, -bad.raw_os_error(), "the second frame is not held");
+    let swapped = [reserve(&mut ask), reserve(&mut ask)];
+    assert_eq!(swapped[1].0, swapped[0].0 + 1, "their tokens are a row");
+    assert_ne!(swapped[1].1, swapped[0].1 + 1, "the frames are none");
+    for op in [Op::ReadRun, Op::WriteRun] {
+        for (page, token, count, errno) in [
+            (0, swapped[0].0, 2, bad),
+            (0, token, 5, bad),
+            (0, token, 64, bad),
+            (0, u32::MAX, 2, bad),
+            (0, token, 0, wrong),
+            (0, token, 65, wrong),
+            (0, token, u32::MAX, wrong),
+            (u64::from(PAGES) - 1, token, 2, wrong),
+            (u64::from(PAGES), token, 1, wrong),
+            (u64::MAX, token, 2, wrong),
+        ] {
+            let completed = ask(op, page, token, count).unwrap();
+            assert_eq!((completed.tag, completed.status), (9, -errno.raw_os_error()), "{op:?} {count}");
+            assert_eq!(completed.spot, Spot::Nowhere);
+        }
+        assert_eq!(ask(op, 0, token, 1).unwrap().status, 0);
+    }
+    assert_eq!((server.stats().writes(), server.stats().violations()), (1, 0));
+}
+
+#[test]
+fn a_run_of_a_slow_store_fills_each_of_its_frames() {
+    let config = weir_volume::Config { pages: PAGES, lanes: 2, depth: 64 };
+    let store = Arc::new(Gated::new(config.slots()));
+    let volume = Volume::create(config, vec![Arc::clone(&store) as Arc<dyn Store>]).unwrap();
+    let server = Server::start(&volume, &Config::at(socket("slow")), to_stderr(Level::Warning)).unwrap();
+    let mut client = connect(&server);
+    let frames = client.take_frames(64, MINUTE).unwrap();
+    let pages: Vec<PageBytes> = (0..40).map(|number| page_of(number, 3)).collect();
+    client.copy_to_frames(&frames, 0, &pages);
+    client.ask_write_run(1, 5, &frames, 0, 40).unwrap();
+    end(&mut client).unwrap();
+    client.copy_to_frames(&frames, 0, &[[0xee; PAGE_SIZE]; 64]);
+    // The run begins with a page of zeros, which no store has.
+    client.ask_read_run(2, 4, &frames, 20, 41).unwrap();
+    client.submit().unwrap();
+    store.gate.open();
+    client.wait().unwrap().result.unwrap();
+    let mut read = vec![[0; PAGE_SIZE]; 64];
+    client.copy_from_frames(&frames, 0, &mut read);
+    assert!(read[20] == [0; PAGE_SIZE] && read[21..61] == pages[..]);
+    assert!(read[..20].iter().chain(&read[61..]).all(|page| *page == [0xee; PAGE_SIZE]));
 }
 
 #[test]
@@ -255,8 +361,11 @@ fn where_only_reading_is_allowed_a_write_is_refused() {
     let Error::Failed { source, .. } = client.write(0, &page_of(0, 1)).unwrap_err() else { panic!() };
     assert_eq!(source.raw_os_error(), Some(rustix::io::Errno::ROFS.raw_os_error()));
     client.ask_discard(0, 0, 1).unwrap();
-    client.submit().unwrap();
-    assert!(client.wait().unwrap().result.is_err());
+    assert!(end(&mut client).is_err());
+    let (mut other, read_only) = (connect(&server), rustix::io::Errno::ROFS.raw_os_error());
+    let frames = other.take_frames(2, MINUTE).unwrap();
+    other.ask_write_run(0, 0, &frames, 0, 2).unwrap();
+    assert_eq!(end(&mut other).unwrap_err().raw_os_error(), Some(read_only));
     let lease = client.read(0).unwrap();
     assert_eq!(client.page(&lease), &[0; PAGE_SIZE]);
     client.give(lease).unwrap();
@@ -307,6 +416,15 @@ impl Raw {
 
     fn push(&mut self, submission: Submission) {
         self.push_words(submission.encode());
+    }
+
+    /// Waits for the next completion, and takes it.
+    fn next(&self) -> Completed {
+        let area = self.area.as_ref().unwrap();
+        let seen = area.read(Ring::Completions).load(Ordering::SeqCst);
+        eventually("a completion", || area.written(Ring::Completions).load(Ordering::SeqCst) != seen);
+        area.read(Ring::Completions).store(seen + 1, Ordering::SeqCst);
+        Completed::decode(area.load(Ring::Completions, seen))
     }
 
     fn push_words(&mut self, words: [u64; 4]) {
@@ -658,16 +776,38 @@ impl Lane for GatedLane {
 
 #[test]
 fn a_write_of_a_client_that_has_gone_is_never_published() {
+    leave_a_write(false);
+}
+
+#[test]
+fn a_run_of_writes_of_a_client_that_has_gone_is_never_published() {
+    leave_a_write(true);
+}
+
+fn leave_a_write(is_run: bool) {
     let config = weir_volume::Config { pages: PAGES, lanes: 2, depth: 64 };
     let store = Arc::new(Gated::new(config.slots()));
     let volume = Volume::create(config, vec![Arc::clone(&store) as Arc<dyn Store>]).unwrap();
-    let server = Server::start(&volume, &Config::at(socket("late")), to_stderr(Level::Warning)).unwrap();
+    let server = Server::start(
+        &volume,
+        &Config::at(socket(if is_run { "late-run" } else { "late" })),
+        to_stderr(Level::Warning),
+    )
+    .unwrap();
     let mut first = connect(&server);
-    first.ask_frame(0).unwrap();
-    first.submit().unwrap();
-    let mut frame = first.wait().unwrap().result.unwrap().unwrap();
-    first.page_mut(&mut frame).unwrap()[..4].copy_from_slice(&HELD);
-    first.ask_write(1, 7, &frame).unwrap();
+    let mut held = page_of(7, 1);
+    held[..4].copy_from_slice(&HELD);
+    if is_run {
+        let frames = first.take_frames(2, MINUTE).unwrap();
+        first.copy_to_frames(&frames, 0, &[[9; PAGE_SIZE], held]);
+        first.ask_write_run(1, 6, &frames, 0, 2).unwrap();
+    } else {
+        first.ask_frame(0).unwrap();
+        first.submit().unwrap();
+        let mut frame = first.wait().unwrap().result.unwrap().unwrap();
+        *first.page_mut(&mut frame).unwrap() = held;
+        first.ask_write(1, 7, &frame).unwrap();
+    }
     first.submit().unwrap();
     let used = || volume.status().stores.iter().map(|store| u64::from(store.used)).sum::<u64>();
     eventually("the slot of the write", || used() == 1);

@@ -87,12 +87,13 @@ pub trait Store {
     /// Frees the room of a block.
     fn release(&mut self, first: u64);
 
-    /// Writes a page. `bytes` may be reused as soon as this returns.
+    /// Writes `pages` to the page `first` and the pages after it. `pages` may be reused as soon as
+    /// this returns.
     ///
     /// # Errors
-    /// Fails if the store can tell at once that it cannot keep the page. A later failure is an
-    /// error of [`settle`](Self::settle).
-    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()>;
+    /// Fails if the store can tell at once that it cannot keep a page. A later failure is an error
+    /// of [`settle`](Self::settle).
+    fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()>;
 
     /// Waits until every page that was written before is stored.
     ///

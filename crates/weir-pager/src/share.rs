@@ -5,16 +5,25 @@
 //! anew. It waits only for as long as `weir run` promises another daemon, and not for ever.
 
 use crate::{BLOCK_PAGES, Ledger, Store};
+use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use weir_core::PageBytes;
-use weir_share::{Client, Error, Lease, Options};
+use weir_core::{PAGE_SIZE, PageBytes};
+use weir_share::{Client, Error, Frames, Options};
 
-/// Number of the share connection's frames that are used for writes.
-const WRITE_FRAMES: usize = 128;
-/// Number of queued writes after which the daemon is told, so that it writes while more pages are
+/// Largest number of pages of one request. While the daemon handles a request, this end copies the
+/// pages of the next one.
+const RUN: usize = 32;
+/// Number of the connection's frames that are used for writes. They are used in a circle.
+const WRITE_FRAMES: usize = 4 * RUN;
+/// Number of requests for which a read has frames.
+const READS: usize = 4;
+/// Number of the connection's frames.
+pub(crate) const FRAMES: usize = WRITE_FRAMES + READS * RUN;
+/// Number of written pages after which the daemon is told, so that it writes while more pages are
 /// copied.
 const SUBMIT_EVERY: usize = 16;
 /// Longest wait for the next daemon.
@@ -24,34 +33,30 @@ const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Pause before the next attempt to connect.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// A connection to a daemon.
+/// A connection to a daemon. It has [`FRAMES`] frames, through which pages come and go.
 pub(crate) trait Connection: fmt::Debug + Sized {
-    /// A frame or a page that this end holds.
-    type Lease: fmt::Debug;
-
     fn pages(&self) -> u64;
-    fn frames(&self) -> u32;
     fn in_flight(&self) -> u32;
-    fn ask_frame(&mut self, tag: u32) -> Result<(), Error>;
-    fn ask_read(&mut self, tag: u32, page: u64) -> Result<(), Error>;
-    fn ask_write(&mut self, tag: u32, page: u64, lease: &Self::Lease) -> Result<(), Error>;
+    /// Asks to read `count` pages from `page` on into the frames from index `at` on.
+    fn ask_read(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error>;
+    /// Asks to write `count` frames from index `at` on to the pages from `page` on.
+    fn ask_write(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error>;
     fn submit(&mut self) -> Result<(), Error>;
-    fn wait(&mut self) -> Result<Ended<Self::Lease>, Error>;
-    fn wait_for(&mut self, longest: Duration) -> Result<Ended<Self::Lease>, Error>;
-    fn page(&self, lease: &Self::Lease) -> &PageBytes;
-    fn page_mut(&mut self, lease: &mut Self::Lease) -> Option<&mut PageBytes>;
-    fn give_later(&mut self, lease: Self::Lease) -> Result<(), Error>;
+    fn wait(&mut self) -> Result<Ended, Error>;
+    fn copy_from_frames(&self, at: usize, out: &mut [PageBytes]);
+    fn copy_to_frames(&mut self, at: usize, pages: &[PageBytes]);
 }
 
 /// A request that has ended: its tag, and its result.
-pub(crate) type Ended<L> = (u32, io::Result<Option<L>>);
+pub(crate) type Ended = (u32, io::Result<()>);
 
 /// The run that a process belongs to: its daemons, one at a time, and its ledger.
 pub(crate) trait Run {
     type Connection: Connection;
 
-    /// Connects to the present daemon. Each wait for it takes this long at most.
-    fn connect(&mut self, longest: Duration) -> Result<Self::Connection, Error>;
+    /// Connects to the present daemon. Each wait for it takes as long at most as `left` says of the
+    /// time at which the wait begins.
+    fn connect(&mut self, left: &dyn Fn(Duration) -> Duration) -> Result<Self::Connection, Error>;
 
     /// Whether another daemon comes if the present one dies.
     fn is_promised(&self) -> bool;
@@ -69,55 +74,44 @@ pub(crate) trait Run {
     fn tell(&mut self, line: &str);
 }
 
-impl Connection for Client {
-    type Lease = Lease;
+/// A connection of this machine.
+#[derive(Debug)]
+pub(crate) struct Framed {
+    client: Client,
+    frames: Frames,
+}
 
+impl Connection for Framed {
     fn pages(&self) -> u64 {
-        self.pages()
-    }
-
-    fn frames(&self) -> u32 {
-        self.frames()
+        self.client.pages()
     }
 
     fn in_flight(&self) -> u32 {
-        self.in_flight()
+        self.client.in_flight()
     }
 
-    fn ask_frame(&mut self, tag: u32) -> Result<(), Error> {
-        self.ask_frame(tag)
+    fn ask_read(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error> {
+        self.client.ask_read_run(tag, page, &self.frames, at as u32, count as u32)
     }
 
-    fn ask_read(&mut self, tag: u32, page: u64) -> Result<(), Error> {
-        self.ask_read(tag, page)
-    }
-
-    fn ask_write(&mut self, tag: u32, page: u64, lease: &Lease) -> Result<(), Error> {
-        self.ask_write(tag, page, lease)
+    fn ask_write(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error> {
+        self.client.ask_write_run(tag, page, &self.frames, at as u32, count as u32)
     }
 
     fn submit(&mut self) -> Result<(), Error> {
-        self.submit()
+        self.client.submit()
     }
 
-    fn wait(&mut self) -> Result<Ended<Lease>, Error> {
-        self.wait().map(|completion| (completion.tag, completion.result))
+    fn wait(&mut self) -> Result<Ended, Error> {
+        self.client.wait().map(|completion| (completion.tag, completion.result.map(drop)))
     }
 
-    fn wait_for(&mut self, longest: Duration) -> Result<Ended<Lease>, Error> {
-        self.wait_for(longest).map(|completion| (completion.tag, completion.result))
+    fn copy_from_frames(&self, at: usize, out: &mut [PageBytes]) {
+        self.client.copy_from_frames(&self.frames, at, out);
     }
 
-    fn page(&self, lease: &Lease) -> &PageBytes {
-        self.page(lease)
-    }
-
-    fn page_mut(&mut self, lease: &mut Lease) -> Option<&mut PageBytes> {
-        self.page_mut(lease)
-    }
-
-    fn give_later(&mut self, lease: Lease) -> Result<(), Error> {
-        self.give_later(lease)
+    fn copy_to_frames(&mut self, at: usize, pages: &[PageBytes]) {
+        self.client.copy_to_frames(&self.frames, at, pages);
     }
 }
 
@@ -130,11 +124,15 @@ pub(crate) struct OfMachine {
 }
 
 impl Run for OfMachine {
-    type Connection = Client;
+    type Connection = Framed;
 
-    fn connect(&mut self, longest: Duration) -> Result<Client, Error> {
-        let options = Options { frames: 256, entries: 512, patience: Some(longest), ..Options::default() };
-        Client::connect_with(&self.path, options, &[self.ledger.witness()])
+    fn connect(&mut self, left: &dyn Fn(Duration) -> Duration) -> Result<Framed, Error> {
+        let frames = FRAMES as u32;
+        let patience = Some(left(self.now()));
+        let options = Options { frames, entries: 512, patience, ..Options::default() };
+        let mut client = Client::connect_with(&self.path, options, &[self.ledger.witness()])?;
+        let frames = client.take_frames(frames, left(self.now()))?;
+        Ok(Framed { client, frames })
     }
 
     fn is_promised(&self) -> bool {
@@ -187,8 +185,8 @@ impl Store for ShareStore {
         self.0.release(first);
     }
 
-    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
-        self.0.write(page, bytes)
+    fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
+        self.0.write(first, pages)
     }
 
     fn settle(&mut self) -> io::Result<()> {
@@ -215,37 +213,67 @@ pub(crate) struct Shared<R: Run> {
     is_over: bool,
 }
 
-/// A connection to one daemon, and its frames.
+/// A connection to one daemon, and the use of its frames.
 #[derive(Debug)]
 struct Link<C: Connection> {
-    client: C,
-    /// Free frames, from which pages are written.
-    frames: Vec<C::Lease>,
-    /// Pages whose write is under way, and their frames, by the tag of the write.
-    writing: Vec<Option<(u64, C::Lease)>>,
+    connection: C,
+    /// The writes that are under way, and their frames: those that are neither the oldest one nor
+    /// after one under way may have ended.
+    writing: VecDeque<Writing>,
+    /// The tag of the first of these writes. The others have the tags after it.
+    first: u32,
 }
 
+/// A write of `count` pages from `page` on, from the frames from index `at` on.
+#[derive(Clone, Copy, Debug)]
+struct Writing {
+    page: u64,
+    at: usize,
+    count: usize,
+    has_ended: bool,
+}
+
+/// The tags of reads. Those of writes are below.
+const READ: u32 = 1 << 31;
+
 impl<C: Connection> Link<C> {
-    /// Takes the frames. Each wait for the daemon takes `longest` at most.
-    fn new(mut client: C, longest: Duration) -> Result<Self, Error> {
-        let mut frames = Vec::with_capacity(WRITE_FRAMES);
-        for tag in 0..WRITE_FRAMES {
-            client.ask_frame(tag as u32)?;
-            client.submit()?;
-            frames.extend(client.wait_for(longest)?.1?);
-        }
-        Ok(Link { client, frames, writing: (0..WRITE_FRAMES).map(|_| None).collect() })
+    fn new(connection: C) -> Self {
+        Link { connection, writing: VecDeque::new(), first: 0 }
     }
 
-    /// Begins to write a page with the content that `fill` puts into a frame. A frame must be free.
-    fn write(&mut self, page: u64, fill: impl FnOnce(&mut PageBytes)) -> Result<(), Error> {
-        let unusable = || Error::System(io::ErrorKind::InvalidData.into());
-        let mut lease = self.frames.pop().ok_or_else(unusable)?;
-        fill(self.client.page_mut(&mut lease).ok_or_else(unusable)?);
-        let tag = self.writing.iter().position(Option::is_none).ok_or_else(unusable)?;
-        self.client.ask_write(tag as u32, page, &lease)?;
-        self.writing[tag] = Some((page, lease));
+    /// Finds `count` free frames for a write, one after another. They are used in a circle, and no
+    /// write goes beyond its end.
+    fn free(&self, count: usize) -> Option<usize> {
+        let (Some(oldest), Some(newest)) = (self.writing.front(), self.writing.back()) else {
+            return Some(0);
+        };
+        let (begin, end) = (oldest.at, newest.at + newest.count);
+        if end <= begin {
+            return (begin - end >= count).then_some(end);
+        }
+        match WRITE_FRAMES - end >= count {
+            true => Some(end),
+            false => (begin >= count).then_some(0),
+        }
+    }
+
+    /// Begins to write pages from the frames from index `at` on, which have their content.
+    fn write(&mut self, page: u64, at: usize, count: usize) -> Result<(), Error> {
+        let tag = (self.first.wrapping_add(self.writing.len() as u32)) % READ;
+        self.connection.ask_write(tag, page, at, count)?;
+        self.writing.push_back(Writing { page, at, count, has_ended: false });
         Ok(())
+    }
+
+    /// Notes that the write with this tag has ended.
+    fn end_write(&mut self, tag: u32) {
+        let number = tag.wrapping_sub(self.first) % READ;
+        if let Some(writing) = self.writing.get_mut(number as usize) {
+            writing.has_ended = true;
+        }
+        while self.writing.pop_front_if(|writing| writing.has_ended).is_some() {
+            self.first = (self.first + 1) % READ;
+        }
     }
 }
 
@@ -262,7 +290,7 @@ impl<R: Run> Shared<R> {
                 Err(error) => return Err(error),
             }
         };
-        let pages = link.client.pages();
+        let pages = link.connection.pages();
         Ok(Shared { run, link, pages, unsubmitted: 0, failed: None, dead_since: None, is_over: false })
     }
 
@@ -292,29 +320,33 @@ impl<R: Run> Shared<R> {
     /// Sends the next daemon the writes that were under way.
     fn send_again(&mut self, link: Link<R::Connection>) -> Result<(), Error> {
         let mut link = link;
-        if link.client.pages() != self.pages {
+        if link.connection.pages() != self.pages {
             return Err(Error::Nonsense { what: "number of pages" });
         }
         let old = &self.link;
-        for (page, lease) in old.writing.iter().flatten() {
-            link.write(*page, |frame| frame.copy_from_slice(old.client.page(lease)))?;
+        let mut bytes = [[0; PAGE_SIZE]];
+        for &Writing { page, at, count, .. } in old.writing.iter().filter(|writing| !writing.has_ended) {
+            for frame in at..at + count {
+                old.connection.copy_from_frames(frame, &mut bytes);
+                link.connection.copy_to_frames(frame, &bytes);
+            }
+            link.write(page, at, count)?;
         }
-        link.client.submit()?;
+        link.connection.submit()?;
         self.unsubmitted = 0;
         self.link = link;
         Ok(())
     }
 
-    /// Waits for the completion of one write, frees its frame, and keeps its error.
+    /// Waits for the completion of one write, and keeps its error.
     fn end_write(&mut self) -> io::Result<()> {
         loop {
             self.unsubmitted = 0;
-            let client = &mut self.link.client;
-            match client.submit().and_then(|()| client.wait()) {
+            let connection = &mut self.link.connection;
+            match connection.submit().and_then(|()| connection.wait()) {
                 Ok((tag, result)) => {
                     self.dead_since = None;
-                    let written = self.link.writing.get_mut(tag as usize).and_then(Option::take);
-                    self.link.frames.extend(written.map(|(_, lease)| lease));
+                    self.link.end_write(tag);
                     if let Err(error) = result {
                         self.failed.get_or_insert(error);
                     }
@@ -326,7 +358,7 @@ impl<R: Run> Shared<R> {
     }
 
     fn end_writes(&mut self) -> io::Result<()> {
-        while self.link.client.in_flight() > 0 {
+        while self.link.connection.in_flight() > 0 {
             self.end_write()?;
         }
         Ok(())
@@ -334,32 +366,31 @@ impl<R: Run> Shared<R> {
 
     /// Reads pages while nothing else is under way. The outer error is one of the connection.
     fn read_once(&mut self, first: u64, out: &mut [PageBytes]) -> Result<io::Result<()>, Error> {
-        let client = &mut self.link.client;
-        // The server learns that a frame was returned only with the next request. So only half of
-        // the frames are used at a time.
-        let window = (client.frames() as usize - WRITE_FRAMES) / 2;
+        let connection = &mut self.link.connection;
         let mut failed = None;
-        let (mut asked, mut came) = (0, 0);
+        // For each request its pages, by their index in `out`.
+        let mut asked: [Range<usize>; READS] = Default::default();
+        let frames = |number: usize| WRITE_FRAMES + number * RUN;
+        let (mut next, mut came) = (0, 0);
         while came < out.len() {
-            while asked < out.len() && asked - came < window {
-                client.ask_read(asked as u32, first + asked as u64)?;
-                asked += 1;
-            }
-            client.submit()?;
-            let (tag, result) = client.wait()?;
-            came += 1;
-            match result {
-                Ok(Some(lease)) => {
-                    if let Some(page) = out.get_mut(tag as usize) {
-                        page.copy_from_slice(client.page(&lease));
-                    }
-                    client.give_later(lease)?;
+            for (number, pages) in asked.iter_mut().enumerate() {
+                if pages.start == pages.end && next < out.len() {
+                    *pages = next..out.len().min(next + RUN);
+                    next = pages.end;
+                    let (page, tag) = (first + pages.start as u64, READ + number as u32);
+                    connection.ask_read(tag, page, frames(number), pages.len())?;
                 }
-                Ok(None) => failed = Some(io::ErrorKind::InvalidData.into()),
+            }
+            connection.submit()?;
+            let (tag, result) = connection.wait()?;
+            let number = tag.wrapping_sub(READ) as usize;
+            let pages = std::mem::take(asked.get_mut(number).ok_or(Error::Nonsense { what: "tag" })?);
+            came += pages.len();
+            match result {
+                Ok(()) => connection.copy_from_frames(frames(number), &mut out[pages]),
                 Err(error) => failed = Some(error),
             }
         }
-        client.submit()?;
         Ok(failed.map_or(Ok(()), Err))
     }
 }
@@ -371,9 +402,7 @@ fn connect<R: Run>(run: &mut R, since: Option<(Duration, bool)>) -> Result<Link<
         Some((begun, true)) => (begun + PATIENCE).saturating_sub(now).max(PAUSE),
         _ => SAY_AFTER,
     };
-    let longest = left(run.now());
-    let client = run.connect(longest)?;
-    Link::new(client, left(run.now()))
+    run.connect(&left).map(Link::new)
 }
 
 /// Whether an error shows that the daemon has died.
@@ -435,19 +464,25 @@ impl<R: Run> Store for Shared<R> {
         self.run.release(first as usize / BLOCK_PAGES);
     }
 
-    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
-        if self.is_over {
-            return Err(io::ErrorKind::NotConnected.into());
-        }
-        while self.link.frames.is_empty() {
-            self.end_write()?;
-        }
-        self.link.write(page, |frame| frame.copy_from_slice(bytes)).map_err(io::Error::other)?;
-        self.unsubmitted += 1;
-        if self.unsubmitted >= SUBMIT_EVERY {
-            self.unsubmitted = 0;
-            // If the daemon has died, the wait for a completion finds that.
-            let _ = self.link.client.submit();
+    fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
+        for (page, pages) in (first..).step_by(RUN).zip(pages.chunks(RUN)) {
+            if self.is_over {
+                return Err(io::ErrorKind::NotConnected.into());
+            }
+            let at = loop {
+                match self.link.free(pages.len()) {
+                    Some(at) => break at,
+                    None => self.end_write()?,
+                }
+            };
+            self.link.connection.copy_to_frames(at, pages);
+            self.link.write(page, at, pages.len()).map_err(io::Error::other)?;
+            self.unsubmitted += pages.len();
+            if self.unsubmitted >= SUBMIT_EVERY {
+                self.unsubmitted = 0;
+                // If the daemon has died, the wait for a completion finds that.
+                let _ = self.link.connection.submit();
+            }
         }
         Ok(())
     }
@@ -492,9 +527,9 @@ mod tests {
     struct Refusing(rustix::io::Errno);
 
     impl Run for Refusing {
-        type Connection = Client;
+        type Connection = Framed;
 
-        fn connect(&mut self, _: Duration) -> Result<Client, Error> {
+        fn connect(&mut self, _: &dyn Fn(Duration) -> Duration) -> Result<Framed, Error> {
             Err(Error::Refused { version: 1, reason: self.0.into() })
         }
 

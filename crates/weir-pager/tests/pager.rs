@@ -40,11 +40,11 @@ impl Store for Heap {
         self.free.push(first);
     }
 
-    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
+    fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
         if self.faulty.writes_fail.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        self.pages.insert(page, Box::new(*bytes));
+        self.pages.extend((first..).zip(pages.iter().map(|page| Box::new(*page))));
         Ok(())
     }
 

@@ -99,9 +99,10 @@ pub trait RequestMemory {
         Some(PageNo(page as u32))
     }
 
-    /// Called before a write is issued. From then on [`data`](RequestMemory::data) must return the
-    /// bytes of that write. If all requests share one buffer, this call copies the bytes into it.
-    fn fetch(&mut self, _id: Id) {}
+    /// Called before a write is issued, or goes on with the page at index `at`. From then on
+    /// [`data`](RequestMemory::data) must return the bytes of that write; those of pages before
+    /// `at` are not used. If all requests share one buffer, this call copies the bytes into it.
+    fn fetch(&mut self, _id: Id, _at: u32) {}
 
     /// The bytes of a write that has all of them when it begins: at least as many as its span has.
     fn data(&self, id: Id) -> &[u8];
@@ -455,7 +456,7 @@ impl<L: PageLane> Requests<L> {
 
     fn write<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &mut M) -> Step {
         let Requests { lane, flight, .. } = self;
-        memory.fetch(id);
+        memory.fetch(id, work.next);
         let (memory, span) = (&*memory, work.request.span);
         let place = |page| memory.place(id, page);
         let at = flight.write(lane, id, (span, work.next), memory.data(id), (M::LINEAR, u32::MAX), place);

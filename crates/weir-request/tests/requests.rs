@@ -32,7 +32,7 @@ impl Pages {
 }
 
 impl RequestMemory for Pages {
-    fn fetch(&mut self, id: Id) {
+    fn fetch(&mut self, id: Id, _at: u32) {
         if let Some((shown, _)) = &mut self.narrow {
             shown.clone_from(&self.data[usize::from(id)]);
         }

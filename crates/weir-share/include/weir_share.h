@@ -36,7 +36,15 @@
 /* Looks at the completion ring before sleeping. */
 #define WEIR_SHARE_SPINS 2000
 
-enum weir_share_op { WEIR_READ = 1, WEIR_WRITE = 2, WEIR_RESERVE = 3, WEIR_GIVE = 4, WEIR_DISCARD = 5 };
+enum weir_share_op {
+	WEIR_READ = 1,
+	WEIR_WRITE = 2,
+	WEIR_RESERVE = 3,
+	WEIR_GIVE = 4,
+	WEIR_DISCARD = 5,
+	WEIR_READ_RUN = 6,
+	WEIR_WRITE_RUN = 7,
+};
 
 /* Byte offsets of the indices in an area; each is a uint32_t on a cache line of its own. */
 enum {

@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-use weir_core::{PAGE_SIZE, PageBytes};
+use weir_core::{PAGE_SIZE, PageBytes, copy};
 use weir_lease::{BATCH_REFERENCES_MAX, Token, TokenRange};
 
 use crate::area::{Area, Layout, Ring, Window};
 use crate::socket::{receive, send, take_rings};
 use crate::turn::Offers;
 use crate::wire::{
-    Completed, Hello, NAME_BYTES_MAX, Op, Spot, Submission, VERSION, WELCOME_BYTES, WINDOWS_MAX, Welcome,
+    Completed, Hello, NAME_BYTES_MAX, Op, RUN_MAX, Spot, Submission, VERSION, WELCOME_BYTES, WINDOWS_MAX,
+    Welcome,
 };
 
 /// The options of a client.
@@ -80,6 +81,9 @@ pub enum Error {
         "the share server is of an earlier version, which serves its own volume alone: replace it, or name no volume"
     )]
     NoNames,
+    /// The server is of an earlier version of Weir, which reads and writes single pages only.
+    #[error("the share server is of an earlier version, which knows no runs of pages: replace it")]
+    NoRuns,
     /// The server violated the format.
     #[error("the share server's {what} makes no sense; is it another version?")]
     Nonsense {
@@ -138,6 +142,16 @@ impl Lease {
     }
 }
 
+/// Frames that this client holds, one after another in the area. The client reads and writes runs
+/// of pages through them. They stay with the client until its connection closes.
+#[derive(Debug)]
+pub struct Frames {
+    /// The token of the first frame. The tokens of the others follow it.
+    token: Token,
+    first: u32,
+    count: u32,
+}
+
 /// A request that has ended.
 #[derive(Debug)]
 pub struct Completion {
@@ -156,6 +170,7 @@ pub struct Client {
     /// The eventfd that the client writes to wake the server.
     server_bell: OwnedFd,
     pages: u64,
+    run_most: u32,
     spin: Duration,
     offers: Offers,
     submitted: u32,
@@ -250,6 +265,7 @@ impl Client {
             windows,
             server_bell,
             pages: welcome.pages,
+            run_most: welcome.run_most.min(RUN_MAX),
             spin: options.spin,
             offers: Offers::default(),
             submitted: 0,
@@ -306,6 +322,122 @@ impl Client {
     /// Fails with [`Error::Full`] when the ring has no room.
     pub fn ask_discard(&mut self, tag: u32, page: u64, count: u32) -> Result<(), Error> {
         self.ask(Submission { op: Op::Discard, tag, page, token: 0, count })
+    }
+
+    /// Takes `count` frames for runs of pages, all of which lie one after another. Call it only
+    /// while nothing else is under way. Each wait takes `longest` at most.
+    ///
+    /// # Errors
+    /// Fails with [`Error::NoRuns`] if the server is of an earlier version. Fails with
+    /// [`Error::Failed`] if the client may not hold so many frames. Fails with [`Error::Nonsense`]
+    /// if the frames do not follow each other: then this client has held others before.
+    pub fn take_frames(&mut self, count: u32, longest: Duration) -> Result<Frames, Error> {
+        if self.run_most == 0 {
+            return Err(Error::NoRuns);
+        }
+        let mut frames: Option<Frames> = None;
+        let most = (self.area.layout().entries() / 2).max(1);
+        for begun in (0..count).step_by(most as usize) {
+            let some = most.min(count - begun);
+            for _ in 0..some {
+                self.ask_frame(0)?;
+            }
+            self.submit()?;
+            for _ in 0..some {
+                let failed = |source| Error::Failed { op: Op::Reserve, page: 0, source };
+                let lease = self.wait_for(longest)?.result.map_err(failed)?;
+                let Some(Lease { token, spot: Spot::Frame(frame) }) = lease else {
+                    return Err(Error::Nonsense { what: "completion" });
+                };
+                let run = frames.get_or_insert(Frames { token, first: frame, count: 0 });
+                if token.0 != run.token.0.wrapping_add(run.count) || frame != run.first + run.count {
+                    return Err(Error::Nonsense { what: "row of frames" });
+                }
+                run.count += 1;
+            }
+        }
+        frames.ok_or(Error::Nonsense { what: "row of frames" })
+    }
+
+    /// Largest number of pages of one run; 0 if the server is of an earlier version.
+    pub fn run_most(&self) -> u32 {
+        self.run_most
+    }
+
+    /// Asks to read `count` pages from `page` on into the frames from index `at` on. Look at those
+    /// frames only after the completion. If one page cannot be read, the completion is its error,
+    /// and the frames have any content.
+    ///
+    /// # Errors
+    /// Fails with [`Error::Full`] when the ring has no room.
+    ///
+    /// # Panics
+    /// Panics when there are fewer frames.
+    pub fn ask_read_run(
+        &mut self,
+        tag: u32,
+        page: u64,
+        frames: &Frames,
+        at: u32,
+        count: u32,
+    ) -> Result<(), Error> {
+        self.ask_run(Op::ReadRun, tag, page, (frames, at, count))
+    }
+
+    /// Asks to write the frames from index `at` on to `count` pages from `page` on. Do not change
+    /// those frames until the completion. If the completion is an error, each page has its old
+    /// content or its new one.
+    ///
+    /// # Errors
+    /// Fails with [`Error::Full`] when the ring has no room.
+    ///
+    /// # Panics
+    /// Panics when there are fewer frames.
+    pub fn ask_write_run(
+        &mut self,
+        tag: u32,
+        page: u64,
+        frames: &Frames,
+        at: u32,
+        count: u32,
+    ) -> Result<(), Error> {
+        self.ask_run(Op::WriteRun, tag, page, (frames, at, count))
+    }
+
+    fn ask_run(
+        &mut self,
+        op: Op,
+        tag: u32,
+        page: u64,
+        (frames, at, count): (&Frames, u32, u32),
+    ) -> Result<(), Error> {
+        assert!(at + count <= frames.count, "frames {at} to {} of {}", at + count, frames.count);
+        self.ask(Submission { op, tag, page, token: frames.token.0.wrapping_add(at), count })
+    }
+
+    /// Copies the frames from index `at` on to `out`.
+    ///
+    /// # Panics
+    /// Panics when there are fewer frames.
+    pub fn copy_from_frames(&self, frames: &Frames, at: usize, out: &mut [PageBytes]) {
+        assert!(at + out.len() <= frames.count as usize, "frames {at} on of {}", frames.count);
+        for (frame, page) in (frames.first + at as u32..).zip(out) {
+            // SAFETY: the frame lies in this area, and frames are page-aligned. The server may
+            // write it meanwhile, if a read of it is under way: then the copy has any content.
+            unsafe { copy::page_from_shared(page, self.area.frame(frame).cast()) };
+        }
+    }
+
+    /// Copies `pages` to the frames from index `at` on.
+    ///
+    /// # Panics
+    /// Panics when there are fewer frames.
+    pub fn copy_to_frames(&mut self, frames: &Frames, at: usize, pages: &[PageBytes]) {
+        assert!(at + pages.len() <= frames.count as usize, "frames {at} on of {}", frames.count);
+        for (frame, page) in (frames.first + at as u32..).zip(pages) {
+            // SAFETY: as in `copy_from_frames`.
+            unsafe { copy::page_to_shared(self.area.frame(frame).cast(), page) };
+        }
     }
 
     #[inline]

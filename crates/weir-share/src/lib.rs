@@ -34,6 +34,6 @@ mod turn;
 pub mod wire;
 
 pub use area::{Area, Layout, Ring, Window};
-pub use client::{Client, Completion, Error, Lease, Options};
+pub use client::{Client, Completion, Error, Frames, Lease, Options};
 pub use socket::{peek, receive, ring, send};
 pub use turn::{Offers, short_turns};

@@ -24,6 +24,9 @@ pub const ENTRIES_MAX: u32 = 4096;
 /// Largest number of windows of a client; each has a descriptor.
 pub const WINDOWS_MAX: u32 = 4;
 
+/// Largest number of pages of one [`Op::ReadRun`] or [`Op::WriteRun`].
+pub const RUN_MAX: u32 = 64;
+
 /// The flag in a [`Hello`] of a client that wants pages in the stores' memory.
 const IN_PLACE: u32 = 1;
 
@@ -98,6 +101,9 @@ pub struct Welcome {
     /// Number of windows: memory of stores, read-only, in which pages are lent in place. At most
     /// [`WINDOWS_MAX`].
     pub windows: u32,
+    /// Largest number of pages of one [`Op::ReadRun`] or [`Op::WriteRun`]. It is 0 if the server is
+    /// of an earlier version of Weir, which has neither.
+    pub run_most: u32,
 }
 
 impl Welcome {
@@ -111,6 +117,7 @@ impl Welcome {
         bytes[20..24].copy_from_slice(&self.entries.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.pages.to_le_bytes());
         bytes[32..36].copy_from_slice(&self.windows.to_le_bytes());
+        bytes[36..40].copy_from_slice(&self.run_most.to_le_bytes());
         bytes
     }
 
@@ -124,6 +131,7 @@ impl Welcome {
             entries: half(bytes, 20),
             pages: word(bytes, 24),
             windows: half(bytes, 32),
+            run_most: half(bytes, 36),
         })
     }
 }
@@ -153,6 +161,13 @@ pub enum Op {
     Give = 4,
     /// Discards `count` pages from `page` on, at most [`DISCARD_MAX`]: they read as zeros.
     Discard = 5,
+    /// Reads `count` pages from `page` on into frames that the client holds. The frames are those
+    /// of `count` tokens from `token` on, and lie one after another in the area. At most
+    /// [`RUN_MAX`] pages.
+    ReadRun = 6,
+    /// Writes the content of such frames to `count` pages from `page` on. The client still holds
+    /// the frames, and must not change them until the completion.
+    WriteRun = 7,
 }
 
 /// One entry of the submission ring.
@@ -166,11 +181,17 @@ pub struct Submission {
     pub page: u64,
     /// The token, if the operation has one.
     pub token: u32,
-    /// The number of tokens to return, or of pages to discard.
+    /// The number of tokens to return, or of pages to discard, read or write.
     pub count: u32,
 }
 
 impl Submission {
+    /// Whether this is for a run of pages.
+    #[inline]
+    pub fn is_run(&self) -> bool {
+        matches!(self.op, Op::ReadRun | Op::WriteRun)
+    }
+
     /// Encodes the entry.
     #[inline]
     pub fn encode(&self) -> [u64; ENTRY_WORDS] {
@@ -187,6 +208,8 @@ impl Submission {
             3 => Op::Reserve,
             4 => Op::Give,
             5 => Op::Discard,
+            6 => Op::ReadRun,
+            7 => Op::WriteRun,
             _ => return None,
         };
         let (tag, token, count) = ((first >> 32) as u32, tokens as u32, (tokens >> 32) as u32);
@@ -200,8 +223,9 @@ pub struct Completed {
     /// The tag of the submission.
     pub tag: u32,
     /// 0, or a negative errno. -EIO: the page cannot be read. -ENOBUFS: the client holds every
-    /// frame. -EINVAL: there is no such page. -EBADF: the client does not hold the token, or the
-    /// token stands for a page of a window. -EROFS: only reading is allowed.
+    /// frame. -EINVAL: there is no such page, or a run is too long. -EBADF: the client does not
+    /// hold a token, or a token stands for a page of a window, or the frames of a run do not lie
+    /// one after another. -EROFS: only reading is allowed.
     pub status: i32,
     /// The token of the page or frame that the completion hands out, if any.
     pub token: u32,
@@ -275,16 +299,19 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_encoded_is_decoded(
-            a: u32, b: u32, c in 0..NO_FRAME, d: u64, status: i32, in_place: bool, op in 1u8..=5,
+            a: u32, b: u32, c in 0..NO_FRAME, d: u64, status: i32, in_place: bool, op in 1u8..=7,
             name in proptest::collection::vec(any::<u8>(), 0..=NAME_BYTES_MAX + 1),
         ) {
             let hello = Hello { version: a, frames: b, entries: c, in_place, volume: &name };
             let known = (name.len() <= NAME_BYTES_MAX).then_some(hello);
             let bytes = hello.encode();
             prop_assert_eq!(Hello::decode(&bytes), known);
-            let welcome = Welcome { version: a, status, frames: b, entries: c, pages: d, windows: a };
+            let welcome = Welcome { version: a, status, frames: b, entries: c, pages: d, windows: a, run_most: b };
             prop_assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
-            let op = [Op::Read, Op::Write, Op::Reserve, Op::Give, Op::Discard][usize::from(op) - 1];
+            let ops = [
+                Op::Read, Op::Write, Op::Reserve, Op::Give, Op::Discard, Op::ReadRun, Op::WriteRun,
+            ];
+            let op = ops[usize::from(op) - 1];
             let submission = Submission { op, tag: a, page: d, token: b, count: c };
             prop_assert_eq!(Submission::decode(submission.encode()), Some(submission));
             for spot in [Spot::Nowhere, Spot::Frame(c), Spot::Window { window: c, slot: a }] {

@@ -262,6 +262,7 @@ fn welcome(listener: &OwnedFd, base: u32) -> io::Result<Connection> {
         entries: hello.entries,
         pages: SOURCE_PAGES as u64,
         windows: 0,
+        run_most: 0,
     };
     let fds = [area.fd().ok_or(io::ErrorKind::Unsupported)?, server_bell.as_fd()];
     weir_share::send(&socket, &welcome.encode(), &fds)?;

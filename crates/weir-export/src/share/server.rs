@@ -25,7 +25,7 @@ use weir_core::Rest;
 use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_request::Requests;
-use weir_share::wire::{HELLO_BYTES, Hello, NAME_BYTES_MAX, VERSION, WINDOWS_MAX, Welcome};
+use weir_share::wire::{HELLO_BYTES, Hello, NAME_BYTES_MAX, RUN_MAX, VERSION, WINDOWS_MAX, Welcome};
 use weir_share::{Layout, Offers, short_turns};
 use weir_store::OpenError;
 use weir_volume::{Lane, Pool, Volume};
@@ -281,7 +281,7 @@ impl Porter {
             table: Table::new(geometry, loans).map_err(io::Error::other)?,
             asked: vec![Asked::default(); requests_most.into()],
             idle: (0..requests_most).rev().collect(),
-            scratch: Box::new([0; PAGE_SIZE]),
+            scratch: Box::new([[0; PAGE_SIZE]; RUN_MAX as usize]),
             left: Vec::new(),
             read_only: config.read_only,
             stats,
@@ -594,6 +594,7 @@ impl Porter {
             entries: layout.entries(),
             pages: session.pages(),
             windows: if session.in_place() { self.windows.len() as u32 } else { 0 },
+            run_most: RUN_MAX,
         };
         let area = session.area().fd().ok_or(io::ErrorKind::Unsupported)?;
         let bell = EventData::new_u64(BELL | seat as u64);
@@ -617,6 +618,7 @@ impl Porter {
             entries: 0,
             pages: 0,
             windows: 0,
+            run_most: 0,
         };
         // If the welcome cannot be sent, the client sees the socket close instead.
         let _ = weir_share::send(&socket, &welcome.encode(), &[]);

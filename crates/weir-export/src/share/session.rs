@@ -9,14 +9,15 @@ use rustix::event::EventfdFlags;
 use weir_core::{PageBytes, PageNo, copy};
 use weir_lease::{Connection, Place, Table, Token, TokenRange};
 use weir_request::{Answer, Id, Request, RequestMemory, Requests, Span, errno};
-use weir_share::wire::{Completed, DISCARD_MAX, Op, Spot, Submission};
+use weir_share::wire::{Completed, DISCARD_MAX, Op, RUN_MAX, Spot, Submission};
 use weir_share::{Area, Layout, Ring};
 use weir_volume::{Guard, Lane, Loan, View, Volume};
 
 use super::loans::{FRAMES, Loans};
 use super::stats::{Stats, add};
 
-/// Number of submissions that are taken from one client before the next client has its turn.
+/// Number of submissions that are taken from one client before the next client has its turn. A run
+/// counts as many as it has pages.
 const TURN: u32 = 64;
 /// Numbers of submissions by which the thread looks ahead. At the first distance it prefetches a
 /// page's entry in the page map, and at the second the page's record and first bytes.
@@ -34,8 +35,16 @@ pub(super) struct Asked {
     /// The session's number. A later session in the same seat has another number.
     pub session: u64,
     tag: u32,
+    /// The first frame.
     frame: u32,
+    /// Number of frames.
+    count: u32,
+    /// Whether the client holds the frames already, so that a read hands out none.
+    is_held: bool,
 }
+
+/// Memory for the copies of a run of pages.
+pub(super) type Scratch = [PageBytes; RUN_MAX as usize];
 
 /// The frames of requests, as the memory that the request engine works with. A client may change a
 /// frame at any time, so the volume gets a copy.
@@ -43,33 +52,37 @@ pub(super) struct Frames<'a> {
     /// Finds the area of a request's session; `None` once the client has gone.
     pub area: &'a dyn Fn(&Asked) -> Option<&'a Area>,
     pub asked: &'a [Asked],
-    pub scratch: &'a mut PageBytes,
+    pub scratch: &'a mut Scratch,
 }
 
 impl RequestMemory for Frames<'_> {
-    fn fetch(&mut self, id: Id) {
+    fn fetch(&mut self, id: Id, at: u32) {
         let asked = &self.asked[usize::from(id)];
         if let Some(area) = (self.area)(asked) {
-            // SAFETY: the frame lies in this area, since its number came from the token table, and
-            // frames are page-aligned. The client may write the frame meanwhile: then the copy is a
-            // mixture of old and new bytes, which harms only the client. The copy is what is
-            // stored.
-            unsafe { copy::page_from_shared(self.scratch, area.frame(asked.frame).cast()) };
+            for (at, page) in (at..asked.count).zip(&mut self.scratch[at as usize..]) {
+                // SAFETY: the frame lies in this area, since its number came from the token table,
+                // and frames are page-aligned. The client may write the frame meanwhile: then the
+                // copy is a mixture of old and new bytes, which harms only the client. The copy is
+                // what is stored.
+                unsafe { copy::page_from_shared(page, area.frame(asked.frame + at).cast()) };
+            }
         }
     }
 
-    fn data(&self, _id: Id) -> &[u8] {
-        &self.scratch[..]
+    fn data(&self, id: Id) -> &[u8] {
+        self.scratch[..self.asked[usize::from(id)].count as usize].as_flattened()
     }
 
     fn pages(&mut self, _id: Id, _at: u32) -> &mut [PageBytes] {
-        std::slice::from_mut(self.scratch)
+        &mut self.scratch[..]
     }
 
-    fn filled(&mut self, id: Id, _at: u32, _count: u32) {
+    fn filled(&mut self, id: Id, at: u32, count: u32) {
         let asked = &self.asked[usize::from(id)];
         if let Some(area) = (self.area)(asked) {
-            fill(area, asked.frame, self.scratch);
+            for (page, bytes) in (at..at + count).zip(&*self.scratch) {
+                fill(area, asked.frame + page, bytes);
+            }
         }
     }
 }
@@ -81,9 +94,9 @@ pub(super) struct Desk {
     pub asked: Vec<Asked>,
     /// The request numbers that are free.
     pub idle: Vec<Id>,
-    /// A copy of one page, between a frame and the volume. The client may change its frame at any
-    /// time, so the volume gets this copy.
-    pub scratch: Box<PageBytes>,
+    /// A copy of the pages of one request, between frames and the volume. The client may change its
+    /// frames at any time, so the volume gets this copy.
+    pub scratch: Box<Scratch>,
     /// The sessions that have ended while some of their requests were under way.
     pub left: Vec<Left>,
     /// Whether clients may only read.
@@ -112,6 +125,14 @@ impl Desk {
             }
         }
     }
+}
+
+/// The frames of a request.
+#[derive(Clone, Copy, Default)]
+struct Held {
+    first: u32,
+    /// Whether the client holds them already.
+    is_held: bool,
 }
 
 /// Pages that a run of reads has found, to be lent together.
@@ -252,9 +273,11 @@ impl Session {
         let mut room = entries.saturating_sub(unread + self.in_flight);
         let first = self.taken;
         let end = first.wrapping_add(waiting.min(TURN));
-        while self.taken != end {
+        let mut pages = 0;
+        while self.taken != end && pages < TURN {
             let entry = self.area.load(Ring::Submissions, self.taken);
             let submission = Submission::decode(entry).ok_or(Violation("an entry that is no submission"))?;
+            pages += if submission.is_run() { submission.count.min(TURN) } else { 1 };
             if submission.op == Op::Give {
                 self.give(desk, submission)?;
             } else if room == 0 {
@@ -285,24 +308,43 @@ impl Session {
     /// caller must try again later.
     fn request(&mut self, requests: &mut Requests<Lane>, desk: &mut Desk, submission: Submission) -> bool {
         let Submission { op, tag, page, token, count } = submission;
-        let first = self.volume.page_in_pool(page, if op == Op::Discard { count } else { 1 });
+        let pages = if op == Op::Discard || submission.is_run() { count } else { 1 };
+        let first = self.volume.page_in_pool(page, pages);
         match (op, first) {
-            (Op::Write | Op::Discard, _) if desk.read_only => self.fail(tag, rustix::io::Errno::ROFS),
+            (Op::Write | Op::WriteRun | Op::Discard, _) if desk.read_only => {
+                self.fail(tag, rustix::io::Errno::ROFS);
+            }
             (Op::Write, Some(page)) => {
                 let place = desk.table.place(&self.connection, Token(token));
                 let Some(place) = place.filter(|place| place.region == FRAMES) else {
                     self.fail(tag, rustix::io::Errno::BADF);
                     return true;
                 };
-                let frame = place.page - self.base;
-                return self.begin(requests, desk, (weir_request::Op::Write, page, 1), (tag, frame));
+                let frames = Held { first: place.page - self.base, is_held: true };
+                return self.begin(requests, desk, (weir_request::Op::Write, page, 1), (tag, frames));
+            }
+            (Op::ReadRun | Op::WriteRun, Some(page)) if (1..=RUN_MAX).contains(&count) => {
+                let Some(frame) = self.frames_of(desk, token, count) else {
+                    self.fail(tag, rustix::io::Errno::BADF);
+                    return true;
+                };
+                let frames = Held { first: frame, is_held: true };
+                if op == Op::WriteRun {
+                    return self.begin(requests, desk, (weir_request::Op::Write, page, count), (tag, frames));
+                }
+                return self.fill_run(requests, desk, (page, count), (tag, frames));
             }
             (Op::Reserve, _) => match self.free.pop() {
                 Some(frame) => self.hand_out_frame(desk, tag, frame),
                 None => self.over_quota(desk, tag),
             },
             (Op::Discard, Some(page)) if count <= DISCARD_MAX => {
-                return self.begin(requests, desk, (weir_request::Op::Discard, page, count), (tag, 0));
+                return self.begin(
+                    requests,
+                    desk,
+                    (weir_request::Op::Discard, page, count),
+                    (tag, Held::default()),
+                );
             }
             _ => self.fail(tag, rustix::io::Errno::INVAL),
         }
@@ -315,15 +357,22 @@ impl Session {
         requests: &mut Requests<Lane>,
         desk: &mut Desk,
         (op, page, count): (weir_request::Op, PageNo, u32),
-        (tag, frame): (u32, u32),
+        (tag, frames): (u32, Held),
     ) -> bool {
         let Some(id) = desk.idle.pop() else { return false };
-        desk.asked[usize::from(id)] = Asked { seat: self.seat, session: self.number, tag, frame };
+        let Held { first: frame, is_held } = frames;
+        desk.asked[usize::from(id)] =
+            Asked { seat: self.seat, session: self.number, tag, frame, count, is_held };
         self.in_flight += 1;
         let span = Span::pages_from(page, count);
         let area = &self.area;
         let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
-        requests.begin(id, Request { op, span, fua: false }, &mut frames);
+        let request = Request { op, span, fua: false };
+        if count > 1 {
+            // Some stores choose their path by the size of a batch.
+            requests.announce(std::iter::once((id, request)), &frames);
+        }
+        requests.begin(id, request, &mut frames);
         // Only this session's answers can come now, because each session has taken the answers to
         // its earlier requests.
         while let Some(answer) = requests.finished() {
@@ -334,21 +383,25 @@ impl Session {
 
     /// Ends a request that the request engine has answered.
     pub(super) fn finish(&mut self, desk: &mut Desk, answer: &Answer) {
-        let Asked { tag, frame, .. } = desk.asked[usize::from(answer.id)];
+        let Asked { tag, frame, count, is_held, .. } = desk.asked[usize::from(answer.id)];
         desk.idle.push(answer.id);
         self.in_flight -= 1;
         let op = answer.request.op;
         match answer.result {
-            Ok(()) if op == weir_request::Op::Read => {
+            Ok(()) if op == weir_request::Op::Read && !is_held => {
                 add(&desk.stats.reads, 1);
                 self.hand_out_frame(desk, tag, frame);
             }
             Ok(()) => {
-                add(&desk.stats.writes, u64::from(op == weir_request::Op::Write));
+                match op {
+                    weir_request::Op::Read => add(&desk.stats.reads, count.into()),
+                    weir_request::Op::Write => add(&desk.stats.writes, count.into()),
+                    _ => {}
+                }
                 self.complete(tag, 0, 0, Spot::Nowhere);
             }
             Err(fault) => {
-                if op == weir_request::Op::Read {
+                if op == weir_request::Op::Read && !is_held {
                     self.free.push(frame);
                 }
                 add(&desk.stats.faults, 1);
@@ -409,7 +462,7 @@ impl Session {
                 View::Bytes(_) | View::Fill(_) => match (self.free.pop(), view) {
                     (None, _) => self.over_quota(desk, tag),
                     (Some(frame), View::Fill(value)) => {
-                        fill_with(&self.area, frame, value, &mut desk.scratch);
+                        fill_with(&self.area, frame, value, &mut desk.scratch[0]);
                         found.push(tag, Place::page(FRAMES, self.base + frame), Spot::Frame(frame));
                     }
                     (Some(frame), View::Bytes(bytes)) => {
@@ -430,6 +483,68 @@ impl Session {
         done
     }
 
+    /// The first frame of a run, if the client holds all of its frames, and they lie one after
+    /// another in the area.
+    fn frames_of(&self, desk: &Desk, token: u32, count: u32) -> Option<u32> {
+        let frame = |at: u32| {
+            let place = desk.table.place(&self.connection, Token(token.wrapping_add(at)))?;
+            (place.region == FRAMES).then(|| place.page - self.base)
+        };
+        let first = frame(0)?;
+        (1..count).all(|at| frame(at) == Some(first + at)).then_some(first)
+    }
+
+    /// Reads a run of pages into frames that the client holds. Pages in host memory are copied from
+    /// where they lie. Returns false if the engine has no room for the others.
+    fn fill_run(
+        &mut self,
+        requests: &mut Requests<Lane>,
+        desk: &mut Desk,
+        (page, count): (PageNo, u32),
+        (tag, frames): (u32, Held),
+    ) -> bool {
+        let guard = requests.lane().pin();
+        let (mut done, mut fault) = (0, None);
+        for ahead in 0..HEAD_AHEAD.min(count) {
+            guard.prefetch_head(PageNo(page.0 + ahead));
+        }
+        while done < count && fault.is_none() {
+            if count - done > PLACE_AHEAD {
+                guard.prefetch_entry(PageNo(page.0 + done + PLACE_AHEAD));
+            }
+            if count - done > HEAD_AHEAD {
+                guard.prefetch_head(PageNo(page.0 + done + HEAD_AHEAD));
+            }
+            match guard.view(PageNo(page.0 + done)) {
+                View::Elsewhere => break,
+                View::Fault(found) => fault = Some(found),
+                View::Fill(value) => fill_with(&self.area, frames.first + done, value, &mut desk.scratch[0]),
+                View::Bytes(bytes) => fill(&self.area, frames.first + done, bytes),
+            }
+            done += u32::from(fault.is_none());
+        }
+        // A run that the engine has no room for is tried again, from its first page on.
+        if fault.is_none() && done < count && desk.idle.is_empty() {
+            return false;
+        }
+        guard.count_reads(u64::from(done) + u64::from(fault.is_some()), fault.is_some().into());
+        drop(guard);
+        add(&desk.stats.reads, done.into());
+        match fault {
+            Some(fault) => {
+                add(&desk.stats.faults, 1);
+                self.fail(tag, errno(fault));
+            }
+            None if done == count => self.complete(tag, 0, 0, Spot::Nowhere),
+            None => {
+                let rest = (weir_request::Op::Read, PageNo(page.0 + done), count - done);
+                let frames = Held { first: frames.first + done, ..frames };
+                return self.begin(requests, desk, rest, (tag, frames));
+            }
+        }
+        true
+    }
+
     #[inline]
     fn look_ahead(&self, guard: &Guard<'_>, from: u32, count: u32) {
         for ahead in 0..count {
@@ -445,7 +560,8 @@ impl Session {
             self.over_quota(desk, tag);
             return true;
         };
-        let begun = self.begin(requests, desk, (weir_request::Op::Read, page, 1), (tag, frame));
+        let frames = Held { first: frame, is_held: false };
+        let begun = self.begin(requests, desk, (weir_request::Op::Read, page, 1), (tag, frames));
         if !begun {
             self.free.push(frame);
         }

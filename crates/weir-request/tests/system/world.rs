@@ -44,7 +44,7 @@ struct Buffers {
 }
 
 impl RequestMemory for Buffers {
-    fn fetch(&mut self, _id: Id) {
+    fn fetch(&mut self, _id: Id, _at: u32) {
         others_may_act(24);
     }
     fn data(&self, id: Id) -> &[u8] {

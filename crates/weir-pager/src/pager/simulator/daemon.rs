@@ -3,19 +3,17 @@
 
 use super::random::Random;
 use super::store::{Faults, Said, rubbish, set_word, word};
-use crate::share::{Connection, Ended, Run, Shared};
+use crate::share::{Connection, Ended, FRAMES, Run, Shared};
 use crate::{BLOCK_PAGES, Store};
 use std::cell::RefCell;
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_share::Error;
-
-/// Number of a connection's frames.
-const FRAMES: usize = 256;
 
 /// The deaths of daemons.
 #[derive(Clone, Copy, Debug)]
@@ -74,11 +72,21 @@ impl Kept {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
-enum Request {
-    Frame,
-    Read(u64),
-    Write(u64, usize),
+/// A request for a run of pages.
+#[derive(Clone, Debug)]
+struct Request {
+    tag: u32,
+    is_read: bool,
+    pages: Range<u64>,
+    /// The index of the first frame.
+    at: usize,
+}
+
+impl Request {
+    /// The frames of the request, as a range of indices.
+    fn frames(&self) -> Range<usize> {
+        self.at..self.at + (self.pages.end - self.pages.start) as usize
+    }
 }
 
 /// A connection to one daemon.
@@ -87,18 +95,28 @@ pub struct Simulated {
     kept: Rc<RefCell<Kept>>,
     daemon: u64,
     frames: Vec<PageBytes>,
-    free: Vec<usize>,
-    asked: Vec<(u32, Request)>,
-    under_way: Vec<(u32, Request)>,
-    ended: VecDeque<Ended<usize>>,
+    asked: Vec<Request>,
+    under_way: Vec<Request>,
+    ended: VecDeque<Ended>,
     in_flight: u32,
 }
 
 impl Simulated {
-    fn ask(&mut self, tag: u32, request: Request) -> Result<(), Error> {
-        self.asked.push((tag, request));
+    fn ask(&mut self, request: Request) -> Result<(), Error> {
+        for page in request.pages.clone() {
+            assert!(self.has_room(page), "page {page} of the daemon is not the pager's");
+        }
+        assert!(request.frames().end <= FRAMES && !request.pages.is_empty());
+        assert!(self.is_free(request.frames()), "two requests have the same frames");
+        self.asked.push(request);
         self.in_flight += 1;
         Ok(())
+    }
+
+    /// Whether no request has these frames.
+    fn is_free(&self, frames: Range<usize>) -> bool {
+        let mut others = self.asked.iter().chain(&self.under_way).map(Request::frames);
+        others.all(|other| other.end <= frames.start || frames.end <= other.start)
     }
 
     /// Whether the daemon of this connection is dead.
@@ -108,68 +126,56 @@ impl Simulated {
     }
 
     /// Does one of the requests that are under way, as the daemon does it.
-    fn end_one(&mut self) -> Ended<usize> {
+    fn end_one(&mut self) -> Ended {
         let mut kept = self.kept.borrow_mut();
         let kept = &mut *kept;
         let at = kept.random.below(self.under_way.len() as u64) as usize;
-        let (tag, request) = self.under_way.swap_remove(at);
-        let failed = || Err(io::Error::from_raw_os_error(libc::EIO));
-        let result = match request {
-            Request::Frame => Ok(self.free.pop()),
-            Request::Read(_) if kept.random.one_in(kept.faults.unreadable) => failed(),
-            Request::Read(page) => {
-                let frame = self.free.pop().expect("the client keeps its quota");
-                set_word(&mut self.frames[frame], kept.pages[page as usize]);
-                Ok(Some(frame))
+        let request = self.under_way.swap_remove(at);
+        let mut result = Ok(());
+        for (page, frame) in request.pages.clone().zip(request.frames()) {
+            let fails = kept.random.one_in(match request.is_read {
+                true => kept.faults.unreadable,
+                false => kept.faults.doomed,
+            });
+            if fails {
+                result = Err(io::Error::from_raw_os_error(libc::EIO));
             }
-            Request::Write(page, frame) => {
+            // A request that fails may leave rubbish.
+            let rubbish = fails.then(|| rubbish(&mut kept.random));
+            if request.is_read {
+                set_word(&mut self.frames[frame], rubbish.unwrap_or(kept.pages[page as usize]));
+            } else {
                 kept.writing.retain(|other| *other != page);
-                let is_doomed = kept.random.one_in(kept.faults.doomed);
-                // A failed write may leave rubbish in the page.
-                let word = if is_doomed { rubbish(&mut kept.random) } else { word(&self.frames[frame]) };
-                kept.pages[page as usize] = word;
-                if is_doomed { failed() } else { Ok(None) }
+                kept.pages[page as usize] = rubbish.unwrap_or(word(&self.frames[frame]));
             }
-        };
-        (tag, result)
+        }
+        (request.tag, result)
     }
 }
 
 impl Connection for Simulated {
-    type Lease = usize;
-
     fn pages(&self) -> u64 {
         self.kept.borrow().pages.len() as u64
-    }
-
-    fn frames(&self) -> u32 {
-        FRAMES as u32
     }
 
     fn in_flight(&self) -> u32 {
         self.in_flight
     }
 
-    fn ask_frame(&mut self, tag: u32) -> Result<(), Error> {
-        self.ask(tag, Request::Frame)
+    fn ask_read(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error> {
+        self.ask(Request { tag, is_read: true, pages: page..page + count as u64, at })
     }
 
-    fn ask_read(&mut self, tag: u32, page: u64) -> Result<(), Error> {
-        assert!(self.has_room(page), "page {page} of the daemon is not the pager's");
-        self.ask(tag, Request::Read(page))
-    }
-
-    fn ask_write(&mut self, tag: u32, page: u64, lease: &usize) -> Result<(), Error> {
-        assert!(self.has_room(page), "page {page} of the daemon is not the pager's");
-        self.ask(tag, Request::Write(page, *lease))
+    fn ask_write(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error> {
+        self.ask(Request { tag, is_read: false, pages: page..page + count as u64, at })
     }
 
     fn submit(&mut self) -> Result<(), Error> {
         // As with shared memory, nobody notices here that the daemon is dead.
         if !self.is_gone() {
             let mut kept = self.kept.borrow_mut();
-            for (_, request) in &self.asked {
-                if let Request::Write(page, _) = *request {
+            for request in self.asked.iter().filter(|request| !request.is_read) {
+                for page in request.pages.clone() {
                     assert!(!kept.writing.contains(&page), "two writes of one page are under way");
                     kept.writing.push(page);
                 }
@@ -180,7 +186,7 @@ impl Connection for Simulated {
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<Ended<usize>, Error> {
+    fn wait(&mut self) -> Result<Ended, Error> {
         while self.ended.is_empty() {
             if self.is_gone() {
                 return Err(Error::Gone);
@@ -190,7 +196,7 @@ impl Connection for Simulated {
             // client hears that, and of others it does not.
             let dies = self.kept.borrow_mut().dies();
             let hears = if dies { self.kept.borrow_mut().random.below(3) } else { 1 };
-            let ends = if dies { self.kept.borrow_mut().random.below(130) } else { 1 };
+            let ends = if dies { self.kept.borrow_mut().random.below(9) } else { 1 };
             for number in 0..ends.min(self.under_way.len() as u64) {
                 let ended = self.end_one();
                 if number < hears {
@@ -205,21 +211,13 @@ impl Connection for Simulated {
         Ok(self.ended.pop_front().expect("one has ended"))
     }
 
-    fn wait_for(&mut self, _: Duration) -> Result<Ended<usize>, Error> {
-        self.wait()
+    fn copy_from_frames(&self, at: usize, out: &mut [PageBytes]) {
+        out.copy_from_slice(&self.frames[at..at + out.len()]);
     }
 
-    fn page(&self, lease: &usize) -> &PageBytes {
-        &self.frames[*lease]
-    }
-
-    fn page_mut(&mut self, lease: &mut usize) -> Option<&mut PageBytes> {
-        self.frames.get_mut(*lease)
-    }
-
-    fn give_later(&mut self, lease: usize) -> Result<(), Error> {
-        self.free.push(lease);
-        Ok(())
+    fn copy_to_frames(&mut self, at: usize, pages: &[PageBytes]) {
+        assert!(self.is_free(at..at + pages.len()), "the frames of a request are changed");
+        self.frames[at..at + pages.len()].copy_from_slice(pages);
     }
 }
 
@@ -234,7 +232,7 @@ pub struct SimulatedRun(Rc<RefCell<Kept>>);
 impl Run for SimulatedRun {
     type Connection = Simulated;
 
-    fn connect(&mut self, _: Duration) -> Result<Simulated, Error> {
+    fn connect(&mut self, _: &dyn Fn(Duration) -> Duration) -> Result<Simulated, Error> {
         let mut kept = self.0.borrow_mut();
         if !kept.is_alive && (kept.away > 0 || !kept.is_promised()) {
             kept.away = kept.away.saturating_sub(1);
@@ -255,7 +253,6 @@ impl Run for SimulatedRun {
             kept: Rc::clone(&self.0),
             daemon: kept.daemon,
             frames: vec![[0; PAGE_SIZE]; FRAMES],
-            free: (0..FRAMES).collect(),
             asked: Vec::new(),
             under_way: Vec::new(),
             ended: VecDeque::new(),
@@ -349,8 +346,8 @@ impl Store for Mortal {
         let _ = self.note(Ok(()), |said| &mut said.refused);
     }
 
-    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
-        let result = self.store.write(page, bytes);
+    fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
+        let result = self.store.write(first, pages);
         self.note(result, |said| &mut said.refused)
     }
 

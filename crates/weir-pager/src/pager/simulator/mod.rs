@@ -64,8 +64,8 @@ impl Store for Either {
         self.store().release(first);
     }
 
-    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
-        self.store().write(page, bytes)
+    fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
+        self.store().write(first, pages)
     }
 
     fn settle(&mut self) -> io::Result<()> {

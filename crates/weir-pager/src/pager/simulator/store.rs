@@ -122,17 +122,19 @@ impl Store for Simulated {
         self.said.lock().unwrap().rooms = self.rooms.len();
     }
 
-    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
-        self.has_room(page);
-        while !self.under_way.is_empty() && self.random.one_in(3) {
-            self.end_one();
+    fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
+        for (page, bytes) in (first..).zip(pages) {
+            self.has_room(page);
+            while !self.under_way.is_empty() && self.random.one_in(3) {
+                self.end_one();
+            }
+            if self.random.one_in(self.faults.refused) {
+                self.said.lock().unwrap().refused += 1;
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let is_doomed = self.random.one_in(self.faults.doomed);
+            self.under_way.push((page, word(bytes), is_doomed));
         }
-        if self.random.one_in(self.faults.refused) {
-            self.said.lock().unwrap().refused += 1;
-            return Err(io::ErrorKind::StorageFull.into());
-        }
-        let is_doomed = self.random.one_in(self.faults.doomed);
-        self.under_way.push((page, word(bytes), is_doomed));
         Ok(())
     }
 

@@ -119,14 +119,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let block = self.blocks.get_mut(id);
         let room = block.room.expect("claimed as it began");
         let mut result = Ok(());
-        for page in next..next + STEP {
-            let bytes = &self.kernel.pages(from + page * PAGE_SIZE, 1)[0];
-            let is_zero = uniform_value(bytes) == Some(0);
-            block.set_zero(page, is_zero);
+        let pages = self.kernel.pages(from + next * PAGE_SIZE, STEP);
+        // The pages that are still to be written before `at`: those after the last page of zeros.
+        let mut first = 0;
+        for at in 0..=STEP {
+            let is_zero = pages.get(at).is_none_or(|page| uniform_value(page) == Some(0));
+            if at < STEP {
+                block.set_zero(next + at, is_zero);
+                count(&self.shared.counters.zero_pages, u64::from(is_zero));
+            }
             if is_zero {
-                count(&self.shared.counters.zero_pages, 1);
-            } else if result.is_ok() {
-                result = self.store.write(room + page as u64, bytes);
+                if first < at && result.is_ok() {
+                    result = self.store.write(room + (next + first) as u64, &pages[first..at]);
+                }
+                first = at + 1;
             }
         }
         let next = next + STEP;

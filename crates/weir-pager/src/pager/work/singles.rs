@@ -207,8 +207,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.fail();
         }
         for (at, &(id, page)) in gone.iter().enumerate() {
-            let bytes = &self.kernel.pages(self.staging + slot * BLOCK + at * PAGE_SIZE, 1)[0];
-            let is_zero = uniform_value(bytes) == Some(0);
+            let bytes = self.kernel.pages(self.staging + slot * BLOCK + at * PAGE_SIZE, 1);
+            let is_zero = uniform_value(&bytes[0]) == Some(0);
             let block = self.blocks.get_mut(id);
             let room = block.room.expect("what is in the store has room there");
             block.set_zero(page, is_zero);
@@ -258,7 +258,7 @@ mod tests {
         let room = work.store.claim().expect("room");
         let mut old = [0; PAGE_SIZE];
         old[0] = 7;
-        work.store.write(room + 5, &old).unwrap();
+        work.store.write(room + 5, &[old]).unwrap();
         work.store.settle().unwrap();
         work.kernel.world.map(first, first + BLOCK_PAGES);
         work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
