@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 const TAKEN: Duration = Duration::from_micros(300);
 /// After an offer that was taken, no other is made for this many times as long. So on a busy
 /// machine a thread loses at most about a fiftieth of its time by its offers.
-const TIMES: u32 = 50;
+const TIMES: u32 = 8;
 /// Length of a [`short_turns`] turn.
 const SHORT: Duration = Duration::from_micros(100);
 
