@@ -256,7 +256,7 @@ impl Pager {
             // ends the process.
             let _abort = AbortOnPanic;
             shared.thread.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Relaxed);
-            weir_share::short_turns();
+            weir_share::first_turns();
             let opened = own_descriptors()
                 .and_then(|()| System::open())
                 .and_then(|system| Ok((system, store().map_err(Error::Store)?)))
