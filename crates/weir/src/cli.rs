@@ -462,7 +462,7 @@ impl FromStr for Amount {
 /// The program to run, and its limit of memory.
 #[derive(Debug, Clone, Args)]
 #[command(
-    after_help = "The limit holds for each process, and for its private anonymous memory (heap, malloc, mmap, stacks). Areas of less than 4 MiB, and what is \
+    after_help = "The limit holds for each process, and for its private anonymous memory (heap, malloc, mmap, stacks). Areas of less than 64 KiB, and what is \
 there at the start, are not moved out, but count; at least a quarter of the limit is for the rest. Files and shared memory do not count. The exit code is the program's; if a signal ended it, 128 and the signal's number."
 )]
 pub struct RunOptions {

@@ -27,11 +27,15 @@ pub enum State {
     Lost,
 }
 
-/// A block: 2 MiB of managed memory.
+/// A block: 2 MiB of address space.
 #[derive(Clone, Debug)]
 pub struct Block {
     pub at: usize,
     pub state: State,
+    /// Whether some of its address space is not managed memory, or belongs to a whole block that
+    /// begins elsewhere. Such a block begins at a multiple of its size, has only single pages, and
+    /// its state is `Stored`. A page that is not its own is one of zeros, and is not in place.
+    pub is_partial: bool,
     /// The number of the first page of the block's room in the store; `None` without room.
     pub room: Option<u64>,
     /// A bit for each page that is zeros and is not in the store.
@@ -45,10 +49,6 @@ pub struct Block {
     /// as the pager knows. The pager writes the block out only once they are removed: otherwise
     /// their old content would come back.
     pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
-    /// A bit for each page that is not mapped any more. A block with such holes has only single
-    /// pages: its state is `Stored`. Other memory may be mapped into a hole later. `None`: no
-    /// holes.
-    pub holes: Option<Box<[u64; BLOCK_PAGES / 64]>>,
 }
 
 impl Block {
@@ -60,8 +60,22 @@ impl Block {
         self.there.iter().map(|pages| pages.count_ones() as usize).sum()
     }
 
-    pub fn is_hole(&self, page: usize) -> bool {
-        self.holes.as_ref().is_some_and(|holes| holes[page / 64] >> (page % 64) & 1 != 0)
+    /// Whether the page is in the store, and not in place.
+    pub fn is_away(&self, page: usize) -> bool {
+        !self.is_zero(page) && !self.is_there(page)
+    }
+
+    /// Whether the program has dropped the page, and the kernel may not have removed it yet.
+    pub fn is_ending(&self, page: usize) -> bool {
+        self.ending.as_ref().is_some_and(|ending| ending[page / 64] >> (page % 64) & 1 != 0)
+    }
+
+    /// Whether nothing is known about any page of a partial block.
+    pub fn is_nothing(&self) -> bool {
+        let is_none = |pages: &[u64; BLOCK_PAGES / 64]| pages.iter().all(|pages| *pages == 0);
+        self.zeros.iter().all(|pages| *pages == u64::MAX)
+            && is_none(&self.there)
+            && self.ending.as_deref().is_none_or(is_none)
     }
 
     pub fn is_zero(&self, page: usize) -> bool {
@@ -100,27 +114,29 @@ impl Blocks {
         &mut self.all[id as usize]
     }
 
-    /// The block that contains this address.
+    /// The block to which this address belongs: a whole block, or else a partial one.
     pub fn at(&self, address: usize) -> Option<u32> {
-        let (&start, &id) = self.by_address.range(..=address).next_back()?;
-        (address < start + BLOCK).then_some(id)
+        let mut around = self.ids_in(address, address + 1);
+        let first = around.next()?;
+        Some(around.find(|&id| !self.get(id).is_partial).unwrap_or(first))
     }
 
-    /// The first block that contains a byte of `start..end`.
-    pub fn first_in(&self, start: usize, end: usize) -> Option<u32> {
-        self.at(start).or_else(|| self.by_address.range(start..end).next().map(|(_, &id)| id))
+    /// The blocks whose address space contains a byte of `start..end`. Partial ones may have
+    /// nothing there.
+    pub fn ids_in(&self, start: usize, end: usize) -> impl Iterator<Item = u32> + '_ {
+        self.by_address.range((start + 1).saturating_sub(BLOCK)..end).map(|(_, &id)| id)
     }
 
     pub fn add(&mut self, at: usize, state: State) -> u32 {
         let block = Block {
             at,
             state,
+            is_partial: false,
             room: None,
             zeros: [0; BLOCK_PAGES / 64],
             there: [0; BLOCK_PAGES / 64],
             run: (0, 0),
             ending: None,
-            holes: None,
         };
         let id = match self.unused.pop() {
             Some(id) => {
@@ -132,7 +148,17 @@ impl Blocks {
                 self.all.len() as u32 - 1
             }
         };
-        self.by_address.insert(at, id);
+        let before = self.by_address.insert(at, id);
+        debug_assert!(before.is_none(), "two blocks at one address");
+        id
+    }
+
+    /// Adds a partial block, of which nothing is known yet.
+    pub fn add_partial(&mut self, at: usize) -> u32 {
+        let id = self.add(at, State::Stored);
+        let block = self.get_mut(id);
+        block.is_partial = true;
+        block.zeros = [u64::MAX; BLOCK_PAGES / 64];
         id
     }
 
@@ -144,12 +170,12 @@ impl Blocks {
         block
     }
 
-    /// Updates the addresses of blocks that begin in `from..from + bytes` after that memory was
-    /// moved.
+    /// Updates the addresses of whole blocks that begin in `from..from + bytes` after that memory
+    /// was moved.
     pub fn shift(&mut self, from: usize, to: usize, bytes: usize) {
-        let mut moved = self.by_address.split_off(&from);
-        let mut rest = moved.split_off(&(from + bytes));
-        self.by_address.append(&mut rest);
+        let all = &self.all;
+        let is_moved = |_: &usize, id: &mut u32| !all[*id as usize].is_partial;
+        let moved: Vec<_> = self.by_address.extract_if(from..from + bytes, is_moved).collect();
         for (at, id) in moved {
             let at = at - from + to;
             self.all[id as usize].at = at;
@@ -177,7 +203,7 @@ mod tests {
         assert_eq!([blocks.at(11 * BLOCK), blocks.at(12 * BLOCK)], [None, None]);
         assert_eq!([blocks.at(to), blocks.at(to + 2 * BLOCK - 1)], [Some(ids[1]), Some(ids[2])]);
         assert_eq!([blocks.at(10 * BLOCK), blocks.at(13 * BLOCK)], [Some(ids[0]), Some(ids[3])]);
-        assert_eq!(blocks.first_in(to - BLOCK, to + 1), Some(ids[1]));
+        assert_eq!(blocks.ids_in(to - BLOCK, to + 1).collect::<Vec<_>>(), [ids[1]]);
         assert_eq!(blocks.remove(ids[1]).at, to);
         assert_eq!(blocks.at(to), None);
     }

@@ -4,6 +4,7 @@
 use super::random::Random;
 use super::store::Said;
 use super::world::{Area, Entry, OWN, PAGES, World, address, page_of};
+use crate::pager::work::WINDOW;
 use crate::pager::{BELLS, Shared};
 use crate::uffd::Event;
 use crate::{BLOCK, BLOCK_PAGES};
@@ -380,7 +381,11 @@ impl Program {
             return false;
         }
         let blocks = 2 + world.random.below(self.traits.limit as u64 * 2) as usize;
-        let pages = blocks * BLOCK_PAGES + world.random.below(BLOCK_PAGES as u64) as usize;
+        let pages = match world.random.below(3) {
+            // Many mappings may lie in one block.
+            0 => 16 + world.random.below(3 * BLOCK_PAGES as u64) as usize,
+            _ => blocks * BLOCK_PAGES + world.random.below(BLOCK_PAGES as u64) as usize,
+        };
         let Some(at) = self.gap(world, pages) else { return false };
         world.say(at..at + pages, "mapped");
         world.map(at, at + pages);
@@ -582,11 +587,11 @@ impl Program {
     fn cut(&mut self, world: &mut World, thread: usize, number: usize) {
         let object = self.object(number);
         let pages = object.pages.len();
-        if object.users > 0 || pages < 4 * BLOCK_PAGES || object.is_readonly {
+        if object.users > 0 || pages < 8 || object.is_readonly {
             return;
         }
-        let mut from = 1 + world.random.below(pages as u64 - 700) as usize;
-        let mut to = from + 1 + world.random.below(698) as usize;
+        let mut from = 1 + world.random.below(pages as u64 - 7) as usize;
+        let mut to = from + 1 + world.random.below((pages - from - 2).min(698) as u64) as usize;
         // Of memory that has grown, often nothing stays but the part by which it grew. No event
         // tells the pager of that part.
         if object.grown > 0 && world.random.one_in(2) {
@@ -613,7 +618,7 @@ impl Program {
             return;
         }
         // Either a part of the object moves, or all of it. If all of it moves, it may also grow.
-        let (from, to) = match world.random.one_in(4) && pages > 3 * BLOCK_PAGES {
+        let (from, to) = match world.random.one_in(4) && pages > 8 {
             true => {
                 let from = world.random.below(pages as u64 / 2) as usize;
                 (from, from + 1 + world.random.below((pages - from) as u64 - 1) as usize)
@@ -947,9 +952,8 @@ impl Program {
             .map(|(&start, area)| count(start..area.end))
             .sum();
         // Some memory does not count against the limit: the block in which the pager gets new
-        // frames (`nursery`), and the page into which it reads single pages. Nor do the blocks at
-        // both ends of each object, since the pager manages whole blocks only.
-        let beside = 2 * BLOCK_PAGES * self.objects.len() + BLOCK_PAGES + 1;
+        // frames (`nursery`), and the pages into which it reads single pages.
+        let beside = BLOCK_PAGES + WINDOW;
         let limit = self.shared.limit.load(Ordering::Relaxed) * BLOCK_PAGES;
         assert!(own + managed <= limit + beside, "{own} + {managed} pages with a limit of {limit}");
     }

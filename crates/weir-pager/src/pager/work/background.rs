@@ -33,7 +33,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return true;
         }
         let target = (self.limit() / 8).clamp(1, 3);
-        (self.is_above() || (self.frames() == self.limit() && free < target)) && self.begin_write().is_some()
+        (self.is_above() || (self.frames() == self.limit() && free < target))
+            && (self.is_turn_of_partial() && self.write_block_of_singles() || self.begin_write().is_some())
     }
 
     /// Chooses a victim, moves it into a slot, and begins to write it to the store. `None` if no
@@ -48,18 +49,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             let id = self.victim()?;
             let is_new = self.blocks.get(id).room.is_none();
-            if is_new {
-                let room = self.store.claim().or_else(|| self.take_spare_room());
-                if room.is_none() {
-                    if !self.is_full {
-                        self.outside.tell("the store is full; the program takes more memory than its limit");
-                    }
-                    self.is_full = true;
-                    return None;
-                }
-                self.is_full = false;
-                self.rooms += 1;
-                self.blocks.get_mut(id).room = room;
+            if is_new && !self.claim_room(id) {
+                return None;
             }
             let at = self.blocks.get(id).at;
             if self.has_ended(id) && self.move_out(at, slot) {
@@ -88,6 +79,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.was_tried();
         }
         None
+    }
+
+    /// Claims a room for a block that has none. Returns false if the store is full.
+    pub(super) fn claim_room(&mut self, id: u32) -> bool {
+        let room = self.store.claim().or_else(|| self.take_spare_room());
+        if room.is_none() && !self.is_full {
+            self.outside.tell("the store is full; the program takes more memory than its limit");
+        }
+        self.is_full = room.is_none();
+        self.rooms += usize::from(room.is_some());
+        self.blocks.get_mut(id).room = room;
+        room.is_some()
     }
 
     /// Whether the kernel has removed all of a block's pages whose content the program has dropped.
@@ -183,10 +186,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         while ready < READY_MAX
             && let Some(at) = self.wanted.pop_front()
         {
-            let is_whole = |block: &Block| {
-                block.state == State::Stored && block.count_there() == 0 && block.holes.is_none()
-            };
-            let id = self.blocks.at(at).filter(|&id| is_whole(self.blocks.get(id)));
+            let is_all_away =
+                |block: &Block| block.state == State::Stored && block.count_there() == 0 && !block.is_partial;
+            let id = self.blocks.at(at).filter(|&id| is_all_away(self.blocks.get(id)));
             if let Some((id, slot)) = id.zip(self.find(Slot::Free)) {
                 self.slots[slot] = Slot::Busy;
                 self.blocks.get_mut(id).state = State::Filling(slot);
@@ -206,7 +208,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn fill(&mut self) {
         let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
         if !self.read(id, slot, next, next + STEP) {
-            self.lose(id, slot, Some);
+            self.slots[slot] = Slot::Free;
+            self.lose(id, Some);
         } else if next + STEP == BLOCK_PAGES {
             count(&self.shared.counters.ahead, 1);
             self.blocks.get_mut(id).state = State::Ready(slot);
@@ -218,7 +221,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn read(&mut self, id: u32, slot: usize, from: usize, to: usize) -> bool {
         let base = self.slot(slot);
         let block = self.blocks.get(id);
-        let Some(room) = block.room else { return false };
         let mut page = from;
         while page < to {
             let is_zero = block.is_zero(page);
@@ -226,8 +228,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let out = self.kernel.pages_mut(base + page * PAGE_SIZE, end - page);
             if is_zero {
                 out.as_flattened_mut().fill(0);
-            } else if self.store.read(room + page as u64, out).is_err() {
-                return false;
+            } else {
+                let room = block.room.expect("what is in the store has room there");
+                if self.store.read(room + page as u64, out).is_err() {
+                    return false;
+                }
             }
             page = end;
         }

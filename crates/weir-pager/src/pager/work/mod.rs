@@ -33,8 +33,10 @@ const STEP: usize = 64;
 const READY_MAX: usize = 2;
 /// Largest number of victims that one search tries.
 const TRIES: usize = 16;
-/// Number of zero pages that a page fault outside of any block brings.
-const WINDOW: usize = 16;
+/// Largest number of pages that a page fault on a partial block brings.
+pub(super) const WINDOW: usize = 16;
+/// Mappings of fewer bytes than this are not managed, unless they lie beside managed memory.
+const SMALLEST: usize = 64 << 10;
 /// Longest wait for an event. Without it, the order of the events that were read is not certain.
 const PAUSE: Duration = Duration::from_micros(20);
 /// The limit divided by this number is what managed memory may take in any case, however much
@@ -120,9 +122,13 @@ pub(super) struct Work<K: Kernel, S> {
     /// place.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
+    /// Number of single pages in place that belong to partial blocks.
+    partial_there: usize,
+    /// A measure of how long the pages of partial blocks have made no room.
+    due: usize,
     /// The time of the last attempt in which no block could make room for single pages.
     stuck: Option<Duration>,
-    /// The address of a page of the pager's own, into which a single page is read before it comes
+    /// The address of pages of the pager's own, into which single pages are read before they come
     /// into place.
     single: usize,
     eviction: Option<Eviction>,
@@ -154,7 +160,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     ) -> Result<Self, Error> {
         let system = |error: Errno| Error::System(error.into());
         let (staging, nursery) = (kernel.reserve(SLOTS * BLOCK)?, kernel.reserve(BLOCK)?);
-        let single = kernel.reserve(PAGE_SIZE)?;
+        let single = kernel.reserve(WINDOW * PAGE_SIZE)?;
         kernel.register(staging, staging + SLOTS * BLOCK).map_err(system)?;
         // Give every second slot other advice. The kernel merges only mappings with equal flags, so
         // each slot stays a mapping of its own. If slots were merged, freeing a slot's memory would
@@ -210,6 +216,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             wanted: VecDeque::new(),
             singles: VecDeque::new(),
             singles_there: 0,
+            partial_there: 0,
+            due: 0,
             stuck: None,
             single,
             eviction: None,
@@ -291,7 +299,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         count(&self.shared.counters.faults, 1);
         let Some(id) = self.blocks.at(address).or_else(|| self.begin(address)) else {
-            return self.zero(address, WINDOW);
+            return self.zero(address);
         };
         match self.blocks.get(id).state {
             State::Resident => {
@@ -300,7 +308,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 if let Some(ending) = &mut block.ending {
                     ending[page / 64] &= !(1 << (page % 64));
                 }
-                return self.zero(address, 1);
+                return self.zero(address);
             }
             State::Lost => {
                 self.poison(address);
@@ -341,7 +349,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     fn answer(&mut self, bell: usize) -> Result<(), Changed> {
         let [start, end] = self.shared.adopt.each_ref().map(|bound| bound.load(Ordering::Relaxed));
         if end > start {
-            self.adopt(start, end)?;
+            self.adopt(&[(start, end)])?;
         }
         let call = self.shared.call.each_ref().map(|word| word.load(Ordering::Relaxed));
         if call[0] != 0 {
@@ -371,7 +379,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.has_changed() {
             return Err(Changed);
         }
-        self.zero(bell, 1)?;
+        self.zero(bell)?;
         self.has_ended_all = is_end;
         Ok(())
     }
@@ -431,14 +439,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Makes a block around an address that has none yet, if the whole block is registered.
-    fn begin(&mut self, address: usize) -> Option<u32> {
-        let at = address / BLOCK * BLOCK;
-        let (&start, &end) = self.spans.range(..=address).next_back()?;
-        let is_whole = start <= at && at + BLOCK <= end && self.blocks.first_in(at, at + BLOCK).is_none();
-        is_whole.then(|| self.blocks.add(at, State::Empty))
-    }
-
     /// Makes a block resident.
     fn bring(&mut self, id: u32) -> Result<(), Changed> {
         let slot = match self.blocks.get(id).state {
@@ -463,12 +463,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.kernel.pages_mut(at, BLOCK_PAGES).as_flattened_mut().fill(0);
                 slot
             }
-            State::Stored if self.blocks.get(id).holes.is_some() => return self.bring_around_holes(id),
+            State::Stored if self.blocks.get(id).is_partial => return self.bring_singles(id),
             State::Stored => {
                 let slot = self.frame_now()?;
                 count(&self.shared.counters.reads, 1);
                 if !self.read(id, slot, 0, BLOCK_PAGES) {
-                    self.lose(id, slot, Some);
+                    self.slots[slot] = Slot::Free;
+                    self.lose(id, Some);
                     return Ok(());
                 }
                 slot
@@ -493,19 +494,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(())
     }
 
-    /// Brings every page of a block with holes.
-    fn bring_around_holes(&mut self, id: u32) -> Result<(), Changed> {
+    /// Brings every page of a partial block that is in the store.
+    fn bring_singles(&mut self, id: u32) -> Result<(), Changed> {
         for page in 0..BLOCK_PAGES {
-            let block = self.blocks.get(id);
-            if block.is_hole(page) || block.is_there(page) {
-                continue;
-            }
-            if !self.bring_single(id, page)? {
-                let slot = self.frame_now()?;
-                let block = self.blocks.get(id).clone();
-                let is_mapped = |address: usize| !block.is_hole((address - block.at) / PAGE_SIZE);
-                self.lose(id, slot, |address| is_mapped(address).then_some(address));
-                // A page that is mapped into a hole later is not lost.
+            if self.blocks.get(id).is_away(page) && !self.bring_single(id, page)? {
+                self.lose(id, Some);
+                // Memory that is mapped there later is not lost.
                 self.forget(id);
                 return Ok(());
             }
@@ -524,18 +518,23 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Gives up the content of a block that cannot be read. A thread that touches it gets SIGBUS.
-    fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> Option<usize>) {
-        self.slots[slot] = Slot::Free;
-        if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.outside.tell("pages cannot be had back; the program gets SIGBUS where it touches them");
-        }
-        let at = self.blocks.get(id).at;
+    fn lose(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
+        self.count_lost();
+        let block = self.blocks.get(id).clone();
         self.blocks.get_mut(id).state = State::Lost;
         self.forget_singles(id, 0..BLOCK_PAGES);
         for page in 0..BLOCK_PAGES {
-            if let Some(at) = place(at + page * PAGE_SIZE) {
+            if (!block.is_partial || block.is_away(page))
+                && let Some(at) = place(block.at + page * PAGE_SIZE)
+            {
                 self.poison(at);
             }
+        }
+    }
+
+    fn count_lost(&mut self) {
+        if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.outside.tell("pages cannot be had back; the program gets SIGBUS where it touches them");
         }
     }
 
@@ -553,18 +552,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    fn zero(&mut self, address: usize, pages: usize) -> Result<(), Changed> {
+    fn zero(&mut self, address: usize) -> Result<(), Changed> {
         let at = address / PAGE_SIZE * PAGE_SIZE;
-        let end = self.spans.range(..=at).next_back().map_or(at + PAGE_SIZE, |(_, &end)| end);
-        let next = self.blocks.first_in(at + PAGE_SIZE, end.max(at + PAGE_SIZE));
-        let end = next.map_or(end, |id| self.blocks.get(id).at).clamp(at + PAGE_SIZE, at + pages * PAGE_SIZE);
-        let zeroed = match self.kernel.zero(at, end - at) {
-            // The range may lie in more than one mapping. So try its first page alone.
-            Err(Stopped { why: Errno::NOENT, done: 0 }) => self.kernel.zero(at, PAGE_SIZE),
-            zeroed => zeroed,
-        };
-        match zeroed {
-            Err(Stopped { why: Errno::AGAIN, done: 0 }) => Err(Changed),
+        match self.kernel.zero(at, PAGE_SIZE) {
+            Err(Stopped { why: Errno::AGAIN, .. }) => Err(Changed),
             _ => {
                 self.kernel.wake(at, PAGE_SIZE);
                 Ok(())

@@ -283,9 +283,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn make_room(&mut self) {
         // A streaming program needs frames for blocks. The single pages from its earlier random
         // accesses are no longer used, so they are moved out first.
+        let others = self.singles_there - self.partial_there;
         if self.writing.is_none()
-            && (self.policy.is_streaming() || self.policy.len() == 0)
-            && self.singles_there >= BLOCK_PAGES
+            && (self.policy.is_streaming() && others >= BLOCK_PAGES || self.is_turn_of_partial())
             && self.write_block_of_singles()
         {
             return;

@@ -18,6 +18,9 @@ const RUN: u8 = 3;
 /// `TIMES_AVERAGE` times the average of all blocks.
 const MANY: usize = 64;
 const TIMES_AVERAGE: usize = 4;
+/// The share of partial blocks among the victims is divided by this, as long as whole blocks have
+/// much memory.
+const PARTIAL_EVERY: usize = 16;
 /// Pause after an attempt in which no block could be moved out.
 const STUCK: Duration = Duration::from_millis(20);
 /// For a program that accesses memory in random order: the limit divided by this number is what
@@ -29,12 +32,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn is_single(&mut self, id: u32, page: usize, stride: Option<i64>) -> bool {
         let blocks = self.blocks.len();
         let block = self.blocks.get_mut(id);
-        if block.holes.is_some() {
+        let (last, run) = block.run;
+        let run = if page == last + 1 { run.saturating_add(1) } else { 0 };
+        block.run = (page, run);
+        if block.is_partial {
             return true;
         }
-        let (last, run) = block.run;
-        let run = if page == last + 1 { run + 1 } else { 0 };
-        block.run = (page, run);
         let there = block.count_there();
         // When a stream of page faults enters a block, it begins at the block's first or last page.
         let enters = stride.is_some() && (page == 0 || page == BLOCK_PAGES - 1);
@@ -48,56 +51,103 @@ impl<K: Kernel, S: Store> Work<K, S> {
         block.state == State::Stored && page == block.run.0 + 1
     }
 
-    /// Brings one page of a block that is in the store. Returns `false` if the page cannot be read.
+    /// Brings one page of a block that is in the store. For a partial block, may also bring pages
+    /// after it. Returns `false` if the page cannot be read.
     pub(super) fn bring_single(&mut self, id: u32, page: usize) -> Result<bool, Changed> {
+        let mut pages = self.window(id, page);
         if !self.blocks.get(id).is_there(page) {
-            self.make_room_for_singles();
+            self.make_room_for_singles(pages, self.blocks.get(id).is_partial);
             if !self.events.is_empty() {
                 return Err(Changed);
             }
         }
-        let Work { blocks, store, single, kernel, shared, .. } = self;
-        let block = blocks.get_mut(id);
-        let at = block.at + page * PAGE_SIZE;
-        let brought = match block.room {
-            _ if block.is_there(page) && !block.is_zero(page) => Err(Errno::EXIST),
-            _ if block.is_zero(page) => kernel.zero(at, PAGE_SIZE).map_err(|stopped| stopped.why),
-            Some(room) if store.read(room + page as u64, kernel.pages_mut(*single, 1)).is_ok() => {
-                count(&shared.counters.singles, 1);
-                kernel.copy(at, *single, PAGE_SIZE).map_err(|stopped| stopped.why)
-            }
-            // The page cannot be read from the store. The caller then brings the whole block, and
-            // finds all of its pages that are lost.
-            _ => return Ok(false),
-        };
+        let at = self.blocks.get(id).at + page * PAGE_SIZE;
+        let mut brought = self.bring_pages(id, page, pages);
+        if pages > 1 && !matches!(brought, Some(Ok(_)) | Some(Err(Errno::AGAIN))) {
+            // The pages may lie in more than one mapping, or only one of them may be unreadable.
+            pages = 1;
+            brought = self.bring_pages(id, page, pages);
+        }
         match brought {
-            Ok(()) => {
-                // Memory that is mapped into a hole belongs to the block again.
-                if let Some(holes) = &mut block.holes {
-                    holes[page / 64] &= !(1 << (page % 64));
-                }
-                if block.is_there(page) {
-                    return Ok(true);
-                }
-                block.there[page / 64] |= 1 << (page % 64);
-                if let Some(ending) = &mut block.ending {
-                    ending[page / 64] &= !(1 << (page % 64));
-                }
-                self.singles_there += 1;
-                self.singles.push_back((id, page as u32));
-                if self.singles.len() > 2 * self.singles_there + BLOCK_PAGES {
-                    let mut singles = std::mem::take(&mut self.singles);
-                    singles.retain(|&(id, page)| self.is_singly_there(id, page as usize));
-                    self.singles = singles;
-                }
+            Some(Ok(pages)) => {
+                self.came_singly(id, page..page + pages);
                 Ok(true)
             }
-            Err(Errno::AGAIN) => Err(Changed),
+            Some(Err(Errno::AGAIN)) => Err(Changed),
             // The page is in place already, or is no longer mapped.
-            Err(_) => {
-                kernel.wake(at, PAGE_SIZE);
+            Some(Err(_)) => {
+                self.kernel.wake(at, PAGE_SIZE);
                 Ok(true)
             }
+            // The caller then brings the whole block, and finds all of its pages that are lost.
+            None => Ok(false),
+        }
+    }
+
+    /// Puts pages of a block into place that are all zeros, or all in the store. Returns how many
+    /// of them are there now, or `None` if they cannot be read.
+    fn bring_pages(&mut self, id: u32, page: usize, pages: usize) -> Option<Result<usize, Errno>> {
+        let Work { blocks, store, single, kernel, shared, .. } = self;
+        let block = blocks.get(id);
+        let (at, bytes) = (block.at + page * PAGE_SIZE, pages * PAGE_SIZE);
+        let brought = match block.room {
+            _ if block.is_there(page) && !block.is_zero(page) => return Some(Err(Errno::EXIST)),
+            _ if block.is_zero(page) => kernel.zero(at, bytes),
+            Some(room) if store.read(room + page as u64, kernel.pages_mut(*single, pages)).is_ok() => {
+                count(&shared.counters.singles, pages as u64);
+                kernel.copy(at, *single, bytes)
+            }
+            _ => return None,
+        };
+        Some(match brought {
+            Ok(()) => Ok(pages),
+            Err(Stopped { done: done @ 1.., .. }) => Ok(done / PAGE_SIZE),
+            Err(Stopped { why, .. }) => Err(why),
+        })
+    }
+
+    /// The number of pages to bring for a page fault on this page. A partial block has few page
+    /// faults that show a stream, so more pages come with each page fault in a row.
+    fn window(&self, id: u32, page: usize) -> usize {
+        let block = self.blocks.get(id);
+        if !block.is_partial || block.is_there(page) {
+            return 1;
+        }
+        let is_zero = block.is_zero(page);
+        let most = if is_zero { WINDOW } else { WINDOW.min(4 << block.run.1.min(4)) };
+        let at = block.at + page * PAGE_SIZE;
+        let end = self.spans.range(..=at).next_back().map_or(at, |(_, &end)| end);
+        let whole =
+            self.blocks.ids_in(at, end.max(at + PAGE_SIZE)).filter(|&id| !self.blocks.get(id).is_partial);
+        let end = whole
+            .map(|id| self.blocks.get(id).at)
+            .find(|&other| other > at)
+            .map_or(end, |other| other.min(end));
+        let last = BLOCK_PAGES.min(page + most).min(page + end.saturating_sub(at) / PAGE_SIZE);
+        let is_alike = |&other: &usize| !block.is_there(other) && block.is_zero(other) == is_zero;
+        1 + (page + 1..last).take_while(is_alike).count()
+    }
+
+    /// Notes that these pages of a block are in place as single pages.
+    pub(super) fn came_singly(&mut self, id: u32, pages: std::ops::Range<usize>) {
+        let block = self.blocks.get_mut(id);
+        block.run.0 = pages.end - 1;
+        for page in pages {
+            if block.is_there(page) {
+                continue;
+            }
+            block.there[page / 64] |= 1 << (page % 64);
+            if let Some(ending) = &mut block.ending {
+                ending[page / 64] &= !(1 << (page % 64));
+            }
+            self.singles_there += 1;
+            self.partial_there += usize::from(block.is_partial);
+            self.singles.push_back((id, page as u32));
+        }
+        if self.singles.len() > 2 * self.singles_there + BLOCK_PAGES {
+            let mut singles = std::mem::take(&mut self.singles);
+            singles.retain(|&(id, page)| self.is_singly_there(id, page as usize));
+            self.singles = singles;
         }
     }
 
@@ -107,16 +157,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
             && self.blocks.get(id).is_there(page)
     }
 
-    fn make_room_for_singles(&mut self) {
-        while self.room_for_singles() == 0 {
+    fn make_room_for_singles(&mut self, pages: usize, is_partial: bool) {
+        while self.room_for_singles() < pages {
             if self.find(Slot::Free).is_some() {
                 self.scrub_free();
                 continue;
             }
             // Some blocks cannot be moved out: a child shares them, or devices use them. The pager
             // does not try those again for each page.
-            let is_whole = self.policy.len() > self.limit() / WHOLE_SHARE
-                && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
+            let share = if is_partial { 0 } else { self.limit() / WHOLE_SHARE };
+            if is_partial && self.is_turn_of_partial() && self.write_block_of_singles() {
+                continue;
+            }
+            let is_whole =
+                self.policy.len() > share && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
             if self.writing.is_some() || is_whole && self.begin_write().is_some() {
                 while self.writing.is_some() {
                     self.write();
@@ -145,7 +199,21 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Whether single pages should be moved out now, so that the next page fault need not wait for
     /// room.
     pub(super) fn is_short_of_singles(&self) -> bool {
-        self.singles_there >= BATCH && self.room_for_singles() < BATCH
+        self.singles_there - self.partial_there >= BATCH && self.room_for_singles() < BATCH
+    }
+
+    /// Whether partial blocks make room for the next block. Small mappings are used more often than
+    /// large ones. So among all victims their pages have a small part of the share that they have
+    /// of memory, and all of it once they leave little memory to whole blocks.
+    pub(super) fn is_turn_of_partial(&mut self) -> bool {
+        let frames = self.partial_there / BLOCK_PAGES;
+        let times = if self.policy.len() > self.limit() / LEAST_SHARE { PARTIAL_EVERY } else { 1 };
+        self.due += frames;
+        let is_due = frames > 0 && self.due >= times * (self.policy.len() + frames);
+        if is_due {
+            self.due = 0;
+        }
+        is_due || self.policy.len() == 0
     }
 
     /// Frees the frames that no block uses.
@@ -183,6 +251,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if !self.is_singly_there(id, page) {
                 continue;
             }
+            let is_new = self.blocks.get(id).room.is_none();
+            if is_new && !self.claim_room(id) {
+                self.singles.push_back((id, page as u32));
+                refused += 1;
+                continue;
+            }
             let to = self.slot(slot) + gone.len() * PAGE_SIZE;
             match self.move_pages(to, self.blocks.get(id).at + page * PAGE_SIZE, PAGE_SIZE) {
                 Ok(()) => gone.push((id, page)),
@@ -193,6 +267,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Err(_) => {
                     self.singles.push_back((id, page as u32));
                     refused += 1;
+                    if is_new {
+                        self.release_room(id);
+                    }
                 }
             }
         }
@@ -226,12 +303,27 @@ impl<K: Kernel, S: Store> Work<K, S> {
         } else {
             count(&self.shared.counters.singles_written, gone.len() as u64);
             for &(id, page) in &gone {
-                self.blocks.get_mut(id).there[page / 64] &= !(1 << (page % 64));
+                self.forget_singles(id, page..page + 1);
             }
-            self.singles_there -= gone.len();
+            for (id, _) in gone {
+                self.tidy(id);
+            }
         }
         self.scrub(slot);
         result.is_ok()
+    }
+
+    /// Releases the room of a partial block of which the store has nothing. Forgets the block if
+    /// nothing is known about it.
+    pub(super) fn tidy(&mut self, id: u32) {
+        if !self.blocks.is_known(id) || !self.blocks.get(id).is_partial {
+            return;
+        }
+        if self.blocks.get(id).is_nothing() {
+            self.forget(id);
+        } else if self.blocks.get(id).zeros.iter().all(|pages| *pages == u64::MAX) {
+            self.release_room(id);
+        }
     }
 
     /// These pages of the block no longer count as single pages. They are part of the whole block
@@ -242,6 +334,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if block.is_there(page) {
                 block.there[page / 64] &= !(1 << (page % 64));
                 self.singles_there -= 1;
+                self.partial_there -= usize::from(block.is_partial);
             }
         }
     }

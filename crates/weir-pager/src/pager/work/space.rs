@@ -12,9 +12,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 order::forget(&mut self.left_out, start..end);
             }
             Event::Remap(from, to, bytes) => {
-                self.fill_holes(from, to, bytes);
                 // Nothing is there, unless an event is missing.
-                self.forget_all(to, to + bytes);
+                self.unmapped(to, to + bytes);
                 // The spans change first, since the pager may read and order further events below.
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
@@ -24,11 +23,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 for part in left_out {
                     order::add(&mut self.left_out, part.start - from + to..part.end - from + to);
                 }
-                self.cut(from, from + bytes, Some(to));
+                self.move_singles(from, to, bytes);
+                self.cut(from, from + bytes, to);
                 self.blocks.shift(from, to, bytes);
-                // An earlier move may have taken a part of a block away, and so have dissolved the
-                // block. This move may bring that part back. So look for whole blocks without a
-                // record.
+                // Pages that are in place have moved too. They may also make a block whole, if an
+                // earlier move had taken a part of it away.
                 self.record(to, to + bytes);
             }
         }
@@ -38,151 +37,125 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// keeps that part, page by page.
     fn unmapped(&mut self, start: usize, end: usize) {
         self.forget_span(start, end);
-        for edge in [start, end] {
-            let Some(id) = self.blocks.at(edge) else { continue };
-            let at = self.blocks.get(id).at;
-            if at != edge && (at < start || at + BLOCK > end) {
-                self.punch(id, start.max(at), end.min(at + BLOCK));
-            }
-        }
-        let mut from = start;
-        while from < end
-            && let Some(id) = self.blocks.first_in(from, end)
-        {
-            let at = self.blocks.get(id).at;
+        let ids: Vec<u32> = self.blocks.ids_in(start, end).collect();
+        for id in ids {
+            let Block { at, is_partial, .. } = *self.blocks.get(id);
             if start <= at && at + BLOCK <= end {
                 self.forget(id);
+            } else if is_partial {
+                self.drop_pages(id, start, end);
+            } else if at.is_multiple_of(BLOCK) {
+                self.take_apart(id, start, end);
+            } else {
+                self.dissolve(id, |address| (!(start..end).contains(&address)).then_some(address));
+                self.record(at, at + BLOCK);
             }
-            from = at + BLOCK;
         }
     }
 
-    /// Makes a hole in a block: its pages in `start..end` are unmapped. The other pages become
-    /// single pages.
-    fn punch(&mut self, id: u32, start: usize, end: usize) {
+    /// Makes a block partial: its memory in `start..end` is unmapped. The other pages that are in
+    /// place become single pages.
+    fn take_apart(&mut self, id: u32, start: usize, end: usize) {
         while matches!(self.blocks.get(id).state, State::Filling(_)) && self.filling.is_some() {
             self.fill();
         }
         self.drop_copy(id);
-        let at = self.blocks.get(id).at;
-        let place = |address: usize| (!(start..end).contains(&address)).then_some(address);
-        let has_content = !matches!(self.blocks.get(id).state, State::Empty | State::Lost);
-        if has_content && self.blocks.get(id).room.is_none() && !self.is_broken {
-            let room = self.store.claim();
-            self.rooms += usize::from(room.is_some());
-            self.blocks.get_mut(id).room = room;
-        }
-        if !has_content || self.blocks.get(id).room.is_none() {
-            // Its pages stay in place for good.
-            return self.dissolve(id, place);
-        }
-        if let State::Writing(slot) | State::Back(slot) = self.blocks.get(id).state {
-            for address in (at..at + BLOCK).step_by(PAGE_SIZE) {
-                if let Some(to) = place(address) {
-                    self.copy_in(to, self.slot(slot) + (address - at));
+        let Block { at, state, .. } = *self.blocks.get(id);
+        match state {
+            State::Lost => return self.forget(id),
+            State::Writing(slot) | State::Back(slot) => {
+                for address in (at..at + BLOCK).step_by(PAGE_SIZE) {
+                    if !(start..end).contains(&address) {
+                        self.copy_in(address, self.slot(slot) + (address - at));
+                    }
                 }
+                self.writing = self.writing.filter(|writing| writing.id != id);
+                self.leave(slot);
             }
-            self.writing = self.writing.filter(|writing| writing.id != id);
-            self.leave(slot);
-            self.take_apart(id);
-        } else if self.blocks.get(id).state == State::Resident {
-            self.policy.went(id);
-            self.take_apart(id);
+            State::Resident => self.policy.went(id),
+            _ => {}
         }
-        let gone = (start - at) / PAGE_SIZE..(end - at) / PAGE_SIZE;
-        self.forget_singles(id, gone.clone());
         let block = self.blocks.get_mut(id);
-        gone.clone().for_each(|page| block.set_zero(page, true));
-        let holes = block.holes.get_or_insert_default();
-        gone.for_each(|page| holes[page / 64] |= 1 << (page % 64));
-        if holes.iter().all(|pages| *pages == u64::MAX) {
-            self.forget(id);
+        block.is_partial = true;
+        self.partial_there += block.count_there();
+        if state != State::Stored {
+            block.state = State::Stored;
+            block.zeros = [u64::MAX; BLOCK_PAGES / 64];
+            self.release_room(id);
         }
+        self.drop_pages(id, start, end);
+        self.record(at, at + BLOCK);
+        self.tidy(id);
     }
 
-    /// Dissolves the blocks into whose holes memory moves. Other pages of such a block may be among
-    /// that memory.
-    fn fill_holes(&mut self, from: usize, to: usize, bytes: usize) {
-        for edge in [to, to + bytes - 1] {
-            let has_holes = |id: &u32| self.blocks.get(*id).holes.is_some();
-            if let Some(id) = self.blocks.at(edge).filter(has_holes) {
-                self.dissolve(id, |address| match (from..from + bytes).contains(&address) {
-                    true => Some(address - from + to),
-                    false => (!(to..to + bytes).contains(&address)).then_some(address),
-                });
-            }
-        }
-    }
-
-    /// Makes a block whole again whose holes have all been mapped anew.
-    fn close_holes(&mut self, id: u32) {
-        if let Some(holes) = self.blocks.get_mut(id).holes.take() {
-            self.find_singles(id, |page| holes[page / 64] >> (page % 64) & 1 != 0);
-        }
-    }
-
-    /// Turns a block that is in place into single pages.
-    fn take_apart(&mut self, id: u32) {
+    /// Drops the pages of a partial block that are in `start..end`: they are no longer mapped.
+    fn drop_pages(&mut self, id: u32, start: usize, end: usize) {
         let block = self.blocks.get_mut(id);
-        block.state = State::Stored;
-        block.zeros = [u64::MAX; BLOCK_PAGES / 64];
-        self.find_singles(id, |_| true);
-    }
-
-    /// Notes which of these pages of a block are in place. The store has none of them. So each is
-    /// marked as zeros: if it is not in place after all, it has no content.
-    fn find_singles(&mut self, id: u32, is_asked: impl Fn(usize) -> bool) {
-        let Work { kernel, blocks, singles, singles_there, .. } = self;
-        let block = blocks.get_mut(id);
         let at = block.at;
-        let _ = kernel.populated(at, at + BLOCK, |start, end| {
-            for page in (start - at) / PAGE_SIZE..(end - at) / PAGE_SIZE {
-                let is_ending =
-                    block.ending.as_ref().is_some_and(|ending| ending[page / 64] >> (page % 64) & 1 != 0);
-                if is_asked(page) && !is_ending && !block.is_there(page) {
-                    block.there[page / 64] |= 1 << (page % 64);
-                    *singles_there += 1;
-                    singles.push_back((id, page as u32));
-                }
+        let pages = (start.max(at) - at) / PAGE_SIZE..(end.min(at + BLOCK) - at) / PAGE_SIZE;
+        for page in pages.clone() {
+            block.set_zero(page, true);
+            if let Some(ending) = &mut block.ending {
+                ending[page / 64] &= !(1 << (page % 64));
             }
-        });
+        }
+        self.forget_singles(id, pages);
+        self.tidy(id);
     }
 
-    fn forget_all(&mut self, start: usize, end: usize) {
-        self.forget_span(start, end);
-        self.cut(start, end, None);
-        while let Some(id) = self.blocks.first_in(start, end) {
-            self.forget(id);
+    /// Handles the move of `bytes` bytes from `from` to `to` for the partial blocks there. Their
+    /// pages in the store come into memory at the new place.
+    fn move_singles(&mut self, from: usize, to: usize, bytes: usize) {
+        let is_partial = |id: &u32| self.blocks.get(*id).is_partial;
+        let ids: Vec<u32> = self.blocks.ids_in(from, from + bytes).filter(is_partial).collect();
+        for id in ids {
+            let mut has_lost = false;
+            for page in 0..BLOCK_PAGES {
+                let block = self.blocks.get(id);
+                let address = block.at + page * PAGE_SIZE;
+                if !block.is_away(page) || !(from..from + bytes).contains(&address) {
+                    continue;
+                }
+                let room = block.room.expect("what is in the store has room there");
+                let (place, single) = (address - from + to, self.single);
+                if self.store.read(room + page as u64, self.kernel.pages_mut(single, 1)).is_ok() {
+                    self.copy_in(place, single);
+                } else {
+                    has_lost = true;
+                    self.poison(place);
+                }
+            }
+            if has_lost {
+                self.count_lost();
+            }
+            self.drop_pages(id, from, from + bytes);
         }
     }
 
-    /// Dissolves the blocks that have pages both inside `start..end` and outside of it. The pages
-    /// inside have moved to `moved_to`, or are gone if that is `None`. All pages that are left are
-    /// brought into memory, at the addresses that they now have.
-    pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
+    /// Dissolves the whole blocks that have pages both inside `start..end` and outside of it. The
+    /// pages inside have moved to `moved_to`. All pages are brought into memory, at the addresses
+    /// that they now have. Those outside become single pages.
+    fn cut(&mut self, start: usize, end: usize, moved_to: usize) {
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
-            let at = self.blocks.get(id).at;
-            if at == edge || (start <= at && at + BLOCK <= end) {
+            let Block { at, is_partial, .. } = *self.blocks.get(id);
+            if is_partial || at == edge || (start <= at && at + BLOCK <= end) {
                 continue;
             }
             self.dissolve(id, |address| match (start..end).contains(&address) {
-                true => moved_to.map(|to| address - start + to),
+                true => Some(address - start + moved_to),
                 false => Some(address),
             });
+            self.record(at, at + BLOCK);
         }
     }
 
+    /// Brings all of a whole block into memory, and forgets the block.
     pub(super) fn dissolve(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
         while matches!(self.blocks.get(id).state, State::Filling(_)) && self.filling.is_some() {
             self.fill();
         }
         let at = self.blocks.get(id).at;
-        let was = self.blocks.get(id).clone();
-        let place = |address: usize| {
-            let is_hole = was.is_hole((address - at) / PAGE_SIZE);
-            if is_hole { None } else { place(address) }
-        };
         let slot = match self.blocks.get(id).state {
             State::Writing(slot) | State::Ready(slot) | State::Back(slot) => Some(slot),
             State::Stored => {
@@ -190,7 +163,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 if self.read(id, slot, 0, BLOCK_PAGES) {
                     Some(slot)
                 } else {
-                    self.lose(id, slot, place);
+                    self.slots[slot] = Slot::Free;
+                    self.lose(id, &place);
                     None
                 }
             }
@@ -232,15 +206,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Handles the event that the program drops the content of `start..end`. The range reads as
     /// zeros from now on.
     pub(super) fn removed(&mut self, start: usize, end: usize) {
-        let mut from = start;
-        while let Some(id) = self.blocks.first_in(from, end) {
+        let ids: Vec<u32> = self.blocks.ids_in(start, end).collect();
+        for id in ids {
             let at = self.blocks.get(id).at;
             let pages = (start.max(at) - at) / PAGE_SIZE..(end.min(at + BLOCK) - at) / PAGE_SIZE;
-            from = at + BLOCK;
             self.removed_in(id, pages);
-            if from >= end {
-                break;
-            }
         }
     }
 
@@ -257,11 +227,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         match self.blocks.get(id).state {
             State::Empty | State::Lost => {}
-            State::Stored if is_whole && self.blocks.get(id).holes.is_none() => {
+            State::Stored if is_whole && !self.blocks.get(id).is_partial => {
                 self.release_room(id);
                 self.blocks.get_mut(id).state = State::Empty;
             }
-            State::Stored => pages.for_each(|page| self.blocks.get_mut(id).set_zero(page, true)),
+            State::Stored => {
+                pages.for_each(|page| self.blocks.get_mut(id).set_zero(page, true));
+                self.tidy(id);
+            }
             State::Writing(slot) | State::Ready(slot) | State::Filling(slot) | State::Back(slot) => {
                 let at = self.slot(slot) + pages.start * PAGE_SIZE;
                 self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
@@ -349,8 +322,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if !self.kernel.read_mappings(&mut self.mappings) {
             return Ok(());
         }
-        for at in 0..self.mappings.len() {
-            let Mapping { start, end, is_plain } = self.mappings[at];
+        let mut found: Vec<(usize, usize)> = Vec::new();
+        for &Mapping { start, end, is_plain } in &self.mappings {
             if !is_plain {
                 continue;
             }
@@ -358,19 +331,19 @@ impl<K: Kernel, S: Store> Work<K, S> {
             while from < end {
                 let known = self.known(from, end);
                 let to = known.map_or(end, |(start, _)| start.max(from));
-                let is_next = self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
+                let is_next = found.last().is_some_and(|&(_, end)| end == from)
+                    || self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
                 // When a registered mapping grows, its new part is registered too, and no child
                 // inherits it until the pager changes that for a fork (`MADV_DOFORK`). So the pager
                 // manages the new part, however small it is.
                 let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
-                let has_block = from.next_multiple_of(BLOCK) + BLOCK <= to;
-                if to > from && (is_same || has_block || is_next && to - from >= BLOCK) {
-                    self.adopt(from, to)?;
+                if to > from && (is_same || is_next || to - from >= SMALLEST) {
+                    found.push((from, to));
                 }
                 from = known.map_or(end, |(_, end)| end);
             }
         }
-        Ok(())
+        if found.is_empty() { Ok(()) } else { self.adopt(&found) }
     }
 
     /// The first range in `start..end` that must not be adopted: it is managed already, or is
@@ -383,16 +356,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.excluded.iter().copied().chain(spans).filter(overlaps).min()
     }
 
-    /// Registers and manages `start..end` too, unless the address space changed meanwhile.
-    pub(super) fn adopt(&mut self, start: usize, end: usize) -> Result<(), Changed> {
-        if self.kernel.register(start, end).is_err() {
-            return Ok(());
-        }
-        // From here on the kernel sends an event for each change of the range. But the list of
+    /// Registers and manages these ranges too, unless the address space changed meanwhile.
+    pub(super) fn adopt(&mut self, ranges: &[(usize, usize)]) -> Result<(), Changed> {
+        let mut ranges = ranges.to_vec();
+        ranges.retain(|&(start, end)| self.kernel.register(start, end).is_ok());
+        // From here on the kernel sends an event for each change of a range. But the list of
         // mappings was read before. It may lack a later change, or show a change whose event is not
         // handled yet. New blocks could then cover a hole, or overlap blocks that the event brings.
         // So check that nothing has changed.
-        if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
+        if self.scope == Scope::Process && !self.are_mappings(&ranges) {
             return Err(Changed);
         }
         self.hear();
@@ -400,49 +372,103 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return Err(Changed);
         }
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
-        let _ = self.kernel.advise(start, end - start, advice);
-        self.add_span(start, end);
-        // Some pages may have been touched before the registration.
-        self.record(start, end);
+        for (start, end) in ranges {
+            let _ = self.kernel.advise(start, end - start, advice);
+            self.add_span(start, end);
+            // Some pages may have been touched before the registration.
+            self.record(start, end);
+        }
         Ok(())
     }
 
-    /// Makes a record of each block that has a byte in `start..end` and has pages in place, if
-    /// there is no record yet. Only a block with a record can be moved out. A block at an end of
-    /// the range may also have pages of its span that lie outside of the range.
-    fn record(&mut self, start: usize, end: usize) {
-        let Some((&first, &last)) = self.spans.range(..=start).next_back() else { return };
-        let (from, to) = (first.max(start / BLOCK * BLOCK), last.min(end.next_multiple_of(BLOCK)));
-        let mut next = from;
-        while next < to
-            && let Some(id) = self.blocks.first_in(next, to)
-        {
-            let at = self.blocks.get(id).at;
-            if first <= at && at + BLOCK <= last {
-                self.close_holes(id);
-            }
-            next = at + BLOCK;
+    /// Makes a block around an address of managed memory that has none yet.
+    pub(super) fn begin(&mut self, address: usize) -> Option<u32> {
+        let at = address / BLOCK * BLOCK;
+        if order::held_in(&self.spans, address..address + 1).is_empty() {
+            return None;
         }
-        let Work { kernel, blocks, policy, .. } = self;
-        let _ = kernel.populated(from, to, |begin, end| {
-            let mut at = begin / BLOCK * BLOCK;
-            while at < end {
-                if at >= first && at + BLOCK <= last && blocks.first_in(at, at + BLOCK).is_none() {
-                    policy.came(blocks.add(at, State::Resident));
-                }
-                at += BLOCK;
-            }
-        });
+        let is_whole = self.is_managed(at) && self.blocks.ids_in(at, at + BLOCK).next().is_none();
+        Some(if is_whole { self.blocks.add(at, State::Empty) } else { self.blocks.add_partial(at) })
     }
 
-    /// Whether the range is part of one plain mapping. The kernel never merges memory that is
+    /// Whether all memory of the block at this address is managed.
+    fn is_managed(&self, block: usize) -> bool {
+        self.spans.range(..=block).next_back().is_some_and(|(_, &end)| block + BLOCK <= end)
+    }
+
+    /// Makes records of the managed pages in `start..end` that are in place and in no record yet.
+    /// Only memory with a record can be moved out.
+    fn record(&mut self, start: usize, end: usize) {
+        for part in order::held_in(&self.spans, start..end) {
+            let mut found = Vec::new();
+            let _ = self.kernel.populated(part.start, part.end, |start, end| found.push((start, end)));
+            for (start, end) in found {
+                self.record_pages(start, end);
+            }
+        }
+        let (start, end) = (start / BLOCK * BLOCK, end.next_multiple_of(BLOCK));
+        let is_alone = |id: &u32| {
+            let at = self.blocks.get(*id).at;
+            self.blocks.get(*id).is_partial
+                && self.is_managed(at)
+                && self.blocks.ids_in(at, at + BLOCK).nth(1).is_none()
+        };
+        let whole: Vec<u32> = self.blocks.ids_in(start, end).filter(is_alone).collect();
+        for id in whole {
+            self.make_whole(id);
+        }
+    }
+
+    /// Makes a partial block whole: all of its memory is managed now.
+    fn make_whole(&mut self, id: u32) {
+        let block = self.blocks.get_mut(id);
+        block.is_partial = false;
+        self.partial_there -= block.count_there();
+        if (0..BLOCK_PAGES).any(|page| block.is_away(page)) {
+            return;
+        }
+        let is_empty = block.count_there() == 0;
+        block.state = if is_empty { State::Empty } else { State::Resident };
+        self.forget_singles(id, 0..BLOCK_PAGES);
+        self.release_room(id);
+        if !is_empty {
+            self.policy.came(id);
+        }
+    }
+
+    /// Makes records of managed pages that are in place and in no record yet.
+    fn record_pages(&mut self, start: usize, end: usize) {
+        let mut next = start;
+        while next < end {
+            let at = next / BLOCK * BLOCK;
+            let (from, to) = (next, end.min(at + BLOCK));
+            next = to;
+            if self.blocks.ids_in(at, at + BLOCK).next().is_none() && self.is_managed(at) {
+                self.policy.came(self.blocks.add(at, State::Resident));
+                continue;
+            }
+            for address in (from..to).step_by(PAGE_SIZE) {
+                let page = (address - at) / PAGE_SIZE;
+                let id = self.blocks.at(address).unwrap_or_else(|| self.blocks.add_partial(at));
+                if self.blocks.get(id).is_partial && !self.blocks.get(id).is_ending(page) {
+                    self.came_singly(id, page..page + 1);
+                }
+            }
+        }
+    }
+
+    /// Whether each range is part of one plain mapping. The kernel never merges memory that is
     /// registered with userfaultfd with other memory.
-    fn is_one_mapping(&mut self, start: usize, end: usize) -> bool {
-        let covers = |mapping: Mapping| mapping.is_plain && mapping.start <= start && end <= mapping.end;
+    fn are_mappings(&mut self, ranges: &[(usize, usize)]) -> bool {
         let mut mappings = std::mem::take(&mut self.mappings_of_now);
-        let is_one = self.kernel.read_mappings(&mut mappings) && mappings.iter().copied().any(covers);
+        let has_read = self.kernel.read_mappings(&mut mappings);
+        let is_one = |&(start, end): &(usize, usize)| {
+            let after = mappings.partition_point(|mapping| mapping.start <= start);
+            after > 0 && mappings[after - 1].is_plain && end <= mappings[after - 1].end
+        };
+        let are_all = has_read && ranges.iter().all(is_one);
         self.mappings_of_now = mappings;
-        is_one
+        are_all
     }
 }
 
@@ -578,14 +604,14 @@ mod tests {
         work.kernel.world.take_areas(hole, end);
         (hole..end).for_each(|page| work.kernel.world.go(page));
         work.apply(Event::Unmap(address(hole), address(end)));
-        assert_eq!((work.frames(), work.singles_there, work.rooms), (1, 100, 1), "it counts");
+        assert_eq!((work.frames(), work.singles_there, work.rooms), (1, 100, 0), "it counts");
         while work.write_singles() {}
-        assert_eq!((work.frames(), work.singles_there), (0, 0));
+        assert_eq!((work.frames(), work.singles_there, work.rooms), (0, 0, 1));
         assert!((first..hole).all(|page| !work.kernel.world.is_something(page)), "all of it is out");
         work.kernel.world.map(hole, end);
         work.kernel.register(address(hole), address(end)).unwrap();
-        work.adopt(address(hole), address(end)).unwrap();
-        assert!(work.blocks.get(id).holes.is_none());
+        work.adopt(&[(address(hole), address(end))]).unwrap();
+        assert!(!work.blocks.get(id).is_partial);
         work.bring(id).unwrap();
         for page in first..end {
             assert_eq!(work.kernel.world.word(page), if page < hole { page as u64 } else { 0 });
@@ -593,6 +619,84 @@ mod tests {
         work.apply(Event::Unmap(address(first), address(hole)));
         work.apply(Event::Unmap(address(hole), address(end)));
         assert_eq!((work.blocks.len(), work.rooms), (0, 0), "nothing is left of it");
+    }
+
+    /// Maps pages, fills them, each with its number, and has them managed.
+    fn adopted(work: &mut Work<Machine, Simulated>, pages: std::ops::Range<usize>) {
+        work.kernel.world.map(pages.start, pages.end);
+        pages.clone().for_each(|page| work.kernel.world.come(page, page as u64));
+        work.adopt(&[(address(pages.start), address(pages.end))]).unwrap();
+    }
+
+    /// Takes memory away as `munmap` does.
+    fn unmapped(work: &mut Work<Machine, Simulated>, pages: std::ops::Range<usize>) {
+        work.kernel.world.take_areas(pages.start, pages.end);
+        pages.clone().for_each(|page| work.kernel.world.go(page));
+        work.apply(Event::Unmap(address(pages.start), address(pages.end)));
+    }
+
+    #[test]
+    fn small_mappings_in_one_block_share_a_room_until_the_last_of_them_is_unmapped() {
+        let (mut work, first) = work_at_rest();
+        let (one, other) = (first + 10..first + 74, first + 100..first + 164);
+        for pages in [&one, &other] {
+            adopted(&mut work, pages.clone());
+        }
+        assert_eq!((work.blocks.len(), work.managed()), (1, 128));
+        while work.write_singles() {}
+        assert_eq!((work.rooms, work.managed()), (1, 0));
+        unmapped(&mut work, one);
+        let id =
+            work.fault(address(other.start)).map(|()| work.blocks.at(address(other.start)).unwrap()).unwrap();
+        work.bring(id).unwrap();
+        assert!(other.clone().all(|page| work.kernel.world.word(page) == page as u64));
+        // The old content of the first mapping does not come back.
+        work.kernel.world.map(first + 10, first + 74);
+        work.kernel.register(address(first + 10), address(first + 74)).unwrap();
+        work.add_span(address(first + 10), address(first + 74));
+        work.fault(address(first + 10)).unwrap();
+        assert_eq!(work.kernel.world.word(first + 10), 0);
+        unmapped(&mut work, first + 10..first + 74);
+        unmapped(&mut work, other);
+        assert_eq!((work.blocks.len(), work.rooms, work.managed()), (0, 0, 0));
+    }
+
+    #[test]
+    fn the_pages_beside_a_whole_block_that_begins_elsewhere_are_bounded_and_its_own_are_left_alone() {
+        let (mut work, first) = work_at_rest();
+        let (at, end) = (first + 100, first + 2 * BLOCK_PAGES);
+        adopted(&mut work, first + 96..first + 100);
+        let id = work.blocks.add(address(at), State::Stored);
+        work.blocks.get_mut(id).room = work.store.claim();
+        work.rooms += 1;
+        work.kernel.world.map(at, end);
+        work.kernel.register(address(at), address(end)).unwrap();
+        work.add_span(address(at), address(end));
+        (first + 96..first + 100).for_each(|page| work.kernel.world.go(page));
+        work.removed(address(first + 96), address(first + 100));
+        // A page fault beside the block brings pages of zeros up to the block.
+        work.fault(address(first + 96)).unwrap();
+        assert_eq!(work.blocks.at(address(at)), Some(id));
+        assert!((first + 96..first + 100).all(|page| work.kernel.world.is_something(page)));
+        assert!(!work.kernel.world.is_something(at), "this page is in the store");
+        work.fault(address(at + BLOCK_PAGES)).unwrap();
+        assert_eq!(work.singles_there, 4 + WINDOW);
+    }
+
+    #[test]
+    fn mappings_of_64_kib_are_managed_and_smaller_ones_where_they_lie_beside_managed_memory() {
+        let (mut work, first) = work_at_rest();
+        work.scope = Scope::Process;
+        let places = [(first, 16), (first + 32, 15), (first + 64, 64), (first + 128, 4)];
+        for (at, pages) in places {
+            work.kernel.world.map(at, at + pages);
+        }
+        work.look().unwrap();
+        let spans: Vec<_> = work.spans.iter().map(|(&start, &end)| (start, end)).collect();
+        assert_eq!(
+            spans,
+            [(address(first), address(first + 16)), (address(first + 64), address(first + 132))]
+        );
     }
 
     #[test]
@@ -606,7 +710,7 @@ mod tests {
         work.policy.came(id);
         let (home, away) = (address(first + 10), address(first + 4 * BLOCK_PAGES));
         work.apply(Event::Remap(home, away, 5 * PAGE_SIZE));
-        assert_eq!((work.blocks.len(), work.policy.len()), (0, 0), "it has a hole");
+        assert_eq!((work.singles_there, work.policy.len()), (BLOCK_PAGES - 5, 0), "it has a hole");
         work.apply(Event::Remap(away, home, 5 * PAGE_SIZE));
         assert_eq!(work.blocks.at(home).map(|id| work.blocks.get(id).state), Some(State::Resident));
         assert_eq!(work.policy.len(), 1);
