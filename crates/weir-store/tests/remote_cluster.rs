@@ -124,6 +124,11 @@ fn hash_slots_move_under_load_and_no_page_is_lost_or_refused() {
         hashes.len() / 2,
         done.load(Ordering::Relaxed)
     );
+    let moves = hashes.len().div_ceil(2) * if full { 10 } else { 1 };
+    println!("figure: cluster_under_load moved_hash_slots {moves} higher");
+    println!("figure: cluster_under_load operations {} higher", done.load(Ordering::Relaxed));
+    println!("figure: cluster_under_load redirected {} higher", counts.redirected);
+    println!("figure: cluster_under_load wrong_or_refused 0 lower 0");
     assert!(counts.redirected > 0);
     assert_eq!((counts.forged, counts.lost), (0, 0));
     assert_eq!(store.report().unwrap().conditions().len(), 3, "the node that joined");
@@ -149,6 +154,16 @@ fn hash_slots_move_under_load_and_no_page_is_lost_or_refused() {
     }
 }
 
+/// Whether a replica has all that its master has.
+fn is_followed(master: &Engine, replica: &Engine) -> bool {
+    let about = |engine: &Engine| engine.text(&["INFO", "replication"]);
+    let field =
+        |about: &str, name: &str| about.lines().find_map(|line| line.strip_prefix(name).map(str::to_owned));
+    let (first, last) = (about(master), about(replica));
+    last.contains("master_link_status:up")
+        && field(&first, "master_repl_offset:") == field(&last, "slave_repl_offset:")
+}
+
 #[test]
 fn a_replica_takes_the_place_of_a_master_that_dies() {
     let name = "a_replica_takes_the_place_of_a_master_that_dies";
@@ -161,16 +176,7 @@ fn a_replica_takes_the_place_of_a_master_that_dies() {
     let fill: Vec<_> = slots.iter().map(|slot| (*slot, Some(page(slot.0)))).collect();
     assert!(all(&mut *lane, &fill).iter().all(|(result, _)| result.is_ok()));
     let begun = Instant::now();
-    let is_followed = || {
-        let about = |at: usize| engines[at].text(&["INFO", "replication"]);
-        let field = |about: &str, name: &str| {
-            about.lines().find_map(|line| line.strip_prefix(name).map(str::to_owned))
-        };
-        let (first, last) = (about(0), about(3));
-        last.contains("master_link_status:up")
-            && field(&first, "master_repl_offset:") == field(&last, "slave_repl_offset:")
-    };
-    while !is_followed() {
+    while !is_followed(&engines[0], &engines[3]) {
         assert!(begun.elapsed() < PATIENCE, "the replica does not follow");
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -234,4 +240,84 @@ fn two_copies_on_a_cluster_and_a_cluster_that_is_not_whole_are_refused() {
     engines[0].call(&["CLUSTER", "DELSLOTSRANGE", "0", "10"]).unwrap();
     let error = refused(&url(&engines, "size=1MiB"));
     assert!(error.to_string().contains("hash slots without a node"), "{error}");
+}
+
+#[test]
+fn pages_that_moved_while_nobody_used_them_are_deleted_at_the_end_too() {
+    let name = "pages_that_moved_while_nobody_used_them_are_deleted_at_the_end_too";
+    let Some(engines) = cluster(3, 2, name) else { return };
+    let store = open(&url(&engines, "size=16MiB"));
+    let mut lane = store.lane(32).unwrap();
+    let slots: Vec<Slot> = (0..store.slots()).step_by(64).map(Slot).collect();
+    let fill: Vec<_> = slots.iter().map(|slot| (*slot, Some(page(slot.0)))).collect();
+    assert!(all(&mut *lane, &fill).iter().all(|(result, _)| result.is_ok()));
+    let mut hashes: Vec<String> = slots.iter().map(|slot| hash_of(&engines[0], &store.key(*slot))).collect();
+    hashes.dedup();
+    for hash in &hashes {
+        let from = usize::from(hash.parse::<u16>().unwrap() >= 8192);
+        migrate(&engines, hash, from, 2, || {});
+    }
+    assert_eq!(engines[2].keys(), slots.len() as i64);
+    drop(lane);
+    drop(store);
+    assert_eq!(engines.iter().map(Engine::keys).sum::<i64>(), 0, "keys are left behind");
+}
+
+#[test]
+fn a_replica_that_lacks_the_last_writes_never_passes_off_older_pages() {
+    let name = "a_replica_that_lacks_the_last_writes_never_passes_off_older_pages";
+    let Some(mut engines) = cluster(4, 3, name) else { return };
+    let master = engines[0].text(&["CLUSTER", "MYID"]);
+    assert_eq!(engines[3].text(&["CLUSTER", "REPLICATE", &master]), "OK");
+    let store = open(&url(&engines[..3], "size=64MiB"));
+    let mut lane = store.lane(32).unwrap();
+    let slots: Vec<Slot> = (0..store.slots()).step_by(64).map(Slot).collect();
+    // Of every other page there is no older content.
+    let write = |by: u32, step: usize| -> Vec<_> {
+        slots.iter().step_by(step).map(|slot| (*slot, Some(page(slot.0.wrapping_add(by))))).collect()
+    };
+    assert!(all(&mut *lane, &write(0, 2)).iter().all(|(result, _)| result.is_ok()));
+    let begun = Instant::now();
+    while !is_followed(&engines[0], &engines[3]) {
+        assert!(begun.elapsed() < PATIENCE, "the replica does not follow");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // From here on the replica gets nothing: the master wants a password that it does not have.
+    engines[0].call(&["CONFIG", "SET", "requirepass", engine::PASSWORD]).unwrap();
+    let kill = ["CLIENT", "KILL", "TYPE", "replica"];
+    engines[0].call_with(engine::PASSWORD, &kill).unwrap();
+    assert!(all(&mut *lane, &write(5, 1)).iter().all(|(result, _)| result.is_ok()));
+    let hash = |slot: &Slot| hash_of(&engines[1], &store.key(*slot)).parse::<u16>().unwrap();
+    let of_master: Vec<bool> = slots.iter().map(|slot| hash(slot) < 16_384 / 3).collect();
+    assert!(of_master.contains(&true) && of_master.contains(&false));
+    engines[0].kill();
+    assert_eq!(engines[3].text(&["CLUSTER", "FAILOVER", "TAKEOVER"]), "OK");
+    let reads: Vec<_> = slots.iter().map(|slot| (*slot, None)).collect();
+    let begun = Instant::now();
+    loop {
+        let results = all(&mut *lane, &reads);
+        for ((slot, of_master), (result, content)) in slots.iter().zip(&of_master).zip(&results) {
+            match result {
+                Ok(()) => assert!(!of_master && *content == page(slot.0 + 5), "{slot:?}"),
+                Err(Fault::Timeout) => {}
+                Err(fault) => {
+                    assert!(*of_master && [Fault::Lost, Fault::Corrupt].contains(fault), "{slot:?}")
+                }
+            }
+        }
+        if results.iter().all(|(result, _)| *result != Err(Fault::Timeout)) {
+            break;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{:?}", store.report().unwrap().conditions());
+    }
+    let counts = store.counts();
+    println!("figure: failover older_pages_found {} higher 1", counts.forged);
+    println!("figure: failover missing_pages_found {} higher 1", counts.lost);
+    println!("figure: failover older_pages_believed 0 lower 0");
+    assert!(counts.forged > 0 && counts.lost > 0);
+    // All of them can be written again.
+    assert!(all(&mut *lane, &write(9, 1)).iter().all(|(result, _)| result.is_ok()));
+    for (slot, (result, content)) in slots.iter().zip(all(&mut *lane, &reads)) {
+        assert_eq!((result, content), (Ok(()), page(slot.0 + 9)), "{slot:?}");
+    }
 }

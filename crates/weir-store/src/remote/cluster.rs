@@ -17,24 +17,34 @@ pub(super) fn redirection(details: &str, asked: &str) -> Option<(usize, String)>
     let hash = hash.parse().ok().filter(|hash| *hash < HASH_SLOTS)?;
     let (host, port) = address.split_once(' ').map_or(address, |(address, _)| address).rsplit_once(':')?;
     let port: u16 = port.parse().ok().filter(|port| *port > 0)?;
-    Some((hash, join(host, port, asked)))
+    Some((hash, join(host, port, asked)?))
 }
 
-fn join(host: &str, port: u16, asked: &str) -> String {
+/// Joins a host and a port. `None` if the host is no name and no address. Such a text could change
+/// the terminal on which status shows it.
+fn join(host: &str, port: u16, asked: &str) -> Option<String> {
+    let is_host = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%[]".contains(&byte);
     match host {
-        "" | "?" => format!("{}:{port}", asked.rsplit_once(':').map_or(asked, |(host, _)| host)),
-        host => format!("{host}:{port}"),
+        "" | "?" => Some(format!("{}:{port}", asked.rsplit_once(':').map_or(asked, |(host, _)| host))),
+        host if host.len() < 256 && host.bytes().all(is_host) => Some(format!("{host}:{port}")),
+        _ => None,
     }
 }
 
 /// Asks a node for the map of hash slots. `asked` is the node's address.
 pub(super) fn map(connection: &mut Connection, asked: &str) -> RedisResult<Vec<Range>> {
-    let ranges: Vec<Vec<Value>> = redis::cmd("CLUSTER").arg("SLOTS").query(connection)?;
-    Ok(ranges.iter().filter_map(|range| read_range(range, asked)).collect())
+    Ok(ranges(&redis::cmd("CLUSTER").arg("SLOTS").query(connection)?, asked))
 }
 
-fn read_range(range: &[Value], asked: &str) -> Option<Range> {
-    let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = range else { return None };
+/// Reads the answer to `CLUSTER SLOTS`. Leaves out what is no range of hash slots.
+pub(super) fn ranges(answer: &Value, asked: &str) -> Vec<Range> {
+    let Value::Array(ranges) = answer else { return Vec::new() };
+    ranges.iter().filter_map(|range| read_range(range, asked)).collect()
+}
+
+fn read_range(range: &Value, asked: &str) -> Option<Range> {
+    let Value::Array(range) = range else { return None };
+    let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = &range[..] else { return None };
     let [host, Value::Int(port), ..] = &master[..] else { return None };
     let host = match host {
         Value::BulkString(host) => String::from_utf8(host.clone()).ok()?,
@@ -42,7 +52,7 @@ fn read_range(range: &[Value], asked: &str) -> Option<Range> {
     };
     let hash = |value: &i64| usize::try_from(*value).ok().filter(|hash| *hash < HASH_SLOTS);
     let port = u16::try_from(*port).ok().filter(|port| *port > 0)?;
-    Some((hash(first)?, hash(last)?, join(&host, port, asked)))
+    Some((hash(first)?, hash(last)?, join(&host, port, asked)?))
 }
 
 #[cfg(test)]
@@ -55,9 +65,19 @@ mod tests {
         assert_eq!(read("3999 127.0.0.1:6381"), Some((3999, "127.0.0.1:6381".to_owned())));
         assert_eq!(read("1 ::1:6381"), Some((1, "::1:6381".to_owned())));
         assert_eq!(read("1 :6381"), Some((1, "10.0.0.7:6381".to_owned())));
-        for wrong in
-            ["", "1", "1 ", "1 host", "1 host:0", "1 host:99999", "16384 host:1", "-1 host:1", "x host:1"]
-        {
+        for wrong in [
+            "",
+            "1",
+            "1 ",
+            "1 host",
+            "1 host:0",
+            "1 host:99999",
+            "16384 host:1",
+            "-1 host:1",
+            "x host:1",
+            "1 \u{1b}[2J:1",
+            "1 a,b:1",
+        ] {
             assert_eq!(read(wrong), None, "{wrong:?}");
         }
     }
@@ -65,12 +85,13 @@ mod tests {
     #[test]
     fn a_range_of_the_map_is_read_and_anything_else_is_none() {
         let master = |host: &str, port| Value::Array(vec![Value::BulkString(host.into()), Value::Int(port)]);
-        let read = |range: &[Value]| read_range(range, "10.0.0.7:6379");
+        let read = |range: &[Value]| read_range(&Value::Array(range.to_vec()), "10.0.0.7:6379");
         let range = [Value::Int(0), Value::Int(5460), master("10.0.0.1", 6379), master("10.0.0.4", 6379)];
         assert_eq!(read(&range), Some((0, 5460, "10.0.0.1:6379".to_owned())));
         assert_eq!(read(&range[..2]), None, "no master");
         assert_eq!(read(&[Value::Int(0), Value::Int(16384), master("x", 1)]), None);
         assert_eq!(read(&[Value::Int(0), Value::Int(1), master("", 70_000)]), None);
+        assert_eq!(read(&[Value::Int(0), Value::Int(1), master("a\nb", 1)]), None);
         let nameless = Value::Array(vec![Value::Nil, Value::Int(7)]);
         assert_eq!(read(&[Value::Int(0), Value::Int(1), nameless]), Some((0, 1, "10.0.0.7:7".to_owned())));
     }

@@ -80,12 +80,14 @@ impl Ledger {
         });
     }
 
-    /// Notes that a copy's node may have lost the slot.
-    pub(super) fn lost(&self, slot: Slot, copy: usize) {
-        self.change(slot, |old| if Entry(old).stamp() == 0 { old } else { old | mark(copy) });
+    /// Notes that a copy's node may have lost the slot. Returns false if that was noted already.
+    pub(super) fn lost(&self, slot: Slot, copy: usize) -> bool {
+        let old = self.change(slot, |old| if Entry(old).stamp() == 0 { old } else { old | mark(copy) });
+        old.stamp() != 0 && !old.lacks(copy)
     }
 
-    fn change(&self, slot: Slot, change: impl Fn(u64) -> u64) {
+    /// Changes a slot's word. Returns what it was.
+    fn change(&self, slot: Slot, change: impl Fn(u64) -> u64) -> Entry {
         let word = &self.words[slot.0 as usize];
         let changed = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| Some(change(old)));
         let old = changed.expect("the change is never refused");
@@ -94,6 +96,7 @@ impl Ledger {
             (true, false) => _ = self.lacking.fetch_sub(1, Ordering::Relaxed),
             _ => {}
         }
+        Entry(old)
     }
 }
 
@@ -108,7 +111,7 @@ mod tests {
             let entry = ledger.get(Slot(1));
             (entry.stamp(), entry.lacks(0), entry.lacks(1), ledger.lacking())
         };
-        ledger.lost(Slot(1), 0);
+        assert!(!ledger.lost(Slot(1), 0));
         assert_eq!(state(), (0, false, false, 0), "nothing was there to lose");
         ledger.kept(Slot(1), 1, 7);
         assert_eq!(state(), (7, true, false, 1));
@@ -118,7 +121,7 @@ mod tests {
         assert_eq!(state(), (9, false, true, 1));
         ledger.kept(Slot(1), 1, 8);
         assert_eq!(state(), (9, false, true, 1), "an older write says nothing of the newest");
-        ledger.lost(Slot(1), 0);
+        assert!(ledger.lost(Slot(1), 0) && !ledger.lost(Slot(1), 0));
         assert_eq!(state(), (9, true, true, 1));
         ledger.kept(Slot(1), 1, 9);
         assert_eq!(state(), (9, true, false, 1));

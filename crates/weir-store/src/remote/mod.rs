@@ -11,6 +11,7 @@
 //! [`rebuilder`].
 
 mod alarm;
+mod answers;
 mod check;
 mod cluster;
 mod lane;
@@ -30,7 +31,7 @@ use alarm::Alarm;
 use check::{check, is_in_cluster, no_answer};
 use lane::RemoteLane;
 use ledger::Ledger;
-use node::{Cluster, Core, Counts, Node, SPARE, Senders, Worker};
+use node::{Cluster, Core, Counts, Node, READS, SPARE, Senders, WRITES, Worker};
 use placement::{HASH_SLOTS, Placement};
 use rebuilder::Rebuilder;
 use rustix::rand::GetRandomFlags;
@@ -43,6 +44,12 @@ use weir_core::{PAGE_SIZE, Slot};
 
 /// Largest number of operations that a lane may have in flight.
 const DEPTH_MAX: usize = 1024;
+
+/// Number of times that a store which closes asks a cluster for its map, and deletes what is there.
+const CLEAN_UPS: u32 = 10;
+
+/// Pause between two of them.
+const CLEAN_UP_PAUSE: Duration = Duration::from_millis(200);
 
 /// A store of pages in a fleet.
 pub struct RemoteStore {
@@ -109,18 +116,22 @@ impl RemoteStore {
         let count = names.len() + if is_cluster { SPARE } else { 0 };
         let nodes: Box<[Arc<Node>]> = (0..count).map(make).collect::<Result<_, OpenError>>()?;
         let url = &RemoteUrl { nodes: names.clone(), ..url.clone() };
-        for (node, at) in nodes.iter().zip(&names) {
-            node.assign(at);
-            let mut connection = node.connect().map_err(|error| no_answer(&name, at, &error))?;
-            check(&name, at, &mut connection, url, is_cluster)?;
-        }
-
         let slots = (url.size.0 / PAGE_SIZE as u64) as u32;
         let mut number = [0; 8];
         let drawn = rustix::rand::getrandom(&mut number, GetRandomFlags::empty());
         drawn.map_err(|errno| OpenError::io(&name, DENIED, errno))?;
         let number = u64::from_ne_bytes(number);
         let copies = usize::from(url.copies);
+        let placement = match map {
+            Some(map) => Placement::of_cluster(number, slots, &map.owners, count),
+            None => Placement::new(&names, slots, copies),
+        };
+        for (node, at) in nodes.iter().zip(&names) {
+            node.assign(at);
+            let mut connection = node.connect().map_err(|error| no_answer(&name, at, &error))?;
+            check(&name, at, &mut connection, url, is_cluster, &placement.no_page(number))?;
+        }
+
         let Some(ledger) = Ledger::new(slots, copies) else {
             let bytes = u64::from(slots) * size_of::<AtomicU64>() as u64;
             return Err(OpenError::no_memory(&name, bytes, std::io::ErrorKind::OutOfMemory));
@@ -130,10 +141,7 @@ impl RemoteStore {
             url: url.clone(),
             seal: Seal::ephemeral().map_err(|error| OpenError::io(&name, DENIED, error))?,
             number,
-            placement: match map {
-                Some(map) => Placement::of_cluster(number, slots, &map.owners, count),
-                None => Placement::new(&names, slots, copies),
-            },
+            placement,
             ledger,
             last_stamp: AtomicU64::new(0),
             counts: Counts::default(),
@@ -151,12 +159,12 @@ impl RemoteStore {
         };
         let mut senders = Senders { nodes, ..Senders::default() };
         for number in 0..store.nodes.len() {
-            for paths in [&mut senders.reads, &mut senders.writes] {
+            for (thread, paths) in [(READS, &mut senders.reads), (WRITES, &mut senders.writes)] {
                 let (sender, jobs) = weir_queue::channel(DEPTH_MAX);
                 let node = Arc::clone(&store.nodes[number]);
-                let worker = Worker { node, core: Arc::clone(&store.core), jobs };
-                let thread = std::thread::Builder::new().name(format!("node-{number}"));
-                let started = thread.spawn(move || worker.run());
+                let worker = Worker { node, core: Arc::clone(&store.core), jobs, thread };
+                let builder = std::thread::Builder::new().name(format!("node-{number}"));
+                let started = builder.spawn(move || worker.run());
                 let started = started.map_err(|error| OpenError::io(&store.name, DENIED, error))?;
                 store.threads.push(started);
                 paths.push(sender);
@@ -275,7 +283,20 @@ impl Store for RemoteStore {
     fn end(&self) {
         if !self.has_ended.swap(true, Ordering::Relaxed) {
             self.stop_rebuild();
-            self.nodes.iter().for_each(|node| node.clean_up(&self.core));
+            // A cluster may have moved pages since they were used, and may be moving some.
+            let most = if self.core.cluster.is_some() { CLEAN_UPS } else { 1 };
+            let mut unclean = Vec::new();
+            for turn in 0..most {
+                if turn > 0 {
+                    std::thread::sleep(CLEAN_UP_PAUSE);
+                }
+                self.core.follow();
+                unclean = self.nodes.iter().filter(|node| !node.clean_up(&self.core)).collect();
+                if unclean.iter().all(|node| node.state() != State::Online) {
+                    break;
+                }
+            }
+            unclean.iter().for_each(|node| node.leaves_keys(&self.core));
         }
     }
 }

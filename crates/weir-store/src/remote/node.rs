@@ -13,8 +13,9 @@
 //! process no longer count.
 
 use super::alarm::Alarm;
-use super::check::check;
-use super::cluster::redirection;
+use super::answers::{Meaning, meaning, plain};
+use super::check::{check, process, serves};
+use super::cluster::{map, redirection};
 use super::ledger::Ledger;
 use super::operations::{Job, Kind};
 use super::placement::Placement;
@@ -27,7 +28,7 @@ use redis::{Pipeline, RedisError, RedisResult, Value};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
@@ -77,6 +78,27 @@ impl Core {
         self.placement.key(self.number, slot)
     }
 
+    /// A key of the store that never has a value.
+    pub(super) fn no_page(&self) -> String {
+        self.placement.no_page(self.number)
+    }
+
+    /// Asks a node of the cluster for its map. Nodes that are away are not asked.
+    pub(super) fn follow(&self) {
+        let Some(cluster) = &self.cluster else { return };
+        let is_online = |node: &&Arc<Node>| node.name().is_some() && node.state() == State::Online;
+        for node in cluster.nodes().iter().filter(is_online) {
+            let Ok(mut connection) = node.connect() else { continue };
+            let Ok(ranges) = map(&mut connection, node.name().unwrap_or_default()) else { continue };
+            for (first, last, address) in ranges {
+                if let Some(owner) = cluster.find(&address) {
+                    (first..=last).for_each(|hash| self.placement.moved(hash, owner));
+                }
+            }
+            break;
+        }
+    }
+
     /// Whether a write of the slot may have reached a node.
     fn is_written(&self, slot: Slot) -> bool {
         self.ledger.get(slot).stamp() != 0
@@ -108,7 +130,9 @@ pub(super) struct Node {
     login: RedisConnectionInfo,
     /// The node's index in the list of nodes.
     number: usize,
-    away: AtomicBool,
+    /// A bit for each thread of the node that does not get through to it: [`READS`] and
+    /// [`WRITES`].
+    away: AtomicU8,
     /// The run ID of the node's process; empty until a connection has been made. While a thread has
     /// the lock, no other thread changes it.
     run: Mutex<String>,
@@ -133,7 +157,7 @@ impl Node {
             login,
             number,
             run: Mutex::default(),
-            away: AtomicBool::new(false),
+            away: AtomicU8::new(0),
             condition: Mutex::new((SystemTime::now(), None)),
             tell: Mutex::new(None),
             closing: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -182,8 +206,9 @@ impl Node {
         let mut note = None;
         let name = self.name().unwrap_or_default();
         if !known.is_empty() {
-            if let Err(unfit) = check(&core.name, name, connection, &core.url, core.cluster.is_some()) {
-                let why = unfit.to_string();
+            let (is_cluster, key) = (core.cluster.is_some(), core.no_page());
+            if let Err(unfit) = check(&core.name, name, connection, &core.url, is_cluster, &key) {
+                let why = plain(&unfit.to_string());
                 if self.condition().why.as_ref() != Some(&why) {
                     self.say(why.clone());
                 }
@@ -220,18 +245,21 @@ impl Node {
         is_same
     }
 
-    /// Deletes the store's values on this node. Nobody can read a value that stays, since the key
-    /// that encrypts it is gone.
-    pub(super) fn clean_up(&self, core: &Core) {
+    /// Deletes the store's values on this node. Returns whether none is left there. Nobody can read
+    /// a value that stays, since the key that encrypts it is gone.
+    pub(super) fn clean_up(&self, core: &Core) -> bool {
         let mut slots = (0..core.ledger.slots())
             .map(Slot)
             .filter(|&slot| core.is_written(slot) && core.placement.copy_on(slot, self.number).is_some())
             .peekable();
         if slots.peek().is_none() {
-            return;
+            return true;
         }
         let begun = Instant::now();
         let mut connection = self.connect();
+        if let Err(error) = &connection {
+            self.is_away(WRITES, error.to_string());
+        }
         while let (Ok(connection), Some(_)) = (&mut connection, slots.peek()) {
             let mut unlink = redis::cmd("UNLINK");
             let mut first = None;
@@ -248,14 +276,16 @@ impl Node {
                 break;
             }
         }
-        if slots.peek().is_some() {
-            let keys = format!("weir:*{:016x}*", core.number);
-            self.say(format!("keys {keys} are left there, sealed by a key that is gone"));
-        }
+        slots.peek().is_none()
+    }
+
+    /// Notes that the store has ended, and that values of it are left on this node.
+    pub(super) fn leaves_keys(&self, core: &Core) {
+        self.say(format!("keys weir:*{:016x}* are left there, sealed by a key that is gone", core.number));
     }
 
     pub(super) fn state(&self) -> State {
-        if self.away.load(Ordering::Relaxed) { State::Unreachable } else { State::Online }
+        if self.away.load(Ordering::Relaxed) == 0 { State::Online } else { State::Unreachable }
     }
 
     pub(super) fn condition(&self) -> Condition {
@@ -287,22 +317,25 @@ impl Node {
             .is_ok_and(|ready| ready > 0)
     }
 
-    /// Notes that the node is away. Returns whether it was online until now.
-    fn is_away(&self, why: String) -> bool {
-        let was_online = !self.away.swap(true, Ordering::Relaxed);
+    /// Notes that a thread does not get through to the node. Returns whether the node was online
+    /// until now.
+    fn is_away(&self, thread: u8, why: String) -> bool {
+        let was_online = self.away.fetch_or(thread, Ordering::Relaxed) == 0;
         if was_online {
             self.say(why);
         }
         was_online
     }
 
-    fn is_back(&self, note: Option<String>) {
-        if self.away.swap(false, Ordering::Relaxed) || note.is_some() {
+    /// Notes that a thread gets through to the node.
+    fn is_back(&self, thread: u8, note: Option<String>) {
+        if self.away.fetch_and(!thread, Ordering::Relaxed) == thread || note.is_some() {
             self.say(note.unwrap_or_else(|| "it answers again".to_owned()));
         }
     }
 
     fn say(&self, why: String) {
+        let why = plain(&why);
         *self.condition.lock().unwrap_or_else(PoisonError::into_inner) = (SystemTime::now(), Some(why));
         let tell = self.tell.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(tell) = tell {
@@ -349,11 +382,18 @@ pub(super) struct Senders {
     pub(super) writes: Vec<Sender<Job>>,
 }
 
+/// The bit of the thread that reads from a node.
+pub(super) const READS: u8 = 1;
+/// The bit of the thread that writes to a node.
+pub(super) const WRITES: u8 = 2;
+
 /// One of the two threads of a node.
 pub(super) struct Worker {
     pub(super) node: Arc<Node>,
     pub(super) core: Arc<Core>,
     pub(super) jobs: Receiver<Job>,
+    /// [`READS`] or [`WRITES`].
+    pub(super) thread: u8,
 }
 
 /// A connection to a node.
@@ -400,7 +440,7 @@ impl Worker {
                 match self.open(broken.as_ref()) {
                     Ok((opened, note)) => {
                         (session, broken, is_sought) = (Some(opened), None, false);
-                        self.node.is_back(note);
+                        self.node.is_back(self.thread, note);
                         self.core.alarm.wake();
                     }
                     Err(error) => {
@@ -428,7 +468,7 @@ impl Worker {
         // happened instead.
         let why =
             if error.is_timeout() { "it does not answer in time".to_owned() } else { error.to_string() };
-        if self.node.is_away(why) {
+        if self.node.is_away(self.thread, why) {
             self.core.alarm.wake();
         }
     }
@@ -438,16 +478,18 @@ impl Worker {
     fn open(&self, broken: Option<&Name>) -> RedisResult<(Session, Option<String>)> {
         let mut connection = self.node.connect()?;
         let id = redis::cmd("CLIENT").arg("ID").query(&mut connection)?;
-        let about: String = redis::cmd("INFO").arg("server").query(&mut connection)?;
-        let run = about.lines().find_map(|line| line.strip_prefix("run_id:")).unwrap_or_default();
-        let name = Name { run: run.to_owned(), id };
-        let note = self.node.meet(run, &mut connection, &self.core)?;
+        let name = Name { run: process(&mut connection)?, id };
+        let note = self.node.meet(&name.run, &mut connection, &self.core)?;
         if let Some(broken) = broken.filter(|broken| broken.run == name.run) {
             // The answer is 0 if the node itself has closed that connection already. That is as
             // good, so the answer does not matter.
             let mut kill = redis::cmd("CLIENT");
             let _: i64 = kill.arg("KILL").arg("ID").arg(broken.id).query(&mut connection)?;
         }
+        // Without this a node that is starting, or that is a replica, would go away again at
+        // the first page.
+        let command = if self.thread == READS { "GET" } else { "UNLINK" };
+        serves(command, &self.core.no_page(), &mut connection)?;
         connection.set_read_timeout(Some(SILENCE_LIMIT))?;
         Ok((Session { connection, name }, note))
     }
@@ -469,6 +511,8 @@ impl Worker {
         let mut sealed = [0; SEALED];
         let mut page = [0; PAGE_SIZE];
         let mut sent = 0;
+        // A bit for each job whose copy is known to lack the newest page as the job is sent.
+        let mut lacking = 0_u64;
         let is_copy = |job: &Job| matches!(job.kind, Kind::Copy(_));
         while let Some(job) = waiting.get(sent).filter(|_| sent < BATCH) {
             // Copies and writes do not share a batch. Whether a copied page is the newest is known
@@ -492,6 +536,7 @@ impl Worker {
                     continue;
                 }
             }
+            lacking |= u64::from(self.lacks(job.slot)) << sent;
             sent += 1;
         }
         if sent == 0 {
@@ -510,10 +555,10 @@ impl Worker {
                 break Err(error);
             }
             let answer = match connection.recv_response() {
-                // A node that is starting, or that is not the master, may do the command later. So
-                // the job waits.
-                Ok(Value::ServerError(error)) if is_passing(error.code()) => break Err(error.into()),
-                Ok(value) => self.answer(&session.name.run, &waiting[answered], value, &mut page),
+                Ok(value) => {
+                    let lacked = lacking >> answered & 1 == 1;
+                    self.answer(&session.name.run, &waiting[answered], lacked, value, &mut page)
+                }
                 Err(error) => Err(error),
             };
             if let Err(error) = answer {
@@ -540,64 +585,98 @@ impl Worker {
         }
     }
 
-    /// Ends a job with `value`, the answer of the node's process with the run ID `run`. Fails if
-    /// another process has taken its place since.
-    fn answer(&self, run: &str, job: &Job, value: Value, page: &mut PageBytes) -> RedisResult<()> {
+    /// Whether this node is known to lack the newest page of a slot.
+    fn lacks(&self, slot: Slot) -> bool {
+        let copy = self.core.placement.copy_on(slot, self.node.number);
+        copy.is_some_and(|copy| self.core.ledger.get(slot).lacks(copy))
+    }
+
+    /// Ends a job with `value`, the answer of the node's process with the run ID `run`. `lacked`:
+    /// whether the node was known to lack the newest page as the job was sent. Fails if another
+    /// process has taken its place since, or if the node does not serve at present.
+    fn answer(
+        &self,
+        run: &str,
+        job: &Job,
+        lacked: bool,
+        value: Value,
+        page: &mut PageBytes,
+    ) -> RedisResult<()> {
         let core = &self.core;
-        if let (Some(cluster), Value::ServerError(error)) = (&core.cluster, &value)
-            && ["MOVED", "ASK"].contains(&error.code())
-        {
-            core.counts.redirected.fetch_add(1, Ordering::Relaxed);
-            let said = redirection(error.details().unwrap_or_default(), self.node.name().unwrap_or_default());
-            let found = said.and_then(|(hash, address)| Some((hash, cluster.find(&address)?)));
-            if let Some((hash, node)) = found.filter(|_| error.code() == "MOVED") {
-                core.placement.moved(hash, node);
-            }
-            let ask = found.filter(|_| error.code() == "ASK").map(|(_, node)| node);
-            job.lane.redirect(job.operation, job.attempt, ask);
-            return Ok(());
-        }
         let mut read = None;
-        let result = match (job.kind, value) {
-            (Kind::Probe, _) => Ok(()),
-            (Kind::Write(stamp) | Kind::Copy(stamp), Value::Okay) => {
-                if !self.node.keep(run, job.slot, stamp, core) {
+        let result = match meaning(job.kind, &value, |sealed| core.seal.open(job.slot, sealed, page).ok()) {
+            // A node that is starting, or that is not the master, may do the command later. So the
+            // job waits.
+            Meaning::Away(why) => return Err(io::Error::other(why).into()),
+            Meaning::Moved(details) => {
+                if let Some((hash, node)) = self.referred(&details) {
+                    core.placement.moved(hash, node);
+                }
+                Err(Fault::Timeout)
+            }
+            Meaning::Ask(details) => {
+                let ask = self.referred(&details).map(|(_, node)| node);
+                job.lane.redirect(job.operation, job.attempt, ask);
+                return Ok(());
+            }
+            Meaning::Later => Err(Fault::Timeout),
+            Meaning::Kept => match job.kind {
+                Kind::Write(stamp) | Kind::Copy(stamp) if !self.node.keep(run, job.slot, stamp, core) => {
                     return Err(RedisError::from(io::Error::other("it is another process by now")));
                 }
+                _ => Ok(()),
+            },
+            Meaning::Page(stamp) => {
+                read = Some(stamp);
                 Ok(())
             }
-            (Kind::Read(least), Value::BulkString(sealed)) => match core.seal.open(job.slot, &sealed, page) {
-                Ok(stamp) if stamp >= least => {
-                    read = Some(stamp);
-                    Ok(())
-                }
-                opened => {
-                    let entry = core.ledger.get(job.slot);
-                    let copy = core.placement.copy_on(job.slot, self.node.number);
-                    // If the ledger says that the node lacks the newest page, the node may rightly
-                    // return an older one. Then the newest page is lost, and nothing was forged.
-                    if opened.is_ok() && copy.is_some_and(|copy| entry.lacks(copy)) {
-                        Err(Fault::Lost)
-                    } else {
-                        core.counts.forged.fetch_add(1, Ordering::Relaxed);
-                        Err(Fault::Corrupt)
-                    }
-                }
-            },
-            (Kind::Read(0), Value::Nil) => {
+            Meaning::Zeros => {
                 page.fill(0);
                 read = Some(0);
                 Ok(())
             }
-            (Kind::Read(_), Value::Nil) => {
+            Meaning::Missing => {
                 core.counts.lost.fetch_add(1, Ordering::Relaxed);
+                self.is_wrong(job.slot);
                 Err(Fault::Lost)
             }
-            (_, Value::ServerError(error)) if error.code() == "OOM" => Err(Fault::Io(libc::ENOSPC)),
-            _ => Err(Fault::Io(libc::EIO)),
+            Meaning::Wrong(older) => {
+                // If the ledger says that the node lacks the newest page, the node may rightly
+                // return an older one. Then the newest page is lost, and nothing was forged. The
+                // page may have been copied there while the answer was under way.
+                if older.is_some() && (lacked || self.lacks(job.slot)) {
+                    Err(Fault::Lost)
+                } else {
+                    core.counts.forged.fetch_add(1, Ordering::Relaxed);
+                    self.is_wrong(job.slot);
+                    Err(Fault::Corrupt)
+                }
+            }
+            Meaning::Refused(fault) => Err(fault),
         };
         job.lane.answer(job.operation, job.attempt, result, read.map(|stamp| (&*page, stamp)));
         Ok(())
+    }
+
+    /// Reads the rest of an answer by which a node of a cluster names another one: a hash slot and
+    /// the number of its node. `None` for any other text, and outside of clusters.
+    fn referred(&self, details: &str) -> Option<(usize, usize)> {
+        let cluster = self.core.cluster.as_ref()?;
+        self.core.counts.redirected.fetch_add(1, Ordering::Relaxed);
+        let (hash, address) = redirection(details, self.node.name().unwrap_or_default())?;
+        Some((hash, cluster.find(&address)?))
+    }
+
+    /// Notes that this node's copy of a slot is missing or wrong. If there is another copy, this
+    /// one is made anew.
+    fn is_wrong(&self, slot: Slot) {
+        let copy = self.core.placement.copy_on(slot, self.node.number);
+        if let Some(copy) = copy.filter(|_| self.core.placement.copies() > 1) {
+            // A copy that is marked already was not made anew, so nothing is to be done now.
+            if self.core.ledger.lost(slot, copy) {
+                self.core.alarm.wake();
+            }
+        }
     }
 }
 
@@ -605,9 +684,4 @@ impl Worker {
 /// command `ASKING`.
 fn begin<'a>(commands: &'a mut Pipeline, job: &Job) -> &'a mut Pipeline {
     if job.asking { commands.cmd("ASKING") } else { commands }
-}
-
-/// Whether a node's error says that the node cannot answer at present, and may later.
-fn is_passing(code: &str) -> bool {
-    ["LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN", "READONLY", "CLUSTERDOWN"].contains(&code)
 }

@@ -81,6 +81,14 @@ impl Placement {
         }
     }
 
+    /// A key of the store with the number `store` that never has a value.
+    pub(super) fn no_page(&self, store: u64) -> String {
+        match self.owners {
+            None => format!("weir:{store:016x}:none"),
+            Some(_) => format!("weir:{{{}}}:none", tag(store, 0)),
+        }
+    }
+
     /// The node of a copy of the slot; `None` past the last copy.
     pub(super) fn node(&self, slot: Slot, copy: usize) -> Option<usize> {
         if copy >= self.copies {

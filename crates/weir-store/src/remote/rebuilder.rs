@@ -5,7 +5,6 @@
 //! write came before; see [`Kind::Copy`].
 
 use super::alarm::Call;
-use super::cluster::map;
 use super::ledger::Entry;
 use super::node::{Core, Node, Senders};
 use super::operations::{Answer, Job, Kind, Operations};
@@ -80,16 +79,7 @@ impl Rebuilder {
         if nodes.iter().enumerate().all(|(number, node)| is_online(&node) || !has_slots(number)) {
             return false;
         }
-        for node in nodes.iter().filter(is_online) {
-            let Ok(mut connection) = node.connect() else { continue };
-            let Ok(ranges) = map(&mut connection, node.name().unwrap_or_default()) else { continue };
-            for (first, last, address) in ranges {
-                if let Some(owner) = cluster.find(&address) {
-                    (first..=last).for_each(|hash| self.core.placement.moved(hash, owner));
-                }
-            }
-            break;
-        }
+        self.core.follow();
         true
     }
 

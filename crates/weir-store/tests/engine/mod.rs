@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
+pub mod fake;
+
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, TcpListener};
@@ -74,12 +76,21 @@ impl Engine {
         self.try_call(words).ok()
     }
 
+    /// Calls an engine that wants a password since it was started.
+    pub fn call_with(&self, password: &str, words: &[&str]) -> Option<redis::Value> {
+        self.try_call_as(&format!(":{password}@"), words).ok()
+    }
+
     fn try_call(&self, words: &[&str]) -> redis::RedisResult<redis::Value> {
+        self.try_call_as(self.login, words)
+    }
+
+    fn try_call_as(&self, login: &str, words: &[&str]) -> redis::RedisResult<redis::Value> {
         let mut command = redis::cmd(words[0]);
         words[1..].iter().for_each(|word| {
             command.arg(*word);
         });
-        let client = redis::Client::open(format!("redis://{}{}/", self.login, self.name())).unwrap();
+        let client = redis::Client::open(format!("redis://{login}{}/", self.name())).unwrap();
         let mut connection = client.get_connection_with_timeout(Duration::from_secs(5))?;
         command.query(&mut connection)
     }

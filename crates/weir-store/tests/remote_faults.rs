@@ -1,0 +1,403 @@
+//! Nodes that do wrong. They cut and hold answers, refuse at the wrong moment, come back empty or
+//! older, and lie. No page is ever older than the acknowledged one.
+
+mod engine;
+
+use engine::fake::{Act, Fake};
+use engine::{PATIENCE, all, open, page, read, write};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes, Slot};
+use weir_store::{Fault, Lane, Progress, RemoteStore, State, Store, StoreUrl};
+
+fn url(nodes: &[Fake], options: &str) -> String {
+    let names: Vec<String> = nodes.iter().map(Fake::name).collect();
+    format!("redis://{}?{options}", names.join(","))
+}
+
+fn refused(url: &str) -> String {
+    match url.parse() {
+        Ok(StoreUrl::Remote(url)) => RemoteStore::open(&url).map(drop).unwrap_err().to_string(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Collects what the store tells of its nodes.
+fn told(store: &RemoteStore) -> Arc<Mutex<Vec<(State, String)>>> {
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let list = Arc::clone(&told);
+    let tell = move |condition: &weir_store::Condition| {
+        list.lock().unwrap().push((condition.state, condition.why.clone().unwrap_or_default()));
+    };
+    store.report().unwrap().when_changed(Arc::new(tell));
+    told
+}
+
+fn is(words: &[Vec<u8>], command: &str) -> bool {
+    words[0].eq_ignore_ascii_case(command.as_bytes())
+}
+
+#[test]
+fn a_node_that_does_not_tell_what_matters_or_takes_no_pages_is_refused() {
+    let nodes = [Fake::start()];
+    let url = url(&nodes, "size=1MiB");
+    let restore = |key, value: &str| nodes[0].state().settings.insert(key, value.to_owned());
+    nodes[0].state().settings.remove("maxmemory");
+    let error = refused(&url);
+    assert!(
+        error.contains("does not tell its settings") && error.contains("it knows no maxmemory"),
+        "{error}"
+    );
+    restore("maxmemory", "much\u{1b}[2J");
+    let error = refused(&url);
+    assert!(error.contains("maxmemory is much [2J"), "{error}");
+    restore("maxmemory", "0");
+    nodes[0].state().settings.remove("maxmemory-policy");
+    assert!(refused(&url).contains("it knows no maxmemory-policy"));
+    restore("maxmemory-policy", "noeviction");
+    let run = std::mem::take(&mut nodes[0].state().run);
+    assert!(refused(&url).contains("does not name its process"));
+    nodes[0].state().run = run;
+    // A replica, and one that reads its file.
+    for line in ["READONLY You can't write against a read only replica.", "LOADING it reads"] {
+        nodes[0].plan(move |words, _| if is(words, "UNLINK") { Act::Say(line) } else { Act::Serve });
+        let error = refused(&url);
+        assert!(error.contains("takes no pages") && error.contains(&line[8..]), "{error}");
+    }
+    nodes[0].plan(|_, _| Act::Serve);
+    open(&url);
+}
+
+#[test]
+fn a_node_that_cannot_serve_is_away_once_and_back_once_however_long_that_takes() {
+    for line in ["LOADING it reads", "READONLY a replica", "MISCONF no disk", "BUSY a script", "MASTERDOWN x"]
+    {
+        let nodes = [Fake::start()];
+        let store = open(&url(&nodes, "size=1MiB"));
+        let mut lane = store.lane(8).unwrap();
+        assert_eq!(write(&mut *lane, 3, 1), Ok(()));
+        let told = told(&store);
+        let refusals = Arc::new(AtomicU64::new(0));
+        let (count, mut is_cut) = (Arc::clone(&refusals), false);
+        nodes[0].plan(move |words, _| {
+            let refuses = ["SET", "UNLINK"].iter().any(|command| is(words, command));
+            count.fetch_add(u64::from(refuses), Ordering::Relaxed);
+            // The other thread connects again, which says nothing of this one.
+            let cuts = !refuses && is(words, "GET") && !std::mem::replace(&mut is_cut, true);
+            match (refuses, cuts) {
+                (true, _) => Act::Say(line),
+                (_, true) => Act::Cut,
+                _ => Act::Serve,
+            }
+        });
+        assert_eq!(lane.write(0, Slot(3), &page(2)), Progress::Queued);
+        lane.submit();
+        // The page is there meanwhile.
+        eventually("it tries", || refusals.load(Ordering::Relaxed) > 0);
+        eventually("it is away", || store.state(0) == State::Unreachable);
+        let mut reader = store.lane(8).unwrap();
+        assert_eq!(read(&mut *reader, 3), Ok(page(1)), "{line}");
+        let before = refusals.load(Ordering::Relaxed);
+        eventually("it tries again", || refusals.load(Ordering::Relaxed) > before + 3);
+        assert_eq!(store.state(0), State::Unreachable);
+        nodes[0].plan(|_, _| Act::Serve);
+        eventually("it is back", || store.state(0) == State::Online);
+        // It was tried within two seconds, or is an error by now and lands all the same.
+        eventually("the write", || {
+            lane.poll(Instant::now(), &mut |_| {});
+            read(&mut *reader, 3) == Ok(page(2))
+        });
+        let told = told.lock().unwrap();
+        let states: Vec<State> = told.iter().map(|(state, _)| *state).collect();
+        assert_eq!(states, [State::Unreachable, State::Online], "{told:?}");
+        assert!(told[0].1.contains(&line[..4]), "{told:?}");
+    }
+}
+
+#[test]
+fn a_page_that_is_not_served_at_present_leaves_the_others_of_its_node_alone() {
+    for line in ["TRYAGAIN it moves", "CLUSTERDOWN Hash slot not served"] {
+        let nodes = [Fake::start()];
+        let store = open(&url(&nodes, "size=1MiB"));
+        let mut lane = store.lane(8).unwrap();
+        for slot in 0..8 {
+            assert_eq!(write(&mut *lane, slot, slot), Ok(()));
+        }
+        let told = told(&store);
+        let (key, asked) = (store.key(Slot(3)).into_bytes(), Arc::new(AtomicU64::new(0)));
+        let count = Arc::clone(&asked);
+        nodes[0].plan(move |words, _| {
+            // The first three times.
+            let refuses = words.get(1) == Some(&key) && count.fetch_add(1, Ordering::Relaxed) < 3;
+            if refuses { Act::Say(line) } else { Act::Serve }
+        });
+        let reads: Vec<_> = (0..8).map(|slot| (Slot(slot), None)).collect();
+        for (slot, (result, content)) in all(&mut *lane, &reads).into_iter().enumerate() {
+            assert_eq!((result, content), (Ok(()), page(slot as u32)), "{line}");
+        }
+        assert!(asked.load(Ordering::Relaxed) > 3);
+        assert!(told.lock().unwrap().is_empty(), "{:?}", told.lock().unwrap());
+    }
+}
+
+#[test]
+fn an_answer_that_stops_in_its_middle_costs_its_pages_a_wait_and_with_two_copies_nothing() {
+    for copies in [1, 2] {
+        let nodes = [Fake::start(), Fake::start()];
+        let store = open(&url(&nodes[..copies], &format!("size=1MiB&copies={copies}")));
+        let mut lane = store.lane(32).unwrap();
+        let fill = |by: u32| -> Vec<_> { (0..24).map(|slot| (Slot(slot), Some(page(slot + by)))).collect() };
+        let reads: Vec<_> = (0..24).map(|slot| (Slot(slot), None)).collect();
+        assert!(all(&mut *lane, &fill(0)).iter().all(|(result, _)| result.is_ok()));
+        for command in ["GET", "SET"] {
+            // In the middle of a batch: some answers come whole, and then a part of one.
+            let mut count = 0;
+            nodes[0].state().values.shrink_to_fit();
+            nodes[0].holds.store(true, Ordering::Relaxed);
+            nodes[0].plan(move |words, _| {
+                count += i32::from(is(words, command) && words[1].last() != Some(&b'e'));
+                if count == 9 { Act::Hold(3) } else { Act::Serve }
+            });
+            let operations = if command == "GET" { reads.clone() } else { fill(50) };
+            let results = all(&mut *lane, &operations);
+            let late = results.iter().filter(|(result, _)| *result == Err(Fault::Timeout)).count();
+            assert!(results.iter().all(|(result, _)| [Ok(()), Err(Fault::Timeout)].contains(result)));
+            assert!(copies == 1 || late == 0, "{late} of two copies");
+            nodes[0].holds.store(false, Ordering::Relaxed);
+            nodes[0].plan(|_, _| Act::Serve);
+            // Late writes settle, and land before those that come now.
+            let mut settled = 0;
+            let is_write = command == "SET";
+            eventually("late writes", || {
+                lane.poll(Instant::now(), &mut |done| panic!("{done:?} was answered"));
+                lane.settled(&mut |_| settled += 1);
+                !is_write || settled >= late
+            });
+            assert!(all(&mut *lane, &fill(90)).iter().all(|(result, _)| result.is_ok()));
+            for (slot, (result, content)) in all(&mut *lane, &reads).into_iter().enumerate() {
+                assert_eq!((result, content), (Ok(()), page(slot as u32 + 90)));
+            }
+        }
+        assert_eq!(store.counts().forged, 0);
+    }
+}
+
+/// Random numbers.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 20) % below
+    }
+}
+
+/// Refusals that an engine may have at any time.
+const LINES: [&str; 13] = [
+    "LOADING it reads",
+    "READONLY a replica",
+    "MASTERDOWN no master",
+    "BUSY a script",
+    "CLUSTERDOWN The cluster is down",
+    "CLUSTERDOWN Hash slot not served",
+    "TRYAGAIN it moves",
+    "MOVED 1 127.0.0.1:1",
+    "ASK 1 127.0.0.1:1",
+    "OOM it is full",
+    "MISCONF no disk",
+    "NOPERM no",
+    "ERR what",
+];
+
+/// Values that the node had at some time.
+type Older = Vec<HashMap<Vec<u8>, Vec<u8>>>;
+
+/// Has a node do one command of `odds` wrong, while `is_bad`. With `lies` it also answers with
+/// values that are older, of another page, or changed, and is replaced by an older or empty one.
+fn misbehave(
+    node: &Fake,
+    seed: u64,
+    odds: u64,
+    lies: bool,
+    is_bad: &Arc<AtomicBool>,
+    counts: &Arc<[AtomicU64; 2]>,
+) {
+    let mut random = Random(seed | 1);
+    let (is_bad, counts, mut older) = (Arc::clone(is_bad), Arc::clone(counts), Older::new());
+    node.plan(move |words, values| {
+        let is_read = is(words, "GET");
+        if !is_bad.load(Ordering::Relaxed) || !is_read && !is(words, "SET") || random.below(odds) > 0 {
+            return Act::Serve;
+        }
+        if random.below(8) == 0 && older.len() < 8 {
+            older.push(values.clone());
+        }
+        let part = random.below(4200) as usize;
+        let act = match random.below(if lies && is_read { 15 } else { 6 }) {
+            0 | 1 => Act::Say(LINES[random.below(LINES.len() as u64) as usize]),
+            2 => Act::Cut,
+            3 => Act::CutAfter(part),
+            4 => Act::CutAfter(part % 8),
+            5 => Act::Stall(part, Duration::from_millis(random.below(40))),
+            lie => {
+                let before = older.get(random.below(8) as usize).and_then(|values| values.get(&words[1]));
+                let value = match lie % 3 {
+                    0 => before.cloned(),
+                    1 => values.values().nth(random.below(16) as usize).cloned(),
+                    _ => values.get(&words[1]).cloned().map(|mut value| {
+                        let at = part % value.len();
+                        value[at] ^= 1;
+                        value
+                    }),
+                };
+                let Some(value) = value.filter(|value| values.get(&words[1]) != Some(value)) else {
+                    return Act::Serve;
+                };
+                counts[1].fetch_add(1, Ordering::Relaxed);
+                return Act::Answer(value);
+            }
+        };
+        counts[0].fetch_add(1, Ordering::Relaxed);
+        act
+    });
+}
+
+/// A page as the test knows it: the newest version that was acknowledged, the newest that was
+/// written, and whether a write of it may still land.
+#[derive(Clone, Copy, Default)]
+struct Known {
+    kept: u32,
+    written: u32,
+    is_late: bool,
+}
+
+fn version(slot: u32, version: u32) -> PageBytes {
+    page(slot << 20 | version)
+}
+
+/// Reads and writes pages at random, `turns` times. Returns the number of operations, and of those
+/// that were refused.
+fn play(lane: &mut dyn Lane, pages: &mut [Known], random: &mut Random, turns: u64) -> (u64, u64) {
+    let (mut done, mut refused) = (0, 0);
+    for _ in 0..turns {
+        lane.settled(&mut |slot| pages[slot.0 as usize].is_late = false);
+        let first = random.below(pages.len() as u64 - 12) as usize;
+        let mut operations = Vec::new();
+        for slot in first..first + 12 {
+            let known = &mut pages[slot];
+            if known.is_late || random.below(3) == 0 {
+                continue;
+            }
+            let write = random.below(2) == 0;
+            known.written += u32::from(write);
+            operations.push((Slot(slot as u32), write.then(|| version(slot as u32, known.written))));
+        }
+        for ((slot, write), (result, content)) in operations.iter().zip(all(lane, &operations)) {
+            let known = &mut pages[slot.0 as usize];
+            done += 1;
+            refused += u64::from(result.is_err());
+            match (write, result) {
+                (Some(_), Ok(())) => known.kept = known.written,
+                (Some(_), Err(fault)) => known.is_late = fault == Fault::Timeout,
+                (None, Ok(())) => {
+                    let found = (known.kept..=known.written).find(|it| content == version(slot.0, *it));
+                    let never_written = known.kept == 0 && content == [0; PAGE_SIZE];
+                    assert!(found.is_some() || never_written, "{slot:?} is older than {}", known.kept);
+                }
+                (None, Err(_)) => {}
+            }
+        }
+    }
+    (done, refused)
+}
+
+/// At full scale for ten minutes. `WEIR_SEED` is another course of events.
+#[test]
+fn whatever_nodes_do_no_page_is_older_than_the_acknowledged_one_and_all_are_usable_afterwards() {
+    let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
+    let first: u64 = std::env::var("WEIR_SEED").map_or(7, |seed| seed.parse().unwrap());
+    let begun = Instant::now();
+    let mut sums = [0; 7];
+    for seed in first.. {
+        // One copy or two, with lies or without: each of the four in turn.
+        let (copies, lies) = (1 + seed % 2, seed / 2 % 2 == 0);
+        let nodes = [(); 3].map(|()| Fake::start());
+        let store = open(&url(&nodes, &format!("size=16MiB&copies={copies}")));
+        let mut lane = store.lane(32).unwrap();
+        let (is_bad, counts) =
+            (Arc::new(AtomicBool::new(true)), Arc::new([(); 2].map(|()| AtomicU64::new(0))));
+        for (number, node) in nodes.iter().enumerate() {
+            misbehave(node, seed * 1000 + number as u64, 25, lies, &is_bad, &counts);
+        }
+        // Some slots of every extent, by number.
+        let mut pages = vec![Known::default(); store.slots() as usize];
+        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let mut replaced = 0;
+        for _ in 0..if full { 12 } else { 3 } {
+            let (done, refused) = play(&mut *lane, &mut pages[..256], &mut random, 40);
+            sums[0] += done;
+            sums[1] += refused;
+            // A node dies, and one that is empty or older takes its place.
+            let victim = &nodes[random.below(3) as usize];
+            if lies && copies == 1 {
+                let half = victim.state().values.clone().into_iter().filter(|_| random.below(2) == 0);
+                let older = half.collect();
+                play(&mut *lane, &mut pages[..256], &mut random, 5);
+                victim.replace(older);
+                replaced += 1;
+            } else if !lies {
+                victim.replace(HashMap::new());
+                replaced += 1;
+            }
+        }
+        sums[4] += replaced;
+        is_bad.store(false, Ordering::Relaxed);
+        // Once nodes do right, everything can be written and read.
+        eventually("late writes settle", || {
+            lane.poll(Instant::now(), &mut |_| {});
+            lane.settled(&mut |slot| pages[slot.0 as usize].is_late = false);
+            pages.iter().all(|known| !known.is_late)
+        });
+        eventually("nodes are back", || (0..3).all(|member| store.state(member) == State::Online));
+        let writes: Vec<_> = (0..256).map(|slot| (Slot(slot), Some(version(slot, 1 << 19)))).collect();
+        let fills = all(&mut *lane, &writes);
+        assert!(fills.iter().all(|(result, _)| result.is_ok()), "seed {seed}");
+        for slot in 0..256 {
+            assert_eq!(read(&mut *lane, slot), Ok(version(slot, 1 << 19)), "seed {seed}");
+        }
+        let found = store.counts();
+        sums[2] += counts[0].load(Ordering::Relaxed);
+        sums[3] += counts[1].load(Ordering::Relaxed);
+        sums[5] += found.forged;
+        sums[6] += found.lost;
+        assert!(lies || found.forged == 0, "seed {seed}: {found:?}");
+        drop(lane);
+        drop(store);
+        let left = nodes.iter().map(|node| node.state().values.len()).sum::<usize>();
+        assert_eq!(left, 0, "seed {seed}: values are left behind");
+        if seed + 1 >= first + 4 && (!full || begun.elapsed() > Duration::from_secs(600)) {
+            break;
+        }
+    }
+    assert!(sums[3] > 0 && sums[5] > 0, "nobody lied: {sums:?}");
+    for (name, value) in
+        ["operations", "refused", "faults", "lies", "replaced", "found_wrong", "found_missing"]
+            .iter()
+            .zip(sums)
+    {
+        println!("figure: nodes {name} {value} higher");
+    }
+    println!("figure: nodes older_pages 0 lower 0");
+}
