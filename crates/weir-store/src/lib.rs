@@ -37,6 +37,8 @@ pub use host::Host;
 pub use lateness::Lateness;
 pub use open::{open, open_watched, reopen};
 pub use reclaim::{Headroom, Reclaim};
+#[cfg(feature = "fuzz")]
+pub use remote::fuzz;
 pub use remote::{RemoteCounts, RemoteStore, RemoteUrl};
 pub use report::{Condition, Joined, Report, Tell, TellChange};
 pub use sim::{Damage, Injected, Sim, SimUrl};

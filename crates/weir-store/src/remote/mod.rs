@@ -14,6 +14,8 @@ mod alarm;
 mod answers;
 mod check;
 mod cluster;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzz;
 mod lane;
 mod ledger;
 mod node;
