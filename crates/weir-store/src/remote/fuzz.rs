@@ -74,11 +74,6 @@ fn url(bytes: &[u8]) {
 }
 
 fn answers(bytes: &[u8], fixture: &Fixture) {
-    // The client crate makes room for as many values as an array announces. That is a known defect.
-    let is_long = bytes.split(|byte| !byte.is_ascii_digit()).any(|number| number.len() > 5);
-    if is_long {
-        return;
-    }
     let (mut reader, mut parser) = (bytes, redis::Parser::new());
     while let Ok(value) = parser.parse_value(&mut reader) {
         for kind in [Kind::Read(0), Kind::Read(STAMP), Kind::Write(STAMP), Kind::Copy(1), Kind::Probe] {
