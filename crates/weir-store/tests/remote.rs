@@ -322,8 +322,13 @@ fn an_engine_that_throws_pages_away_or_has_no_room_or_is_not_there_is_refused() 
     let error = refused(&url(std::slice::from_ref(&secret), "size=1MiB"));
     assert!(error.to_string().contains("NOAUTH"), "{error}");
     let file = secret.directory.join("password");
+    std::fs::write(&file, "a-wrong-one\n").unwrap();
+    let with_password = format!("size=1MiB&password-file={}", file.display());
+    let error = refused(&url(std::slice::from_ref(&secret), &with_password)).to_string();
+    assert!(error.contains("does not answer as Redis does") && error.contains("assword"), "{error}");
+    assert!(!error.contains("a-wrong-one"), "{error}");
     std::fs::write(&file, format!("{PASSWORD}\n")).unwrap();
-    open(&url(std::slice::from_ref(&secret), &format!("size=1MiB&password-file={}", file.display())));
+    open(&url(std::slice::from_ref(&secret), &with_password));
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let error = refused(&format!("redis://127.0.0.1:{port}?size=1MiB"));
     assert_eq!(error.kind, OpenErrorKind::NoDevice);
@@ -351,6 +356,32 @@ fn a_full_engine_fails_the_writes_that_it_refuses_and_keeps_the_others() {
     for (slot, _) in written.iter().enumerate().filter(|(_, written)| **written) {
         assert_eq!(read(&mut *lane, slot as u32), Ok(page(slot as u32)));
     }
+}
+
+#[test]
+fn a_node_that_is_made_a_replica_is_away_until_it_is_a_master_again() {
+    let name = "a_node_that_is_made_a_replica_is_away_until_it_is_a_master_again";
+    let Some(engines) = engines(1, name) else { return };
+    let store = open(&url(&engines, "size=1MiB"));
+    let mut lane = store.lane(4).unwrap();
+    assert_eq!(write(&mut *lane, 0, 1), Ok(()));
+    engines[0].call(&["REPLICAOF", "127.0.0.1", "1"]).unwrap();
+    assert_eq!(write(&mut *lane, 0, 2), Err(Fault::Timeout));
+    let condition = &store.report().unwrap().conditions()[0];
+    assert_eq!(condition.state, State::Unreachable);
+    assert!(condition.why.as_ref().is_some_and(|why| why.contains("READONLY")), "{condition:?}");
+    assert_eq!(read(&mut *lane, 0), Ok(page(1)), "reads go on");
+    engines[0].call(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    let begun = Instant::now();
+    let mut settled = false;
+    while !settled || store.state(0) != State::Online {
+        lane.poll(Instant::now(), &mut |done| panic!("{done:?} was answered"));
+        lane.settled(&mut |_| settled = true);
+        assert!(begun.elapsed() < PATIENCE, "{:?}", store.report().unwrap().conditions());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(read(&mut *lane, 0), Ok(page(2)));
+    assert_eq!(write(&mut *lane, 0, 3), Ok(()));
 }
 
 #[test]
