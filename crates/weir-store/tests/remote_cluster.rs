@@ -301,7 +301,7 @@ fn a_replica_that_lacks_the_last_writes_never_passes_off_older_pages() {
                 Ok(()) => assert!(!of_master && *content == page(slot.0 + 5), "{slot:?}"),
                 Err(Fault::Timeout) => {}
                 Err(fault) => {
-                    assert!(*of_master && [Fault::Lost, Fault::Corrupt].contains(fault), "{slot:?}")
+                    assert!(*of_master && [Fault::Lost, Fault::Corrupt].contains(fault), "{slot:?}");
                 }
             }
         }

@@ -210,7 +210,7 @@ impl Node {
             if let Err(unfit) = check(&core.name, name, connection, &core.url, is_cluster, &key) {
                 let why = plain(&unfit.to_string());
                 if self.condition().why.as_ref() != Some(&why) {
-                    self.say(why.clone());
+                    self.say(&why);
                 }
                 return Err(io::Error::other(why).into());
             }
@@ -258,7 +258,7 @@ impl Node {
         let begun = Instant::now();
         let mut connection = self.connect();
         if let Err(error) = &connection {
-            self.is_away(WRITES, error.to_string());
+            self.is_away(WRITES, &error.to_string());
         }
         while let (Ok(connection), Some(_)) = (&mut connection, slots.peek()) {
             let mut unlink = redis::cmd("UNLINK");
@@ -281,7 +281,8 @@ impl Node {
 
     /// Notes that the store has ended, and that values of it are left on this node.
     pub(super) fn leaves_keys(&self, core: &Core) {
-        self.say(format!("keys weir:*{:016x}* are left there, sealed by a key that is gone", core.number));
+        let keys = format!("weir:*{:016x}*", core.number);
+        self.say(&format!("keys {keys} are left there, sealed by a key that is gone"));
     }
 
     pub(super) fn state(&self) -> State {
@@ -319,7 +320,7 @@ impl Node {
 
     /// Notes that a thread does not get through to the node. Returns whether the node was online
     /// until now.
-    fn is_away(&self, thread: u8, why: String) -> bool {
+    fn is_away(&self, thread: u8, why: &str) -> bool {
         let was_online = self.away.fetch_or(thread, Ordering::Relaxed) == 0;
         if was_online {
             self.say(why);
@@ -328,14 +329,14 @@ impl Node {
     }
 
     /// Notes that a thread gets through to the node.
-    fn is_back(&self, thread: u8, note: Option<String>) {
+    fn is_back(&self, thread: u8, note: Option<&str>) {
         if self.away.fetch_and(!thread, Ordering::Relaxed) == thread || note.is_some() {
-            self.say(note.unwrap_or_else(|| "it answers again".to_owned()));
+            self.say(note.unwrap_or("it answers again"));
         }
     }
 
-    fn say(&self, why: String) {
-        let why = plain(&why);
+    fn say(&self, why: &str) {
+        let why = plain(why);
         *self.condition.lock().unwrap_or_else(PoisonError::into_inner) = (SystemTime::now(), Some(why));
         let tell = self.tell.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(tell) = tell {
@@ -440,7 +441,7 @@ impl Worker {
                 match self.open(broken.as_ref()) {
                     Ok((opened, note)) => {
                         (session, broken, is_sought) = (Some(opened), None, false);
-                        self.node.is_back(self.thread, note);
+                        self.node.is_back(self.thread, note.as_deref());
                         self.core.alarm.wake();
                     }
                     Err(error) => {
@@ -468,7 +469,7 @@ impl Worker {
         // happened instead.
         let why =
             if error.is_timeout() { "it does not answer in time".to_owned() } else { error.to_string() };
-        if self.node.is_away(self.thread, why) {
+        if self.node.is_away(self.thread, &why) {
             self.core.alarm.wake();
         }
     }
@@ -557,7 +558,7 @@ impl Worker {
             let answer = match connection.recv_response() {
                 Ok(value) => {
                     let lacked = lacking >> answered & 1 == 1;
-                    self.answer(&session.name.run, &waiting[answered], lacked, value, &mut page)
+                    self.answer(&session.name.run, &waiting[answered], lacked, &value, &mut page)
                 }
                 Err(error) => Err(error),
             };
@@ -599,12 +600,12 @@ impl Worker {
         run: &str,
         job: &Job,
         lacked: bool,
-        value: Value,
+        value: &Value,
         page: &mut PageBytes,
     ) -> RedisResult<()> {
         let core = &self.core;
         let mut read = None;
-        let result = match meaning(job.kind, &value, |sealed| core.seal.open(job.slot, sealed, page).ok()) {
+        let result = match meaning(job.kind, value, |sealed| core.seal.open(job.slot, sealed, page).ok()) {
             // A node that is starting, or that is not the master, may do the command later. So the
             // job waits.
             Meaning::Away(why) => return Err(io::Error::other(why).into()),
