@@ -298,8 +298,7 @@ fn play(lane: &mut dyn Lane, pages: &mut [Known], random: &mut Random, turns: u6
         lane.settled(&mut |slot| pages[slot.0 as usize].is_late = false);
         let first = random.below(pages.len() as u64 - 12) as usize;
         let mut operations = Vec::new();
-        for slot in first..first + 12 {
-            let known = &mut pages[slot];
+        for (slot, known) in pages.iter_mut().enumerate().skip(first).take(12) {
             if known.is_late || random.below(3) == 0 {
                 continue;
             }
