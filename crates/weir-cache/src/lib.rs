@@ -335,6 +335,10 @@ impl PageDevice for Cache {
     type Lane = CacheLane;
     type Error = OpenError;
 
+    fn pages(&self) -> u32 {
+        self.pages()
+    }
+
     fn open(self: &Arc<Self>) -> Result<CacheLane, OpenError> {
         let free = self.seats.iter().position(|seat| !seat.taken.swap(true, Ordering::Acquire));
         let Some(seat) = free else {

@@ -128,6 +128,49 @@ impl Default for Nbd {
     }
 }
 
+impl Nbd {
+    /// Refuses TCP in the clear, unless it is asked for, and TCP for swap.
+    ///
+    /// # Errors
+    /// Fails with an error of kind [`ErrorKind::Config`], which names the flag and the accepted
+    /// values.
+    pub fn check(&self, swap: bool) -> Result<(), Error> {
+        let is_tcp = |address: &&Address| matches!(address, Address::Tcp { .. });
+        let Some(address) = self.addresses.iter().find(is_tcp) else { return Ok(()) };
+        let refused = |why: String| Err(Error::new(ErrorKind::Config, why));
+        if swap {
+            return refused(format!(
+                "--swap: --nbd {address} {}; accepted with --swap: --nbd unix:PATH, --ublk, --fuse FILE",
+                if self.tls.is_some() {
+                    "under --tls takes memory for each record, so swap by it can freeze"
+                } else {
+                    "lets every user of this machine read and write what other programs have swapped out"
+                }
+            ));
+        }
+        if !self.insecure && self.tls.is_none() {
+            return refused(format!(
+                "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a ublk device beside a file by FUSE.
+///
+/// # Errors
+/// Fails with an error of kind [`ErrorKind::Config`] if there are both.
+pub fn check_disks(ublk: bool, fuse: bool) -> Result<(), Error> {
+    if !(ublk && fuse) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Config,
+        "--ublk and --fuse would be two disks with the same pages, and neither sees what the kernel caches for the other: leave one of them out",
+    ))
+}
+
 impl Fuse {
     /// A front end that mounts its file over `file`, with the default number of threads.
     pub fn at(file: impl Into<PathBuf>) -> Self {
@@ -170,12 +213,7 @@ impl Config {
                 "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH",
             ));
         }
-        if self.ublk.is_some() && self.fuse.is_some() {
-            return refused(
-                "--ublk and --fuse would be two disks with the same pages, and neither sees what the kernel caches for the other: leave one of them out"
-                    .to_owned(),
-            );
-        }
+        check_disks(self.ublk.is_some(), self.fuse.is_some())?;
         if self.pool.is_some() {
             self.check_pool()?;
         }
@@ -185,27 +223,7 @@ impl Config {
                 "--name {name:?} is no name of a file, as --fuse needs; accepted: {accepted}"
             ));
         }
-        let Some(nbd) = &self.nbd else { return Ok(()) };
-        let Some(address) = nbd.addresses.iter().find(|address| matches!(address, Address::Tcp { .. }))
-        else {
-            return Ok(());
-        };
-        if self.swap {
-            return refused(format!(
-                "--swap: --nbd {address} {}; accepted with --swap: --nbd unix:PATH, --ublk, --fuse FILE",
-                if nbd.tls.is_some() {
-                    "under --tls takes memory for each record, so swap by it can freeze"
-                } else {
-                    "lets every user of this machine read and write what other programs have swapped out"
-                }
-            ));
-        }
-        if !nbd.insecure && nbd.tls.is_none() {
-            return refused(format!(
-                "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"
-            ));
-        }
-        Ok(())
+        self.nbd.as_ref().map_or(Ok(()), |nbd| nbd.check(self.swap))
     }
 
     /// Refuses what only a daemon with a volume of its own can do.

@@ -36,5 +36,6 @@ pub use config::Config;
 pub use daemon::Daemon;
 pub use environment::{Clock, Environment, MachineClock};
 pub use error::{Class, Error, ErrorKind};
+pub use front_ends::{exports_of_fuse, exports_of_nbd, exports_of_ublk, serve_by_nbd, ublk_queues};
 pub use report::{StartProgress, StartReport};
 pub use start::{Bar, Start, warn_of_unlocked_memory};

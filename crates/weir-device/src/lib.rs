@@ -34,6 +34,9 @@ pub trait PageDevice: Send + Sync + fmt::Debug {
     /// The error when a lane could not be opened.
     type Error: std::error::Error + Send + Sync + 'static;
 
+    /// The device's size in pages.
+    fn pages(&self) -> u32;
+
     /// Opens a lane for one thread. This call allocates all the memory that the lane ever uses.
     ///
     /// # Errors

@@ -15,6 +15,10 @@ impl PageDevice for Volume {
     type Lane = Lane;
     type Error = OpenError;
 
+    fn pages(&self) -> u32 {
+        self.pages()
+    }
+
     fn open(self: &Arc<Self>) -> Result<Lane, OpenError> {
         self.lane()
     }

@@ -3,6 +3,7 @@
 
 use crate::cache::CacheCommand;
 use crate::compress::Algorithm;
+use crate::front_ends::{NbdOptions, UblkOptions, name};
 use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions};
 use crate::stack::StackCommand;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -205,9 +206,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "ALGORITHM", value_enum)]
     pub compress: Option<Algorithm>,
 
-    /// Serve by NBD at unix:PATH or tcp:HOST:PORT. May be repeated.
-    #[arg(long, value_name = "ADDRESS")]
-    pub nbd: Vec<Address>,
+    #[command(flatten)]
+    pub nbd: NbdOptions,
 
     /// Serve as a file, by FUSE: mounted over FILE, which is made if it does not exist, or within
     /// it if it is a directory. A loop device makes a disk of it (losetup --direct-io=on
@@ -234,19 +234,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "NAME", default_value = "weir", value_parser = name)]
     pub name: String,
 
-    /// Serve as a block device of the kernel's ublk driver; `weir status` has its name,
-    /// /dev/ublkbN. As root, Linux 6.5 or newer.
-    #[arg(long)]
-    pub ublk: bool,
-
-    /// Queues of the ublk device, each with a thread and its memory [default: one a processor, 4 at
-    /// most].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub queues: Option<u16>,
-
-    /// Requests of 128 KiB that each queue of the ublk device may have in flight.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub depth: u16,
+    #[command(flatten)]
+    pub ublk: UblkOptions,
 
     /// Microseconds that a thread looks for the next request before it sleeps. Saves the wake-up
     /// when requests come in bursts, and keeps a processor busy for that time after each request.
@@ -257,19 +246,6 @@ pub struct ServeOptions {
     /// (/dev/cpu_dma_latency). Costs power then.
     #[arg(long)]
     pub cpu_latency: bool,
-
-    /// Serve TCP under TLS, with server-cert.pem and server-key.pem of this directory; if it has a
-    /// ca-cert.pem, clients must show a certificate that it has signed. Not for swap.
-    #[arg(long, value_name = "DIRECTORY", conflicts_with = "insecure")]
-    pub tls: Option<PathBuf>,
-
-    /// Serve TCP without TLS; on the loopback interface only.
-    #[arg(long)]
-    pub insecure: bool,
-
-    /// Connections that can be served at a time; each has a thread and its memory from the start.
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub connections: u16,
 
     /// The device carries swap: take every protection against a daemon that waits for its own
     /// pages, or refuse to start.
@@ -316,14 +292,6 @@ fn whole_pages(text: &str) -> Result<ByteSize, String> {
         return Err("accepted: a multiple of 4KiB above 0, such as 8GiB".into());
     }
     Ok(size)
-}
-
-/// Parses a name without control characters, so that a line can hold it.
-fn name(text: &str) -> Result<String, String> {
-    if text.contains(char::is_control) {
-        return Err("accepted: a name without control characters, such as a newline".into());
-    }
-    Ok(text.to_owned())
 }
 
 /// How much the daemon says.

@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn the_packaged_configuration_is_one() {
         let options = options(include_str!("../../../packaging/weir.toml")).expect("the example is right");
-        assert!(options.swap && options.nbd.len() == 1 && options.store.len() == 1);
+        assert!(options.swap && options.nbd.nbd.len() == 1 && options.store.len() == 1);
     }
 
     #[test]

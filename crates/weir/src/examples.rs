@@ -73,7 +73,7 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
     (
         "weir-cache",
         &[(
-            "weir cache create --home /dev/sdb --store vram:0?size=8GiB --fuse /run/weir/cached",
+            "weir cache create --home /dev/sdb --store vram:0?size=8GiB --nbd unix:/run/weir/cache.nbd",
             "8 GiB of GPU memory in front of a disk.",
         )],
     ),
@@ -81,8 +81,8 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
         "weir-cache-create",
         &[
             (
-                "weir cache create --home /dev/sdb --store vram:0?size=8GiB --fuse /run/weir/cached",
-                "8 GiB of GPU memory in front of a disk.",
+                "weir cache create --home /dev/sdb --store vram:0?size=8GiB --nbd unix:/run/weir/cache.nbd",
+                "8 GiB of GPU memory in front of a disk; weir attach makes a disk of it.",
             ),
             (
                 "weir cache create --home log:/dev/sdb,/dev/sdc --store host:4GiB --fuse /run/weir/cached",

@@ -17,6 +17,7 @@ mod config;
 mod doctor;
 mod examples;
 mod failure;
+mod front_ends;
 mod give_back;
 mod journal;
 mod mount;

@@ -5,8 +5,8 @@ use crate::{config, failure, progress};
 use std::time::Duration;
 use weir_cli::failure::Failure;
 use weir_core::log::{self, Level};
-use weir_daemon::config::{Fuse, Nbd, Share, Ublk};
-use weir_daemon::{Address, Config, serve};
+use weir_daemon::config::{Fuse, Share};
+use weir_daemon::{Config, serve};
 
 /// Runs the daemon until it is told to stop.
 pub fn run(options: ServeOptions) -> Result<(), Failure> {
@@ -28,22 +28,6 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
 
 /// The options as a daemon's configuration, with the checks that are about flags alone.
 fn daemon(options: ServeOptions) -> Result<Config, Failure> {
-    if options.queues.is_some() && !options.ublk {
-        return Err(Failure::Usage("--queues are those of a ublk device: accepted with --ublk".into()));
-    }
-    let by_tcp = options.nbd.iter().any(|address| matches!(address, Address::Tcp { .. }));
-    if !by_tcp && (options.tls.is_some() || options.insecure) {
-        return Err(Failure::Usage(format!(
-            "{} is about TCP, and no --nbd tcp:HOST:PORT is given: leave it out, or give one",
-            if options.insecure { "--insecure" } else { "--tls" }
-        )));
-    }
-    let nbd = Nbd {
-        addresses: options.nbd,
-        connections: options.connections,
-        tls: options.tls,
-        insecure: options.insecure,
-    };
     Ok(Config {
         stores: options.store,
         backing: options.backing,
@@ -51,10 +35,10 @@ fn daemon(options: ServeOptions) -> Result<Config, Failure> {
         pool: options.pool,
         compress: options.compress.map(Into::into),
         name: options.name,
-        nbd: (!nbd.addresses.is_empty()).then_some(nbd),
+        nbd: options.nbd.nbd()?,
         fuse: options.fuse.map(|file| Fuse { file, threads: options.fuse_threads }),
         share: options.share.map(|path| Share { path, in_place: options.share_in_place }),
-        ublk: options.ublk.then_some(Ublk { queues: options.queues, depth: options.depth }),
+        ublk: options.ublk.ublk()?,
         spin: Duration::from_micros(options.spin_us.into()),
         cpu_latency: options.cpu_latency,
         swap: options.swap,
@@ -72,6 +56,7 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
     use clap::Parser as _;
+    use weir_daemon::config::{Nbd, Ublk};
 
     #[test]
     fn the_library_s_defaults_are_those_of_the_command_line() {

@@ -1,16 +1,20 @@
-//! `weir cache` as processes: served by FUSE, switched between modes, flushed and detached. Homes
-//! with content are refused.
+//! `weir cache` as processes: served by FUSE and NBD, switched between modes, flushed and detached.
+//! Homes with content are refused.
 
 mod common;
 
 use common::{has_bar, is_plain, on_a_terminal};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
+use weir_export::nbd::client::{Client, Operation, Wish};
+use weir_export::nbd::transmission::Request;
+use weir_export::nbd::wire::command;
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 4096;
@@ -57,8 +61,47 @@ impl Scene {
         if !flags.contains(&"--home") {
             command.arg("--home").arg(self.home());
         }
-        command.arg("--fuse").arg(self.file()).args(flags);
+        if !flags.contains(&"--nbd") {
+            command.arg("--fuse").arg(self.file());
+        }
+        command.args(flags);
         command
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.join("nbd")
+    }
+
+    /// Starts the cache with an NBD server on [`socket`](Self::socket).
+    fn start_by_nbd(&mut self, name: &str, flags: &[&str]) {
+        let address = format!("unix:{}", self.socket().display());
+        let flags: Vec<&str> =
+            flags.iter().copied().chain(["--nbd", &address, "--connections", "5"]).collect();
+        assert!(self.start(name, &flags), "nothing is mounted, so nothing can be missing");
+    }
+
+    /// A client. Waits for a free connection: the server may not have seen yet that another client
+    /// has gone.
+    fn client(&self) -> Client {
+        let is_full =
+            |error: &dyn std::fmt::Display| error.to_string().contains("every connection is in use");
+        loop {
+            match Client::unix(self.socket(), &Wish::default()) {
+                Err(error) if is_full(&error) => thread::sleep(Duration::from_millis(5)),
+                client => return client.unwrap(),
+            }
+        }
+    }
+
+    /// Waits until the cache has seen that its clients have gone, and detaches it.
+    fn detach_after_clients(&mut self) {
+        eventually(|| !self.shown().contains("nbd ") || self.shown().contains(", 0 of "));
+        self.done(&["detach"]);
+        self.ended();
+    }
+
+    fn shown(&self) -> String {
+        String::from_utf8(self.ask(&["status"]).stdout).unwrap()
     }
 
     /// Starts the cache. Returns false, after printing the reason, if this machine cannot mount.
@@ -437,9 +480,37 @@ fn shared_bytes(cache: &Child) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
+/// A disk of the cache, as a program or a client sees it.
+trait Disk {
+    fn write_page(&mut self, page: u64, bytes: &[u8]);
+    fn read_page(&mut self, page: u64) -> Vec<u8>;
+}
+
+impl Disk for File {
+    fn write_page(&mut self, page: u64, bytes: &[u8]) {
+        self.write_all_at(bytes, page * PAGE as u64).unwrap();
+    }
+
+    fn read_page(&mut self, page: u64) -> Vec<u8> {
+        let mut found = vec![0; PAGE];
+        self.read_exact_at(&mut found, page * PAGE as u64).unwrap();
+        found
+    }
+}
+
+impl Disk for Client {
+    fn write_page(&mut self, page: u64, bytes: &[u8]) {
+        self.write(page * PAGE as u64, bytes).unwrap();
+    }
+
+    fn read_page(&mut self, page: u64) -> Vec<u8> {
+        self.read(page * PAGE as u64, PAGE as u32).unwrap()
+    }
+}
+
 /// Writes and reads pages without a break, each thread those of its own, and compares what comes.
-fn load(file: &Path, ends: &AtomicBool, thread: u64) -> u64 {
-    let file = open(file);
+/// Returns the number of operations, and the round in which each page was written last.
+fn load(mut disk: impl Disk, ends: &AtomicBool, thread: u64) -> (u64, Vec<u64>) {
     let mut rounds = vec![0u64; PAGES as usize];
     let (mut chance, mut operations) = (thread + 1, 0);
     while !ends.load(Ordering::Relaxed) {
@@ -448,15 +519,14 @@ fn load(file: &Path, ends: &AtomicBool, thread: u64) -> u64 {
         let round = &mut rounds[page as usize];
         if chance >> 20 & 1 == 0 {
             *round = *round % 255 + 1;
-            file.write_all_at(&varied(page, *round), page * PAGE as u64).unwrap();
+            disk.write_page(page, &varied(page, *round));
         } else if *round > 0 {
-            let mut found = vec![0; PAGE];
-            file.read_exact_at(&mut found, page * PAGE as u64).unwrap();
+            let found = disk.read_page(page);
             assert!(found == varied(page, *round), "page {page} of round {round}");
         }
         operations += 1;
     }
-    operations
+    (operations, rounds)
 }
 
 /// The content of a page that repeats no value. A volume would keep such a page in its map.
@@ -490,7 +560,7 @@ fn a_cache_under_load_gives_all_its_memory_back_goes_on_without_it_and_takes_it_
         let threads: Vec<_> = (0..4)
             .map(|thread| {
                 let file = file.clone();
-                scope.spawn(move || load(&file, ends, thread))
+                scope.spawn(move || load(open(&file), ends, thread).0)
             })
             .collect();
         let written = || scene.number("write_hits") + scene.number("write_misses");
@@ -530,4 +600,158 @@ fn a_cache_under_load_gives_all_its_memory_back_goes_on_without_it_and_takes_it_
     });
     scene.done(&["detach"]);
     scene.ended();
+}
+
+#[test]
+fn a_flush_by_nbd_takes_every_client_s_writes_home_and_a_connected_client_keeps_the_cache() {
+    let mut scene = Scene::new("nbd");
+    scene.start_by_nbd("nbd", &["--stream", "0"]);
+    let (mut client, mut other) = (scene.client(), scene.client());
+    assert_eq!(client.terms().bytes, PAGES * PAGE as u64);
+    assert!(client.terms().multi_conn(), "a flush covers the writes of every connection");
+    for page in (0..PAGES).step_by(3) {
+        client.write_page(page, &stamp(page, 1));
+    }
+    assert!(scene.number("dirty_bytes") > 0, "it is a write-back cache");
+    other.perform(Operation::Flush).unwrap();
+    assert_eq!(scene.number("dirty_bytes"), 0);
+    let found = pages_of(&scene.home());
+    assert!((0..PAGES).step_by(3).all(|page| found[page as usize] == page << 8 | 1));
+    // One write that must be safe at once, a part of a page, and a read over both.
+    other.perform(Operation::Write { offset: PAGE as u64, data: &stamp(1, 2), fua: true }).unwrap();
+    assert_eq!(pages_of(&scene.home())[1], 1 << 8 | 2, "FUA");
+    client.write(2 * PAGE as u64 + 512, &stamp(2, 2)[..512]).unwrap();
+    let read = other.read(PAGE as u64, 2 * PAGE as u32).unwrap();
+    assert_eq!((&read[..PAGE], &read[PAGE + 512..PAGE + 1024]), (&*stamp(1, 2), &stamp(2, 2)[..512]));
+    assert_eq!(read[PAGE..PAGE + 512], [0; 512]);
+    client.write_page(2, &stamp(2, 2));
+    // The home could only write zeros, so no client is offered to discard or to zero.
+    other.perform(Operation::Trim { offset: 0, length: PAGE as u32 }).unwrap_err();
+    let shown = scene.shown();
+    let at = format!("nbd       unix:{}, 2 of 5 connections", scene.socket().display());
+    assert!(shown.contains(&at), "{shown}");
+    client.write_page(9, &stamp(9, 3));
+    client.disconnect().unwrap();
+    eventually(|| scene.shown().contains(", 1 of 5 connections"));
+    let refused = scene.ask(&["detach"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    let words = format!("1 client is connected at unix:{}; end them", scene.socket().display());
+    assert!(!refused.status.success() && said.contains(&words), "{said}");
+    other.write_page(10, &stamp(10, 3));
+    other.disconnect().unwrap();
+    scene.detach_after_clients();
+    let found = pages_of(&scene.home());
+    assert_eq!((found[9], found[10], found[12]), (9 << 8 | 3, 10 << 8 | 3, 12 << 8 | 1));
+    assert!(!scene.socket().exists());
+}
+
+/// Ends the load when it is dropped, so that a test that fails ends too.
+struct EndsLoad<'a>(&'a AtomicBool);
+
+impl Drop for EndsLoad<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A client that goes in the middle of a write: half of the page has been sent.
+fn hang_up_within_a_write(scene: &Scene, page: u64, bytes: &[u8]) {
+    use std::io::Write as _;
+    let (stream, client) = loop {
+        let stream = UnixStream::connect(scene.socket()).unwrap();
+        match Client::over(Box::new(stream.try_clone().unwrap()), &Wish::default()) {
+            Ok(client) => break (stream, client),
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    let request = Request {
+        flags: 0,
+        command: command::WRITE,
+        cookie: 1,
+        offset: page * PAGE as u64,
+        length: bytes.len() as u32,
+    };
+    (&stream).write_all(&request.encode()).unwrap();
+    (&stream).write_all(&bytes[..bytes.len() / 2]).unwrap();
+    drop(client);
+}
+
+#[test]
+fn a_cache_by_nbd_under_load_changes_its_mode_gives_its_memory_back_and_loses_clients_within_writes() {
+    let mut scene = Scene::new("nbd-load");
+    scene.start_by_nbd("nbd-load", &["--stream", "0", "--store", "host:64MiB"]);
+    let memory = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let output = command.args(arguments).arg("--control").arg(scene.control()).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    let ends = AtomicBool::new(false);
+    // The last of each four pages is for clients that go within a write.
+    let torn = |at: u64| at % 100 * 4 + 3;
+    let written = thread::scope(|scope| {
+        let (end, ends, scene) = (EndsLoad(&ends), &ends, &scene);
+        let threads: Vec<_> =
+            (0..3).map(|thread| scope.spawn(move || load(scene.client(), ends, thread))).collect();
+        let goes_on = || {
+            let written = || scene.number("write_hits") + scene.number("write_misses");
+            let before = written();
+            eventually(|| written() > before + 300);
+        };
+        let mut times = 0;
+        for mode in ["write-through", "write-around", "write-back", "write-through", "write-back"] {
+            memory(&["give-back", "all"]);
+            goes_on();
+            scene.done(&["mode", mode]);
+            for _ in 0..20 {
+                let page = torn(times);
+                let mut client = scene.client();
+                client.write_page(page, &stamp(page, 1));
+                client.disconnect().unwrap();
+                hang_up_within_a_write(scene, page, &stamp(page, 2));
+                times += 1;
+            }
+            memory(&["take", "all"]);
+            goes_on();
+        }
+        drop(end);
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    scene.detach_after_clients();
+    let bytes = fs::read(scene.home()).unwrap();
+    let at_home = |page: u64| &bytes[page as usize * PAGE..(page as usize + 1) * PAGE];
+    for (thread, (operations, rounds)) in written.iter().enumerate() {
+        assert!(*operations > 300, "{operations}");
+        for (page, round) in (0..).zip(rounds).skip(thread).step_by(4).filter(|(_, round)| **round > 0) {
+            assert!(at_home(page) == varied(page, *round), "page {page} of round {round}");
+        }
+    }
+    // Half a page was never written, whatever the mode was.
+    for at in 0..100 {
+        assert!(at_home(torn(at)) == stamp(torn(at), 1), "page {}", torn(at));
+    }
+}
+
+#[test]
+fn a_cache_takes_the_same_words_for_its_front_ends_as_weir_serve() {
+    let scene = Scene::new("words");
+    let refusal = |flags: &[&str]| {
+        let mut command = scene.command(&["create", "--store", "host:10MiB"]);
+        let output = command.arg("--home").arg(scene.home()).args(flags).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    for (flags, words) in [
+        (&[][..], "--nbd, --ublk and --fuse are missing, so nobody could connect"),
+        (&["--ublk", "--fuse", "/f"], "--ublk and --fuse would be two disks with the same pages"),
+        (&["--nbd", "tcp:127.0.0.1:9"], "tcp:127.0.0.1:9 would carry pages in the clear"),
+        (&["--nbd", "unix:/n", "--insecure"], "--insecure is about TCP, and no --nbd tcp:HOST:PORT"),
+        (&["--fuse", "/f", "--queues", "2"], "--queues are those of a ublk device"),
+    ] {
+        let (code, said) = refusal(flags);
+        assert!(code == Some(2) && said.contains(words), "{flags:?}: {code:?} {said}");
+    }
+    let (code, said) = refusal(&["--nbd", "unix:/n", "--connections", "300"]);
+    assert!(code == Some(1) && said.contains("a cache has 1 to 250 lanes"), "{code:?} {said}");
+    let directory = scene.directory.display().to_string();
+    let (code, said) = refusal(&["--nbd", "tcp:127.0.0.1:9", "--tls", &directory]);
+    assert!(code == Some(1) && said.contains("server-cert.pem"), "{code:?} {said}");
 }

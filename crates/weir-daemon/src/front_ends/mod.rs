@@ -8,7 +8,7 @@ pub use each::Each;
 pub use running::FrontEnds;
 #[cfg(test)]
 pub use running::tests as played;
-pub use ublk::{NUMBER, PreparedUblk};
+pub use ublk::{NUMBER, PreparedUblk, exports_of_ublk, ublk_queues};
 
 use crate::address::Address;
 use crate::config::{self, Config};
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use weir_core::log::{Level, Log};
 use weir_export::fuse;
-use weir_export::nbd::{self, Identity, KernelConnections, Listen, ListenError, ServeError, Server};
+use weir_export::nbd::{self, Exports, Identity, KernelConnections, Listen, ListenError, ServeError, Server};
 use weir_export::share;
 use weir_system::device_use;
 use weir_system::loop_device::LoopDevice;
@@ -130,59 +130,85 @@ impl Nbd {
         nbd: &config::Nbd,
         log: &Log,
     ) -> Result<Self, Error> {
-        let identity = nbd.tls.as_deref().map(Identity::from_directory).transpose();
-        let identity =
-            identity.map_err(|error| Error::because(ErrorKind::FrontEnd, "--tls", error))?.map(Arc::new);
-        if identity.as_ref().is_some_and(|identity| !identity.checks_clients()) {
-            (log)(
-                Level::Warning,
-                format_args!(
-                    "--tls: clients need no certificate, so whoever reaches the port can read and write; a ca-cert.pem there says whose they must be"
-                ),
-            );
-        }
-        let listen: Vec<Listen> =
-            nbd.addresses.iter().map(|address| listen(address, identity.as_ref())).collect();
         let config = nbd::Config {
-            connections: usize::from(nbd.connections),
             spin: options.spin,
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
             ..nbd::Config::default()
         };
-        let server =
-            Server::start_exports(Arc::clone(volumes), &config, &listen, log).map_err(
-                |error| match error {
-                    ServeError::Listen(ListenError::Exposed { .. }) => {
-                        Error::because(ErrorKind::Config, "--insecure", error)
-                    }
-                    _ => Error::of(ErrorKind::FrontEnd, error),
-                },
-            )?;
-        Ok(Nbd(server))
+        Ok(Nbd(serve_by_nbd(Arc::clone(volumes), &config, nbd, log)?))
     }
-}
 
-impl Nbd {
     /// The NBD server's connections with the kernel.
     pub fn kernel_connections(&self) -> KernelConnections {
         self.0.kernel_connections()
     }
 }
 
+/// Listens on every address of `nbd`. The other settings are those of `config`.
+///
+/// # Errors
+/// Fails when a socket cannot be made, or a certificate cannot be read.
+pub fn serve_by_nbd<E: Exports>(
+    exports: Arc<E>,
+    config: &nbd::Config,
+    nbd: &config::Nbd,
+    log: &Log,
+) -> Result<Server, Error> {
+    let identity = nbd.tls.as_deref().map(Identity::from_directory).transpose();
+    let identity =
+        identity.map_err(|error| Error::because(ErrorKind::FrontEnd, "--tls", error))?.map(Arc::new);
+    if identity.as_ref().is_some_and(|identity| !identity.checks_clients()) {
+        (log)(
+            Level::Warning,
+            format_args!(
+                "--tls: clients need no certificate, so whoever reaches the port can read and write; a ca-cert.pem there says whose they must be"
+            ),
+        );
+    }
+    let listen: Vec<Listen> =
+        nbd.addresses.iter().map(|address| listen(address, identity.as_ref())).collect();
+    let config = nbd::Config { connections: usize::from(nbd.connections), ..config.clone() };
+    Server::start_exports(exports, &config, &listen, log).map_err(|error| match error {
+        ServeError::Listen(ListenError::Exposed { .. }) => {
+            Error::because(ErrorKind::Config, "--insecure", error)
+        }
+        _ => Error::of(ErrorKind::FrontEnd, error),
+    })
+}
+
+/// An NBD server for the status: each of its addresses.
+pub fn exports_of_nbd(server: &Server) -> Vec<Export> {
+    let stats = server.stats();
+    let export = |address: &Listen| Export {
+        kind: "nbd".to_owned(),
+        volume: None,
+        address: address.to_string(),
+        connections: stats.connected,
+        connections_most: stats.connections_max,
+        requests: stats.requests,
+        errors: stats.errors,
+    };
+    server.addresses().iter().map(export).collect()
+}
+
+/// A file that is served by FUSE, for the status.
+pub fn exports_of_fuse(server: &fuse::Server) -> Vec<Export> {
+    let stats = server.stats();
+    vec![Export {
+        kind: "fuse".to_owned(),
+        volume: None,
+        address: server.file().display().to_string(),
+        connections: stats.threads,
+        connections_most: stats.threads,
+        requests: stats.requests,
+        errors: stats.errors,
+    }]
+}
+
 impl FrontEnd for Nbd {
     fn exports(&self) -> Vec<Export> {
-        let stats = self.0.stats();
-        let export = |address: &Listen| Export {
-            kind: "nbd".to_owned(),
-            volume: None,
-            address: address.to_string(),
-            connections: stats.connected,
-            connections_most: stats.connections_max,
-            requests: stats.requests,
-            errors: stats.errors,
-        };
-        self.0.addresses().iter().map(export).collect()
+        exports_of_nbd(&self.0)
     }
 
     fn stop(self: Box<Self>, grace: Duration) {
@@ -260,16 +286,7 @@ impl Fuse {
 
 impl FrontEnd for Fuse {
     fn exports(&self) -> Vec<Export> {
-        let stats = self.server.stats();
-        vec![Export {
-            kind: "fuse".to_owned(),
-            volume: None,
-            address: self.server.file().display().to_string(),
-            connections: stats.threads,
-            connections_most: stats.threads,
-            requests: stats.requests,
-            errors: stats.errors,
-        }]
+        exports_of_fuse(&self.server)
     }
 
     /// Looks for programs that use loop devices over the file. If one of these devices carries

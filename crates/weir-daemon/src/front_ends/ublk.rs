@@ -107,7 +107,7 @@ impl PreparedUblk {
 
     /// Number of queues of a new device, each of which takes a lane.
     pub fn queues(ublk: &config::Ublk, environment: &Environment) -> usize {
-        ublk.queues.map_or(environment.processors.min(QUEUES_MOST), usize::from)
+        ublk_queues(ublk, environment.processors)
     }
 
     /// Number of the volume's lanes that the device takes.
@@ -137,6 +137,25 @@ impl PreparedUblk {
     }
 }
 
+/// Number of queues of a new device on a machine with so many processors.
+pub fn ublk_queues(ublk: &config::Ublk, processors: usize) -> usize {
+    ublk.queues.map_or(processors.min(QUEUES_MOST), usize::from)
+}
+
+/// A ublk device, for the status.
+pub fn exports_of_ublk(server: &Server) -> Vec<Export> {
+    let stats = server.stats();
+    vec![Export {
+        kind: "ublk".to_owned(),
+        volume: None,
+        address: server.device().to_string(),
+        connections: server.queues() as u64,
+        connections_most: server.queues() as u64,
+        requests: stats.requests,
+        errors: stats.errors,
+    }]
+}
+
 /// A device that is served.
 pub struct Ublk {
     server: Server,
@@ -153,16 +172,7 @@ impl std::fmt::Debug for Ublk {
 
 impl FrontEnd for Ublk {
     fn exports(&self) -> Vec<Export> {
-        let stats = self.server.stats();
-        vec![Export {
-            kind: "ublk".to_owned(),
-            volume: None,
-            address: self.server.device().to_string(),
-            connections: self.server.queues() as u64,
-            connections_most: self.server.queues() as u64,
-            requests: stats.requests,
-            errors: stats.errors,
-        }]
+        exports_of_ublk(&self.server)
     }
 
     fn in_use(&self) -> Option<String> {

@@ -2,7 +2,6 @@
 
 use super::handshake::{Catalog, Export};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::PAGE_SIZE;
 use weir_device::{PageDevice, PageLane};
 use weir_store::OpenError;
@@ -39,23 +38,22 @@ pub trait Exports: Send + Sync + 'static {
 }
 
 /// A server's only device: it has a name, and it is the default device too.
-pub(super) struct Single<D> {
+#[derive(Debug)]
+pub struct Single<D> {
     device: Arc<D>,
     name: String,
     description: String,
     read_only: bool,
-    /// The device's size in bytes, as its lanes say.
-    bytes: AtomicU64,
 }
 
 impl<D> Single<D> {
+    /// The device, with the name and the description that clients see.
     pub fn new(device: &Arc<D>, name: &str, description: &str, read_only: bool) -> Self {
         Single {
             device: Arc::clone(device),
             name: name.to_owned(),
             description: description.to_owned(),
             read_only,
-            bytes: AtomicU64::new(0),
         }
     }
 }
@@ -69,16 +67,14 @@ where
     type Device = ();
 
     fn open(&self) -> Result<D::Lane, OpenError> {
-        let lane = self.device.open()?;
-        self.bytes.store(u64::from(lane.pages()) * PAGE_SIZE as u64, Ordering::Relaxed);
-        Ok(lane)
+        self.device.open()
     }
 
     fn find(&self, name: &[u8]) -> Option<(Export, ())> {
         let export = || Export {
             name: self.name.clone(),
             description: self.description.clone(),
-            bytes: self.bytes.load(Ordering::Relaxed),
+            bytes: u64::from(self.device.pages()) * PAGE_SIZE as u64,
             read_only: self.read_only,
             clears: D::Lane::CLEARS,
         };

@@ -26,7 +26,7 @@ pub mod transmission;
 pub mod wire;
 
 pub use control::{PATIENCE, PENDING_MAX};
-pub use exports::Exports;
+pub use exports::{Exports, Single};
 pub use handshake::Export;
 pub use listen::{Listen, ListenError};
 pub use server::{Config, KernelConnections, ServeError, Server};

@@ -2,9 +2,9 @@
 
 use super::control::{ControlError, Driver};
 use super::uapi::{
-    self, ANY_DEVICE, BasicParameters, ControlCommand, DeviceInfo, DiscardParameters, FEATURE_SAFE_STOP,
-    FEATURE_USER_RECOVERY, FEATURE_USER_RECOVERY_REISSUE, NO_QUEUE, PAGE_SECTORS, PARAMETERS_BASIC,
-    PARAMETERS_DISCARD, Parameters, Plain, SECTOR,
+    self, ANY_DEVICE, ATTRIBUTE_VOLATILE_CACHE, BasicParameters, ControlCommand, DeviceInfo,
+    DiscardParameters, FEATURE_SAFE_STOP, FEATURE_USER_RECOVERY, FEATURE_USER_RECOVERY_REISSUE, NO_QUEUE,
+    PAGE_SECTORS, PARAMETERS_BASIC, PARAMETERS_DISCARD, Parameters, Plain, SECTOR,
 };
 use std::fmt;
 use std::io;
@@ -31,6 +31,10 @@ pub struct Shape {
     pub request_bytes: u32,
     /// Whether the device outlives its server.
     pub recoverable: bool,
+    /// Whether pages can be discarded and zeroed.
+    pub clears: bool,
+    /// Whether an acknowledged write is safe only after a flush.
+    pub flushes: bool,
 }
 
 impl Shape {
@@ -51,11 +55,12 @@ impl Shape {
         let page_shift = PAGE_SIZE.ilog2() as u8;
         Parameters {
             length: size_of::<Parameters>() as u32,
-            types: PARAMETERS_BASIC | PARAMETERS_DISCARD,
+            types: PARAMETERS_BASIC | if self.clears { PARAMETERS_DISCARD } else { 0 },
             basic: BasicParameters {
-                // The device has no volatile cache, so the kernel sends no flushes: an acknowledged
-                // page is as safe as it can be.
-                attributes: 0,
+                // With a volatile cache the kernel sends flushes, also after each write that must
+                // be safe at once (FUA). A device without one needs none: an acknowledged page is
+                // as safe as it can be.
+                attributes: if self.flushes { ATTRIBUTE_VOLATILE_CACHE } else { 0 },
                 logical_shift: page_shift,
                 physical_shift: page_shift,
                 optimal_shift: self.request_bytes.ilog2() as u8,
@@ -64,12 +69,16 @@ impl Shape {
                 device_sectors: u64::from(self.pages) * PAGE_SECTORS,
                 ..BasicParameters::default()
             },
-            discard: DiscardParameters {
-                granularity: PAGE_SIZE as u32,
-                max_discard_sectors: DISCARD_SECTORS,
-                max_zeroes_sectors: DISCARD_SECTORS,
-                max_segments: 1,
-                ..DiscardParameters::default()
+            discard: if self.clears {
+                DiscardParameters {
+                    granularity: PAGE_SIZE as u32,
+                    max_discard_sectors: DISCARD_SECTORS,
+                    max_zeroes_sectors: DISCARD_SECTORS,
+                    max_segments: 1,
+                    ..DiscardParameters::default()
+                }
+            } else {
+                DiscardParameters::default()
             },
             ..Parameters::default()
         }
@@ -292,8 +301,15 @@ mod tests {
     use uapi::{FEATURE_IOCTL_ENCODE, STATE_DEAD, STATE_LIVE, STATE_QUIESCED};
 
     const RECOVERY: u64 = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
-    const SHAPE: Shape =
-        Shape { pages: 1000, queues: 2, depth: 64, request_bytes: 128 << 10, recoverable: true };
+    const SHAPE: Shape = Shape {
+        pages: 1000,
+        queues: 2,
+        depth: 64,
+        request_bytes: 128 << 10,
+        recoverable: true,
+        clears: true,
+        flushes: false,
+    };
 
     /// A fake driver with one device. It refuses the commands that the kernel's driver refuses.
     #[derive(Default)]
@@ -388,6 +404,22 @@ mod tests {
                 uapi::DEL_DEV
             ]
         );
+    }
+
+    #[test]
+    fn a_device_that_must_be_flushed_says_so_and_one_that_cannot_discard_offers_no_discards() {
+        let made = |shape: &Shape| {
+            let mut driver = fake();
+            Device::add(&mut driver, RECOVERY, shape, drop).unwrap();
+            driver.parameters.unwrap()
+        };
+        let plain = made(&SHAPE);
+        assert_eq!((plain.basic.attributes, plain.types), (0, 3));
+        assert!(plain.discard.max_discard_sectors > 0 && plain.discard.max_zeroes_sectors > 0);
+        let cache = made(&Shape { clears: false, flushes: true, ..SHAPE });
+        // UBLK_ATTR_VOLATILE_CACHE and UBLK_PARAM_TYPE_BASIC of the kernel's header.
+        assert_eq!((cache.basic.attributes, cache.types), (1 << 2, 1));
+        assert_eq!(cache.discard, DiscardParameters::default());
     }
 
     #[test]

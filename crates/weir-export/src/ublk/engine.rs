@@ -1,4 +1,4 @@
-//! A queue's requests and its lane of the volume, without an io_uring: takes descriptors and
+//! A queue's requests and its lane of the device, without an io_uring: takes descriptors and
 //! returns results.
 
 use super::request::{Rules, is_swap, success, urgent_first};
@@ -10,16 +10,15 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes};
+use weir_device::PageLane;
 use weir_request::{Answer, Id, Op, Request, RequestMemory, Requests, errno};
-use weir_volume::Lane;
 
 /// Bytes of the longest request that a device is made for.
 pub(super) const REQUEST_BYTES_MAX: u32 = 1 << 20;
 
 /// The parts of a queue without its io_uring.
-pub(super) struct Engine {
-    requests: Requests<Lane>,
-    rules: Rules,
+pub(super) struct Engine<L> {
+    requests: Requests<L>,
     memory: TagMemory,
     batch: Vec<Taken>,
     /// Tags whose requests are refused, with the error that answers each.
@@ -52,15 +51,14 @@ impl RequestMemory for TagMemory {
     }
 }
 
-impl Engine {
+impl<L: PageLane> Engine<L> {
     /// Makes an engine, with all its memory: `depth` buffers of `request_bytes`.
     ///
     /// # Errors
     /// Fails when the memory cannot be had.
-    pub fn new(lane: Lane, depth: u16, request_bytes: u32) -> io::Result<Engine> {
+    pub fn new(lane: L, depth: u16, request_bytes: u32) -> io::Result<Self> {
         let span = request_bytes as usize / PAGE_SIZE;
         Ok(Engine {
-            rules: Rules { pages: lane.volume().pages(), buffer_pages: span as u32 },
             requests: Requests::new(lane, depth),
             memory: TagMemory { buffer: Buffer::new(usize::from(depth) * span * PAGE_SIZE)?, span },
             batch: Vec::with_capacity(depth.into()),
@@ -85,7 +83,9 @@ impl Engine {
         let swap = is_swap(descriptor);
         counters.requests.add(1);
         counters.swap.add(u64::from(swap));
-        match self.rules.check(descriptor) {
+        // The device may have grown since the last request.
+        let rules = Rules { pages: self.requests.lane().pages(), buffer_pages: self.memory.span as u32 };
+        match rules.check(descriptor) {
             Ok(request) => {
                 match request.op {
                     Op::Read => counters.reads.add(1),
@@ -162,12 +162,12 @@ mod tests {
     use std::sync::Arc;
     use weir_core::PageNo;
     use weir_store::{Host, StoreUrl};
-    use weir_volume::{Config, Volume};
+    use weir_volume::{Config, Lane, Volume};
 
     const REQUEST_BYTES: u32 = 64 << 10;
     const SPAN: u32 = REQUEST_BYTES / PAGE_SIZE as u32;
 
-    fn engine(url: &str, pages: u32) -> Engine {
+    fn engine(url: &str, pages: u32) -> Engine<Lane> {
         let url: StoreUrl = url.parse().unwrap();
         let store = weir_store::open(&url).unwrap();
         let volume: Arc<Volume> = Volume::create(Config { pages, lanes: 1, depth: 8 }, vec![store]).unwrap();
@@ -185,7 +185,7 @@ mod tests {
 
     /// Runs a batch to its end; its tags count from 0. Returns the tags with their results, in the
     /// order in which the results came.
-    fn run(engine: &mut Engine, batch: &[Descriptor]) -> (Vec<(u16, i32)>, Counters) {
+    fn run(engine: &mut Engine<Lane>, batch: &[Descriptor]) -> (Vec<(u16, i32)>, Counters) {
         let counters = Counters::default();
         for (tag, descriptor) in batch.iter().enumerate() {
             engine.take(tag as u16, descriptor, &counters);
@@ -198,7 +198,7 @@ mod tests {
         (results, counters)
     }
 
-    fn fill(engine: &mut Engine, tag: u16, seed: u32) {
+    fn fill(engine: &mut Engine<Lane>, tag: u16, seed: u32) {
         for at in 0..SPAN {
             let page = &mut engine.memory.pages(tag, at)[0];
             for (index, word) in page.chunks_exact_mut(4).enumerate() {
@@ -208,7 +208,7 @@ mod tests {
         }
     }
 
-    fn content(engine: &mut Engine, tag: u16, pages: u32) -> Vec<u8> {
+    fn content(engine: &mut Engine<Lane>, tag: u16, pages: u32) -> Vec<u8> {
         engine.memory.pages(tag, 0)[..pages as usize].as_flattened().to_vec()
     }
 

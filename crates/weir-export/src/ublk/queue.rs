@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
-use weir_device::WAKE_FDS_MAX;
+use weir_device::{PageLane, WAKE_FDS_MAX};
 
 /// Time that offering every buffer may take.
 const OFFERING: Duration = Duration::from_secs(10);
@@ -78,10 +78,10 @@ impl Drop for Descriptors {
 }
 
 /// A queue, as its thread works with it.
-pub(super) struct Queue<'a> {
+pub(super) struct Queue<'a, L> {
     ring: IoUring,
     descriptors: Descriptors,
-    engine: Engine,
+    engine: Engine<L>,
     number: u16,
     depth: u16,
     /// Number of tags that will not come back, because the device is being removed.
@@ -94,7 +94,7 @@ pub(super) struct Queue<'a> {
     _character: &'a OwnedFd,
 }
 
-impl<'a> Queue<'a> {
+impl<'a, L: PageLane> Queue<'a, L> {
     /// Makes the thread's io_uring and offers every buffer. Call it on the thread that is to serve.
     ///
     /// # Errors
@@ -103,11 +103,11 @@ impl<'a> Queue<'a> {
         number: u16,
         depth: u16,
         character: &'a OwnedFd,
-        engine: Engine,
+        engine: Engine<L>,
         spin: Option<Spin<'a>>,
         counters: &'a Counters,
         log: &'a Log,
-    ) -> io::Result<Queue<'a>> {
+    ) -> io::Result<Self> {
         let descriptors = Descriptors::map(character, number, depth)
             .map_err(|error| doing("mapping the driver's descriptors", &error))?;
         let ring = ring(depth).map_err(|error| doing("making its ring", &error))?;

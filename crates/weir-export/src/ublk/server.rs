@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_core::log::{Level, Log};
 use weir_core::swap_safety::{self, Children, NOT_PROTECTED, Unprotected};
+use weir_device::{PageDevice, PageLane};
 use weir_store::OpenError;
-use weir_volume::{Lane, Volume};
 
 /// Bytes of a thread's stack. With `mlockall` the whole stack is resident.
 const STACK_BYTES: usize = 256 << 10;
@@ -36,7 +36,7 @@ const LOOK: Duration = Duration::from_millis(2);
 /// The settings of a ublk server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Number of hardware queues, each with a thread and a lane of the volume.
+    /// Number of hardware queues, each with a thread and a lane of the page device.
     pub queues: u16,
     /// Largest number of requests that each queue may have in flight.
     pub depth: u16,
@@ -128,7 +128,7 @@ enum ReadyError {
 }
 
 impl Server {
-    /// Finds the device of a dead server of this volume, if it can still be taken over. The device
+    /// Finds the device of a dead server of these pages, if it can still be taken over. The device
     /// keeps the size, the number of queues and the depth that it was made with.
     ///
     /// # Errors
@@ -147,18 +147,23 @@ impl Server {
         Ok(info.map(|info| Found { device, control, info }))
     }
 
-    /// Makes a device, starts its threads, and publishes it. `made` gets the device's number before
-    /// the device is published. The process may be sealed afterwards.
+    /// Makes a device of these pages, starts its threads, and publishes it. `made` gets the
+    /// device's number before the device is published. The process may be sealed afterwards.
     ///
     /// # Errors
     /// Fails with a [`UblkError`]; no device is left then.
-    pub fn create(
-        volume: &Arc<Volume>,
+    pub fn create<D>(
+        pages: &Arc<D>,
         config: &Config,
         log: &Log,
         made: impl FnOnce(Device),
-    ) -> Result<Server, UblkError> {
+    ) -> Result<Server, UblkError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+    {
         check(config)?;
+        let lanes = lanes(pages, config.queues)?;
         let mut control = Control::open()?;
         clear_up(&mut control, log);
         if control.features() & FEATURE_QUIESCE == 0 {
@@ -170,7 +175,9 @@ impl Server {
             );
         }
         let shape = Shape {
-            pages: volume.pages(),
+            pages: pages.pages(),
+            clears: D::Lane::CLEARS,
+            flushes: D::Lane::FLUSHES,
             queues: config.queues,
             depth: config.depth,
             request_bytes: config.request_bytes,
@@ -179,7 +186,7 @@ impl Server {
         let features = control.features();
         let (device, info) = Device::add(&mut control, features, &shape, made)?;
         let mut server = Server::new(device, control, &info);
-        match server.start(volume, config, &info, log, Device::start) {
+        match server.start(lanes, config, &info, log, Device::start) {
             Ok(()) => Ok(server),
             Err(error) => {
                 // The device is not published, so the threads that did start would wait for
@@ -196,15 +203,14 @@ impl Server {
     ///
     /// # Errors
     /// Fails with a [`UblkError`]; the device then holds its requests for another try.
-    pub fn take_over(
-        volume: &Arc<Volume>,
-        config: &Config,
-        found: Found,
-        log: &Log,
-    ) -> Result<Server, UblkError> {
+    pub fn take_over<D>(pages: &Arc<D>, config: &Config, found: Found, log: &Log) -> Result<Server, UblkError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+    {
         let Found { device, control, info } = found;
         let mut server = Server::new(device, control, &info);
-        server.start(volume, config, &info, log, |device, control| {
+        server.start(lanes(pages, info.queues)?, config, &info, log, |device, control| {
             let_requests_return();
             device.end_recovery(control)
         })?;
@@ -216,9 +222,10 @@ impl Server {
         Server { device, control, counters, threads: Vec::with_capacity(info.queues.into()) }
     }
 
-    fn start(
+    /// Starts a thread for each queue with its lane, and publishes the device.
+    fn start<L: PageLane + 'static>(
         &mut self,
-        volume: &Arc<Volume>,
+        lanes: Vec<L>,
         config: &Config,
         info: &DeviceInfo,
         log: &Log,
@@ -229,9 +236,9 @@ impl Server {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let gate = Arc::new(SpinGate::new(processors));
         let (ready, started) = mpsc::channel::<Ready>();
-        for number in 0..queues {
+        for (number, lane) in (0..queues).zip(lanes) {
             let failed = |source| UblkError::Queue { queue: number, queues, source };
-            let engine = engine(volume.lane()?, info, config.swap).map_err(failed)?;
+            let engine = engine(lane, info, config.swap).map_err(failed)?;
             let thread = Thread {
                 number,
                 depth: info.depth,
@@ -349,10 +356,10 @@ impl Found {
 }
 
 /// The parts that a queue's thread gets when it starts.
-struct Thread {
+struct Thread<L> {
     number: u16,
     depth: u16,
-    engine: Engine,
+    engine: Engine<L>,
     character: Arc<OwnedFd>,
     processors: Option<CpuSet>,
     gate: Arc<SpinGate>,
@@ -363,7 +370,7 @@ struct Thread {
     log: Log,
 }
 
-impl Thread {
+impl<L: PageLane> Thread<L> {
     fn run(self, ready: &mpsc::Sender<Ready>) {
         let number = self.number;
         if self.must_flush {
@@ -422,8 +429,16 @@ pub(super) fn doing(what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
+/// Opens a lane for each queue.
+fn lanes<D>(pages: &Arc<D>, queues: u16) -> Result<Vec<D::Lane>, OpenError>
+where
+    D: PageDevice<Error = OpenError>,
+{
+    (0..queues).map(|_| pages.open()).collect()
+}
+
 /// Makes a queue's engine, with its buffers.
-fn engine(lane: Lane, info: &DeviceInfo, swap: bool) -> io::Result<Engine> {
+fn engine<L: PageLane>(lane: L, info: &DeviceInfo, swap: bool) -> io::Result<Engine<L>> {
     let engine = Engine::new(lane, info.depth, info.buffer_bytes)
         .map_err(|error| doing("taking its buffers", &error))?;
     if swap && !engine.is_locked() {
@@ -489,6 +504,7 @@ mod tests {
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
     use weir_core::chain;
     use weir_system::fixture;
+    use weir_volume::{Lane, Volume};
 
     fn lane() -> Lane {
         let config = weir_volume::Config { pages: 8, lanes: 1, depth: 8 };

@@ -115,6 +115,9 @@ pub const IO_NO_UNMAP: u32 = 1 << 15;
 /// The flag of a request by which the kernel swaps.
 pub const IO_SWAP: u32 = 1 << 16;
 
+/// The device keeps acknowledged writes in a cache until it is flushed.
+pub const ATTRIBUTE_VOLATILE_CACHE: u32 = 1 << 2;
+
 /// [`Parameters::basic`] is filled in.
 pub const PARAMETERS_BASIC: u32 = 1;
 /// [`Parameters::discard`] is filled in.
@@ -216,7 +219,8 @@ plain! {
 
     /// `struct ublk_param_basic`: a device's size, its block sizes and the limits of its requests.
     BasicParameters: 32 {
-        /// Bits for read-only, rotational, a volatile cache and so on; Weir sets none.
+        /// Bits for read-only, rotational and so on. Weir sets at most
+        /// [`ATTRIBUTE_VOLATILE_CACHE`].
         attributes: u32 = 0,
         /// The logical block size, as a power of two.
         logical_shift: u8 = 4,

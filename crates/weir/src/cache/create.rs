@@ -1,18 +1,18 @@
 //! `weir cache create` and `weir cache open`: the cache in the foreground, until it is detached.
 
 use super::control::{self, Request, Service};
+use super::front::{FrontEnds, Wanted};
 use super::home::{Home, HomeUrl};
 use super::memory::{Job, Memory};
 use super::options::{CacheOptions, CreateOptions};
 use super::report::Report;
 use super::trace;
 use crate::{failure, progress};
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use std::fmt::Display;
 use std::io::Read as _;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -21,16 +21,15 @@ use weir_cache::{Cache, Config, Mode, WriteBack};
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{self, Level, Log as Logger};
 use weir_core::{ByteSize, PAGE_SIZE};
-use weir_daemon::control::{Moved, Progress};
+use weir_daemon::control::{Export, Moved, Progress};
 use weir_daemon::{Start, bug, core_dump, warn_of_unlocked_memory};
-use weir_export::fuse;
 use weir_log::{Cleaner, Log};
 use weir_store::Room;
 use weir_system::signals;
 
 /// Number of operations that each thread may have in flight.
 const DEPTH: usize = 64;
-/// Time that requests under way may take when the file is unmounted.
+/// Time that requests under way may take when the front ends end.
 const GRACE: Duration = Duration::from_secs(10);
 /// Time between two reports of a flush's or a detach's progress.
 const TELL_EVERY: Duration = Duration::from_millis(200);
@@ -50,8 +49,9 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
+    let wanted = Wanted::new(options)?;
     // One lane more for the cache's write-back.
-    let lanes = u32::from(options.threads) + 1;
+    let lanes = wanted.lanes() as u32 + 1;
     let mut start =
         Start::new(progress::show(&log), || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
     let url: &dyn Display = match &options.home {
@@ -75,7 +75,7 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     }
     let store = opened.map_err(failure::of)?;
     let config = Config {
-        lanes: options.threads.into(),
+        lanes: wanted.lanes(),
         depth: DEPTH,
         mode: options.mode,
         stream_pages: u32::try_from(options.stream.0 / PAGE_SIZE as u64).unwrap_or(u32::MAX),
@@ -89,33 +89,33 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     let cleaner = home.log.as_ref().map(Background::clean).transpose()?;
     let write_back = Background::write_back(&cache)?;
     let memory = Memory::new(&cache, &names[1]).map_err(|error| failed(&error))?;
-    let fuse = fuse::Config { threads: usize::from(options.threads), ..fuse::Config::default() };
-    let server = fuse::Server::start_device(&cache, cache.bytes(), &fuse, &options.fuse, &log)
-        .map_err(|error| failed(&error))?;
-    let [home_name, store_name] = names;
-    let file = server.file().display().to_string();
-    let unmounted = server.unmounted().try_clone_to_owned().map_err(Failure::failed)?;
+    let front = wanted.start(&cache, options, &log)?;
+    let unmounted = front.unmounted().map_err(Failure::failed)?;
     let daemon = Arc::new(Daemon {
-        names: [home_name, store_name, file],
+        names,
         home,
         cache,
         memory,
-        server: Mutex::new(Some(server)),
+        front: Mutex::new(Some(front)),
+        detaching: Mutex::new(()),
         is_detached: AtomicBool::new(false),
         tell,
+        log: Arc::clone(&log),
     });
     let control = control::listen(&options.control.path(), Arc::clone(&daemon) as _)?;
-    let [home, store, file] = &daemon.names;
+    let [home, store] = &daemon.names;
+    let served: Vec<String> = daemon.exports().into_iter().map(|export| export.address).collect();
     (log)(
         Level::Info,
         format_args!(
-            "{store} caches {home} ({}) at {file}; status at {}",
+            "{store} caches {home} ({}) at {}; status at {}",
             ByteSize(daemon.cache.bytes()),
+            served.join(", "),
             control.path().display()
         ),
     );
     warn_of_unlocked_memory(&log);
-    wait(&daemon, &mut told, &unmounted, &log)?;
+    wait(&daemon, &mut told, unmounted, &log)?;
     drop(control);
     write_back.stop();
     cleaner.into_iter().for_each(Background::stop);
@@ -132,19 +132,22 @@ fn is_told(told: &mut UnixStream) -> bool {
 fn wait(
     daemon: &Daemon,
     told: &mut UnixStream,
-    unmounted: &impl std::os::fd::AsFd,
+    mut unmounted: Option<OwnedFd>,
     log: &Logger,
 ) -> Result<(), Failure> {
-    let mut is_mounted = true;
     while !daemon.is_detached.load(Ordering::SeqCst) {
-        let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-        let mut fds = [listen(told.as_fd()), listen(unmounted.as_fd())];
-        let fds = if is_mounted { &mut fds[..] } else { &mut fds[..1] };
-        match rustix::event::poll(fds, None) {
-            Err(rustix::io::Errno::INTR) => continue,
-            result => result.map_err(Failure::failed)?,
+        let ended = {
+            let fds = [Some(told.as_fd()), unmounted.as_ref().map(AsFd::as_fd)];
+            let mut fds: Vec<_> =
+                fds.into_iter().flatten().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+            match rustix::event::poll(&mut fds, None) {
+                Err(rustix::io::Errno::INTR) => continue,
+                result => result.map_err(Failure::failed)?,
+            };
+            fds.get(1).is_some_and(|fd| !fd.revents().is_empty())
         };
-        is_mounted &= fds.get(1).is_some_and(|fd| fd.revents().is_empty());
+        // The file is unmounted once. Its descriptor stays readable.
+        unmounted = unmounted.filter(|_| !ended);
         is_told(told);
         if daemon.is_detached.load(Ordering::SeqCst) {
             break;
@@ -158,18 +161,26 @@ fn wait(
 
 /// A cache that is served.
 struct Daemon {
-    /// Names of the home, the store and the file.
-    names: [String; 3],
+    /// Names of the home and the store.
+    names: [String; 2],
     home: Home,
     cache: Arc<Cache>,
     memory: Memory,
-    server: Mutex<Option<fuse::Server>>,
+    /// `None` once they have ended.
+    front: Mutex<Option<FrontEnds>>,
+    detaching: Mutex<()>,
     is_detached: AtomicBool,
     /// Wakes the thread that waits for the cache's end.
     tell: UnixStream,
+    log: Logger,
 }
 
 impl Daemon {
+    fn exports(&self) -> Vec<Export> {
+        let front = self.front.lock().unwrap_or_else(PoisonError::into_inner);
+        front.as_ref().map(FrontEnds::exports).unwrap_or_default()
+    }
+
     /// Writes all dirty pages home and has the home flush. Calls `tell` now and then with the
     /// number of bytes that are still dirty. Bytes that are dirty afterwards were written
     /// meanwhile.
@@ -198,31 +209,21 @@ impl Daemon {
         result.map_err(failed)
     }
 
-    /// Unmounts the file if nothing uses it, and brings every page home. May be called again after
-    /// a failure.
+    /// Ends the front ends if nothing uses them, and brings every page home. May be called again
+    /// after a failure.
     fn detach(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
-        let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(running) = server.as_ref() {
-            let file = &self.names[2];
-            let gone = running.unmount_unused();
-            // Another program may have unmounted the file, even while it is in use (umount -l).
-            if let Err(error) = gone {
-                if fuse::mount::is_served(Path::new(file)) {
-                    return Err(format!(
-                        "{file} is in use ({error}); fuser -v {file} says by whom, losetup -d ends a loop device; detach it after that"
-                    ));
-                }
-                if !has_ended(running) {
-                    return Err(format!(
-                        "{file} is unmounted and in use still; losetup -a names a loop device over it, lsof {file} a program; detach it after that"
-                    ));
-                }
-            }
+        // One detach waits for another: this process ends once a detach is done, and the client of
+        // the first one still waits for its answer.
+        let _one_at_a_time = self.detaching.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut front = self.front.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = front.as_mut() {
+            running.withdraw()?;
         }
         self.memory.end();
-        if let Some(running) = server.take() {
-            running.stop(GRACE);
+        if let Some(running) = front.take() {
+            running.stop(GRACE, &self.log);
         }
+        drop(front);
         if self.home.is_scratch {
             // No content of the log outlives this process. So there is no page to bring home.
             self.is_detached.store(true, Ordering::SeqCst);
@@ -263,18 +264,11 @@ fn wait_until_clean(
     }
 }
 
-/// Whether no program uses the unmounted file any more. Waits up to a second for the kernel's
-/// report, which comes a moment after the end of the last use.
-fn has_ended(server: &fuse::Server) -> bool {
-    let patience = Timespec { tv_sec: 1, tv_nsec: 0 };
-    let mut fds = [PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN)];
-    rustix::event::poll(&mut fds, Some(&patience)).is_ok_and(|ready| ready > 0)
-}
-
 impl Service for Daemon {
     fn report(&self) -> Report {
         let log = self.home.log.as_ref().map(weir_log::Log::status);
-        Report::new(&self.cache.status(), self.names.clone(), log.as_ref(), &self.home.traffic())
+        let names = self.names.clone();
+        Report::new(&self.cache.status(), names, self.exports(), log.as_ref(), &self.home.traffic())
     }
 
     fn trace(

@@ -1,5 +1,4 @@
-//! `weir cache`: keeps pages of a disk in a fast store, and serves them as a file that a loop
-//! device turns into a disk.
+//! `weir cache`: keeps pages of a disk in a fast store, and serves them by NBD, ublk or FUSE.
 //!
 //! `create` and `open` are processes in the foreground, as `weir serve` is. `check` reads a home
 //! that nobody uses. The other subcommands send requests to the control socket.
@@ -7,6 +6,7 @@
 mod check;
 mod control;
 mod create;
+mod front;
 mod home;
 pub mod marks;
 mod memory;

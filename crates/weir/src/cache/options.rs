@@ -1,6 +1,7 @@
 //! The command line of `weir cache`.
 
 use super::home::HomeUrl;
+use crate::front_ends::{NbdOptions, UblkOptions, name};
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use weir_cache::Mode;
@@ -11,10 +12,10 @@ use weir_store::StoreUrl;
 /// The subcommands of `weir cache`.
 #[derive(Debug, Subcommand)]
 pub enum CacheCommand {
-    /// Put a fast store in front of a disk or file, and serve both as one file by FUSE, in the
-    /// foreground.
+    /// Put a fast store in front of a disk or file, and serve both as one device by NBD, ublk or
+    /// FUSE, in the foreground.
     #[command(
-        after_help = "Page n of the file is page n of the home: once the cache is detached, other programs can use the home as it is. Make a disk of the file by losetup --direct-io=on --sector-size 4096 --find --show FILE. weir cache detach ends it."
+        after_help = "Page n of the device is page n of the home: once the cache is detached, other programs can use the home as it is. Make a disk of an NBD export by weir attach, and of a file by losetup --direct-io=on --sector-size 4096 --find --show FILE. weir cache detach ends it."
     )]
     Create(Box<CreateOptions>),
 
@@ -63,8 +64,8 @@ pub enum CacheCommand {
     /// Ends after so many requests, after so many seconds, or at Ctrl-C.
     Trace(TraceOptions),
 
-    /// Unmount the file, write all dirty pages home, and end. Refused while something uses the
-    /// file.
+    /// Take the device away, write all dirty pages home, and end. Refused while something uses the
+    /// device.
     Detach {
         #[command(flatten)]
         control: Control,
@@ -144,10 +145,25 @@ pub struct CacheOptions {
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
 
+    #[command(flatten)]
+    pub nbd: NbdOptions,
+
+    #[command(flatten)]
+    pub ublk: UblkOptions,
+
     /// Serve the pages as this file. Makes FILE first if it does not exist. If FILE is a directory,
     /// the served file appears within it.
     #[arg(long, value_name = "FILE")]
-    pub fuse: PathBuf,
+    pub fuse: Option<PathBuf>,
+
+    /// Threads that serve FUSE requests; one waits, the others come when there is more to do.
+    #[arg(long, alias = "threads", value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub fuse_threads: u16,
+
+    /// The name of the export for NBD clients, and of the file in a FUSE directory. NBD clients may
+    /// also use the empty name.
+    #[arg(long, value_name = "NAME", default_value = "weir", value_parser = name)]
+    pub name: String,
 
     /// Where writes go: write-back, write-through, write-around.
     #[arg(long, value_name = "MODE", default_value_t = Mode::WriteBack)]
@@ -161,10 +177,6 @@ pub struct CacheOptions {
     /// a tenth of the cache are written.
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=90))]
     pub dirty: u8,
-
-    /// Threads that serve; one waits, the others come when there is more to do.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub threads: u16,
 
     #[command(flatten)]
     pub control: Control,

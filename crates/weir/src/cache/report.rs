@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use weir_cache::CacheStatus;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::control::Export;
 use weir_log::LogStatus;
 use weir_store::MemberTraffic;
 
@@ -13,7 +14,12 @@ pub struct Report {
     schema: u32,
     home: String,
     store: String,
-    file: String,
+    /// The file that is served by FUSE, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    file: Option<String>,
+    /// The front ends, with their counts.
+    #[serde(default)]
+    exports: Vec<Export>,
     mode: String,
     bytes: u64,
     /// Bytes that the cache can hold with all of its memory.
@@ -93,7 +99,8 @@ impl Report {
     /// The status of a cache. `names` are the names of its parts.
     pub fn new(
         status: &CacheStatus,
-        [home, store, file]: [String; 3],
+        [home, store]: [String; 2],
+        exports: Vec<Export>,
         log: Option<&LogStatus>,
         disks: &[MemberTraffic],
     ) -> Self {
@@ -103,7 +110,8 @@ impl Report {
             schema: weir_daemon::control::SCHEMA,
             home,
             store,
-            file,
+            file: exports.iter().find(|it| it.kind == "fuse").map(|it| it.address.clone()),
+            exports,
             mode: status.mode.to_string(),
             bytes: bytes(status.pages),
             cache_bytes: bytes(status.frames),
@@ -173,7 +181,15 @@ impl fmt::Display for Report {
             size(self.bytes),
             self.mode
         )?;
-        writeln!(f, "file      {}", self.file)?;
+        for Export { kind, address, connections, connections_most, .. } in &self.exports {
+            match kind.as_str() {
+                "nbd" => {
+                    writeln!(f, "nbd       {address}, {connections} of {connections_most} connections")?;
+                }
+                "ublk" => writeln!(f, "ublk      {address}, {connections} queues")?,
+                _ => writeln!(f, "file      {address}")?,
+            }
+        }
         writeln!(
             f,
             "holds     {} of {}, {} of it dirty; index {}",
