@@ -10,6 +10,7 @@
 //! thread or its store touches. If the pager manages all of a program's memory
 //! ([`Scope::Process`]), its thread needs an allocator of its own; `weir-preload` has one.
 
+mod digest;
 mod kernel;
 mod ledger;
 pub mod link;

@@ -64,6 +64,8 @@ pub struct Stats {
     pub writes: u64,
     /// Number of pages of zeros in written blocks. They took no room in the store.
     pub zero_pages: u64,
+    /// Number of pages that were moved out and not written, since the store had their content.
+    pub clean_pages: u64,
     /// Number of single pages read from the store.
     pub singles: u64,
     /// Number of single pages written to the store.
@@ -86,6 +88,7 @@ pub(crate) struct Counters {
     pub taken_back: AtomicU64,
     pub writes: AtomicU64,
     pub zero_pages: AtomicU64,
+    pub clean_pages: AtomicU64,
     pub singles: AtomicU64,
     pub singles_written: AtomicU64,
     pub lost: AtomicU64,
@@ -391,6 +394,7 @@ impl Pager {
             taken_back: of(&counters.taken_back),
             writes: of(&counters.writes),
             zero_pages: of(&counters.zero_pages),
+            clean_pages: of(&counters.clean_pages),
             singles: of(&counters.singles),
             singles_written: of(&counters.singles_written),
             lost: of(&counters.lost),

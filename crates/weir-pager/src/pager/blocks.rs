@@ -38,6 +38,9 @@ pub struct Block {
     pub is_partial: bool,
     /// The number of the first page of the block's room in the store; `None` without room.
     pub room: Option<u64>,
+    /// For each page the hash of what the room has of it, or 0 if that is unknown. `None`: all are
+    /// unknown.
+    pub stored: Option<Box<[u64; BLOCK_PAGES]>>,
     /// A bit for each page that is zeros and is not in the store.
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
@@ -76,6 +79,17 @@ impl Block {
         self.zeros.iter().all(|pages| *pages == u64::MAX)
             && is_none(&self.there)
             && self.ending.as_deref().is_none_or(is_none)
+    }
+
+    /// Notes that the room gets a page with this hash. Returns whether it had such a page already.
+    /// `may_begin` is whether a block without hashes gets memory for them.
+    pub fn stores(&mut self, page: usize, may_begin: bool, hash: impl FnOnce() -> u64) -> bool {
+        if may_begin && self.stored.is_none() {
+            self.stored = Some(Box::new([0; BLOCK_PAGES]));
+        }
+        let Some(stored) = &mut self.stored else { return false };
+        let hash = hash();
+        std::mem::replace(&mut stored[page], hash) == hash
     }
 
     pub fn is_zero(&self, page: usize) -> bool {
@@ -133,6 +147,7 @@ impl Blocks {
             state,
             is_partial: false,
             room: None,
+            stored: None,
             zeros: [0; BLOCK_PAGES / 64],
             there: [0; BLOCK_PAGES / 64],
             run: (0, 0),

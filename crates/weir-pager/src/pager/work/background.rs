@@ -119,19 +119,23 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn write(&mut self) {
         let Some(Transfer { id, slot, next }) = self.writing else { return };
         let from = self.slot(slot);
+        let may_begin = self.rooms <= HASHED_MAX;
         let block = self.blocks.get_mut(id);
         let room = block.room.expect("claimed as it began");
         let mut result = Ok(());
         let pages = self.kernel.pages(from + next * PAGE_SIZE, STEP);
-        // The pages that are still to be written before `at`: those after the last page of zeros.
+        // Pages before `at` that are still to be written: those after the last page that is not.
         let mut first = 0;
         for at in 0..=STEP {
-            let is_zero = pages.get(at).is_none_or(|page| uniform_value(page) == Some(0));
-            if at < STEP {
+            let stays = pages.get(at).is_none_or(|page| {
+                let is_zero = uniform_value(page) == Some(0);
                 block.set_zero(next + at, is_zero);
                 count(&self.shared.counters.zero_pages, u64::from(is_zero));
-            }
-            if is_zero {
+                let is_clean = !is_zero && block.stores(next + at, may_begin, || self.key.hash(page));
+                count(&self.shared.counters.clean_pages, u64::from(is_clean));
+                is_zero || is_clean
+            });
+            if stays {
                 if first < at && result.is_ok() {
                     result = self.store.write(room + (next + first) as u64, &pages[first..at]);
                 }
@@ -258,7 +262,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.blocks.get(id).room.is_some() && self.store.settle().is_err() {
             self.fail();
         }
-        if let Some(room) = self.blocks.get_mut(id).room.take() {
+        let block = self.blocks.get_mut(id);
+        block.stored = None;
+        if let Some(room) = block.room.take() {
             self.rooms -= 1;
             self.store.release(room);
         }
@@ -322,6 +328,61 @@ mod tests {
         work.bring(ids[1]).unwrap();
         let words = [0, 1].map(|number| work.kernel.world.word(first + number * BLOCK_PAGES + 5));
         assert_eq!(words, [first as u64, (first + BLOCK_PAGES) as u64]);
+    }
+
+    #[test]
+    fn a_page_that_the_store_has_is_not_written_again() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        for page in 0..BLOCK_PAGES {
+            work.kernel.world.come(first + page, page as u64 + 1);
+        }
+        let id = work.blocks.add(address(first), State::Resident);
+        let clean = |work: &Work<_, _>| work.shared.counters.clean_pages.load(Ordering::Relaxed);
+        // Each time a page changes that is the first, the last or one between.
+        for (round, changed) in
+            [None, Some(0), Some(100), Some(BLOCK_PAGES - 1), None].into_iter().enumerate()
+        {
+            if let Some(page) = changed {
+                work.kernel.world.come(first + page, 7000 + page as u64);
+            }
+            let before = clean(&work);
+            work.policy.came(id);
+            work.begin_write().expect("it can go");
+            while work.writing.is_some() {
+                work.write();
+            }
+            let written = if round == 0 { BLOCK_PAGES } else { usize::from(changed.is_some()) };
+            assert_eq!(clean(&work) - before, (BLOCK_PAGES - written) as u64);
+            work.bring(id).unwrap();
+            work.policy.went(id);
+        }
+        for page in 0..BLOCK_PAGES {
+            let has_changed = [0, 100, BLOCK_PAGES - 1].contains(&page);
+            let word = if has_changed { 7000 + page as u64 } else { page as u64 + 1 };
+            assert_eq!(work.kernel.world.word(first + page), word);
+        }
+    }
+
+    #[test]
+    fn a_block_with_another_room_is_written_whole() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        work.kernel.world.come(first + 5, 7);
+        let id = work.blocks.add(address(first), State::Resident);
+        for _ in 0..2 {
+            work.policy.came(id);
+            work.begin_write().expect("it can go");
+            while work.writing.is_some() {
+                work.write();
+            }
+            work.bring(id).unwrap();
+            work.policy.went(id);
+            assert_eq!(work.kernel.world.word(first + 5), 7);
+            work.release_room(id);
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod space;
 
 use super::blocks::{Block, Blocks, State};
 use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
+use crate::digest::Key;
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
 use crate::maps::Mapping;
@@ -37,6 +38,9 @@ const TRIES: usize = 16;
 pub(super) const WINDOW: usize = 16;
 /// Mappings of fewer bytes than this are not managed, unless they lie beside managed memory.
 const SMALLEST: usize = 64 << 10;
+/// While more blocks than this have room in the store, no further block gets hashes of its pages.
+/// The hashes take 256 MiB then, which is half of the pager's address space for tables.
+const HASHED_MAX: usize = 64 << 10;
 /// Longest wait for an event. Without it, the order of the events that were read is not certain.
 const PAUSE: Duration = Duration::from_micros(20);
 /// The limit divided by this number is what managed memory may take in any case, however much
@@ -85,6 +89,8 @@ pub(super) struct Work<K: Kernel, S> {
     kernel: K,
     store: S,
     outside: Tell,
+    /// The key of the hashes by which the pager knows what the store has.
+    key: Key,
     /// Whether the store has failed. Then no more blocks are written out.
     is_broken: bool,
     is_full: bool,
@@ -193,6 +199,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             kernel,
             store,
             outside,
+            key: Key::random()?,
             is_broken: false,
             is_full: false,
             scope,

@@ -289,7 +289,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let block = self.blocks.get_mut(id);
             let room = block.room.expect("what is in the store has room there");
             block.set_zero(page, is_zero);
-            if !is_zero && result.is_ok() {
+            if is_zero || block.stores(page, self.rooms <= HASHED_MAX, || self.key.hash(&bytes[0])) {
+                count(&self.shared.counters.clean_pages, u64::from(!is_zero));
+            } else if result.is_ok() {
                 result = self.store.write(room + page as u64, bytes);
             }
         }
@@ -373,5 +375,30 @@ mod tests {
         work.bring(id).unwrap();
         assert_eq!(work.kernel.world.word(first + 5), 8);
         assert_eq!(work.singles_there, 0);
+    }
+
+    #[test]
+    fn a_single_page_that_was_written_is_what_the_store_has_from_then_on() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        let id = work.blocks.add(address(first), State::Resident);
+        // The last time the page has the content again that the store had before.
+        for has_single in [true, false] {
+            work.kernel.world.come(first + 5, 7);
+            work.policy.came(id);
+            work.begin_write().expect("it can go");
+            while work.writing.is_some() {
+                work.write();
+            }
+            if has_single {
+                assert!(work.bring_single(id, 5).unwrap());
+                work.kernel.world.come(first + 5, 8);
+                assert!(work.write_singles());
+            }
+            work.bring(id).unwrap();
+            work.policy.went(id);
+        }
+        assert_eq!(work.kernel.world.word(first + 5), 7);
     }
 }
