@@ -162,11 +162,11 @@ fn an_answer_that_stops_in_its_middle_costs_its_pages_a_wait_and_with_two_copies
         for command in ["GET", "SET"] {
             // In the middle of a batch: some answers come whole, and then a part of one.
             let mut count = 0;
-            nodes[0].state().values.shrink_to_fit();
             nodes[0].holds.store(true, Ordering::Relaxed);
             nodes[0].plan(move |words, _| {
-                count += i32::from(is(words, command) && words[1].last() != Some(&b'e'));
-                if count == 9 { Act::Hold(3) } else { Act::Serve }
+                let counts = is(words, command) && words[1].last() != Some(&b'e');
+                count += i32::from(counts);
+                if counts && count == 9 { Act::Hold(3) } else { Act::Serve }
             });
             let operations = if command == "GET" { reads.clone() } else { fill(50) };
             let results = all(&mut *lane, &operations);
