@@ -85,7 +85,9 @@ fn a_node_that_cannot_serve_is_away_once_and_back_once_however_long_that_takes()
         let nodes = [Fake::start()];
         let store = open(&url(&nodes, "size=1MiB"));
         let mut lane = store.lane(8).unwrap();
+        // Both threads are connected.
         assert_eq!(write(&mut *lane, 3, 1), Ok(()));
+        assert_eq!(read(&mut *lane, 3), Ok(page(1)));
         let told = told(&store);
         let refusals = Arc::new(AtomicU64::new(0));
         let (count, mut is_cut) = (Arc::clone(&refusals), false);
