@@ -7,6 +7,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,10 +23,11 @@ struct Engine {
 impl Engine {
     /// Starts one; `None`, and a line that says so, where there is none.
     fn start(test: &str) -> Option<Self> {
+        static ENGINES: AtomicUsize = AtomicUsize::new(0);
         // Below the kernel's own range.
         let port = (0..100).map(|turn| (30_000 + (std::process::id() * 8 + turn) % 2000) as u16);
         // Tests run at the same time, each with an engine of its own.
-        let mut port = port.skip(usize::from(test.as_bytes()[0] - b'a') % 3 * 30);
+        let mut port = port.skip(30 * ENGINES.fetch_add(1, Ordering::Relaxed));
         let port = port.find(|&port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).unwrap();
         let directory = std::env::temp_dir().join(format!("weir-fleet-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
