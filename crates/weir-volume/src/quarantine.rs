@@ -11,9 +11,13 @@
 //! [`Config::slack`](crate::Config::slack) has room for these. Several daemons may die one after
 //! another while a disk hangs. Then each may have fewer writes under way at that disk than the one
 //! before. So the slots of all of them fit into that room.
+//!
+//! The room is enough for 32 daemons, see [`Config::quarantine`]. Once it is full, pages can be
+//! read, and a write that needs such a store ends with [`Fault::Timeout`](weir_store::Fault). The
+//! next write after the store has become quiet succeeds again.
 
 use crate::lane::HINTS;
-use crate::{Pool, Tier};
+use crate::{Config, Pool, Tier};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use weir_core::Slot;
@@ -61,7 +65,22 @@ impl Tier {
     }
 }
 
+impl Config {
+    /// Largest number of slots in quarantine with which every lane may still write a page. The
+    /// first daemon that dies leaves at most [`depth`](Config::depth) slots a lane, and each later
+    /// one adds one slot a lane to these. So this number is not reached before 32 daemons have died
+    /// without an answer from the store.
+    pub fn quarantine(&self) -> u32 {
+        (self.lanes as u32).saturating_mul((self.depth + HINTS / 2 - 1) as u32)
+    }
+}
+
 impl Pool {
+    /// Number of slots in quarantine, in all stores together.
+    pub fn quarantined(&self) -> u32 {
+        self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum()
+    }
+
     /// Frees the slots of writes that an earlier daemon had under way when it died, once those
     /// writes can no longer change anything.
     pub(crate) fn end_quarantines(&self) {
@@ -75,15 +94,14 @@ impl Pool {
     /// ended the dead daemon's writes.
     #[cold]
     pub(crate) fn share_in_quarantine(&self) -> u32 {
-        let held: u32 = self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum();
-        share(held, self.config.lanes as u32, self.config.depth as u32)
+        share(self.quarantined(), &self.config)
     }
 }
 
-fn share(held: u32, lanes: u32, depth: u32) -> u32 {
+fn share(held: u32, config: &Config) -> u32 {
+    let (lanes, depth) = (config.lanes as u32, config.depth as u32);
     let each = (lanes * depth).saturating_sub(held) / lanes;
-    let most = lanes * (depth + HINTS as u32 / 2);
-    each.max(u32::from(held + lanes <= most))
+    each.max(u32::from(held <= config.quarantine()))
 }
 
 #[cfg(all(test, not(loom)))]
@@ -95,14 +113,14 @@ mod tests {
     fn however_many_daemons_die_the_lanes_of_the_next_find_the_slots_that_they_need() {
         for (lanes, depth) in [(1, 1), (2, 16), (17, 256), (64, 300)] {
             let config = Config { pages: 1, lanes, depth };
-            let (lanes, depth) = (lanes as u32, depth as u32);
+            let lanes = lanes as u32;
             let (mut held, mut deaths) = (0, 0);
-            while share(held, lanes, depth) > 0 {
-                held += lanes * share(held, lanes, depth);
+            while share(held, &config) > 0 {
+                held += lanes * share(held, &config);
                 deaths += 1;
                 assert!(held + lanes * HINTS as u32 / 2 <= config.slack(), "{held} after {deaths} deaths");
             }
-            assert!(deaths > 30, "a daemon may write after {deaths} deaths");
+            assert_eq!(deaths, 33, "each of 32 daemons that die leaves the next one room for writes");
         }
     }
 }

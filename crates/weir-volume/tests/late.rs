@@ -3,7 +3,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Progress, Sim, SimUrl, Store};
 use weir_volume::{Compression, Config, Kept, Lane, Volume};
@@ -424,4 +424,44 @@ fn daemons_that_die_one_after_the_other_over_a_disk_that_hangs_leave_the_next_sl
         assert!(read(&mut lane, page) == stamped(page, 31), "page {page}");
     }
     assert_eq!(volume.status().stores[0].used, 64);
+}
+
+#[test]
+fn a_write_after_33_deaths_is_refused_in_time_and_the_next_succeeds_once_the_disk_is_quiet() {
+    let (mut volume, sim) = volume(CONFIG);
+    let mut lane = volume.lane().unwrap();
+    for page in 0..CONFIG.pages {
+        write(&mut lane, page, &stamped(page, 1));
+        finish(&mut lane);
+    }
+    drop(lane);
+    for round in 0..33 {
+        assert!(volume.quarantined() <= CONFIG.quarantine(), "every lane may write after {round} deaths");
+        volume = die_at_work(&volume, &sim, round);
+    }
+    assert!(volume.quarantined() > CONFIG.quarantine());
+    let (mut lane, begun) = (volume.lane().unwrap(), Instant::now());
+    let again = |lane: &mut Lane, time: Duration| {
+        lane.poll(begun + time, &mut |done| panic!("nothing is under way: {done:?}"));
+        lane.write(7, PageNo(7), &stamped(7, 2))
+    };
+    let limit = Duration::from_secs(2);
+    for time in [Duration::ZERO, Duration::from_millis(1), limit] {
+        assert_eq!(again(&mut lane, time), Progress::Full);
+    }
+    let refused = again(&mut lane, limit + Duration::from_millis(1));
+    assert_eq!(refused, Progress::Done(Err(Fault::Timeout)));
+    for page in 0..CONFIG.pages {
+        assert!(read(&mut lane, page) == stamped(page, 1), "page {page}");
+    }
+    while sim.orphans() > 0 {
+        sim.land(0);
+    }
+    let written = (0..2).map(|_| again(&mut lane, 3 * limit)).find(|progress| *progress != Progress::Full);
+    assert_eq!(written, Some(Progress::Queued));
+    assert_eq!(finish(&mut lane), [(7, Ok(()))]);
+    for page in 0..CONFIG.pages {
+        assert!(read(&mut lane, page) == stamped(page, 1 + u32::from(page == 7)), "page {page}");
+    }
+    assert_eq!(volume.status().stores[0].used, CONFIG.pages);
 }
