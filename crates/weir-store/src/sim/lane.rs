@@ -172,7 +172,9 @@ impl SimLane {
 impl Shared {
     fn write(&self, slot: Slot, page: &PageBytes, fate: Fate) -> Result<(), Fault> {
         let mut cell = hold(self.cell(slot)?);
-        let before = cell.page;
+        let is_recorded = hold(&self.unflushed).is_some();
+        let now = cell.page();
+        let before = is_recorded.then(|| *now);
         match fate {
             Fate::Succeed => (cell.page, cell.damage) = (*page, None),
             Fate::Fail => {
@@ -191,14 +193,14 @@ impl Shared {
                 cell.page[bit / 8] ^= 1 << (bit % 8);
             }
         }
-        if let Some(unflushed) = &mut *hold(&self.unflushed) {
+        if let (Some(unflushed), Some(before)) = (&mut *hold(&self.unflushed), before) {
             unflushed.entry(slot.0).or_insert_with(|| vec![before]).push(cell.page);
         }
         Ok(())
     }
 
     fn read(&self, slot: Slot, page: &mut PageBytes, fate: Fate) -> Result<(), Fault> {
-        let cell = hold(self.cell(slot)?);
+        let mut cell = hold(self.cell(slot)?);
         if let Fate::Fail = fate {
             self.counts.read_errors.fetch_add(1, Relaxed);
             return Err(Fault::Io(EIO));
@@ -206,7 +208,7 @@ impl Shared {
         if cell.damage.is_some() {
             self.counts.damaged_reads.fetch_add(1, Relaxed);
         }
-        *page = cell.page;
+        *page = *cell.page();
         Ok(())
     }
 }

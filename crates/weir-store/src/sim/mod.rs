@@ -58,6 +58,22 @@ pub enum Damage {
 struct Cell {
     page: PageBytes,
     damage: Option<Damage>,
+    /// Whether the slot holds zeros, whatever is in `page`: its chunk was released.
+    is_blank: bool,
+}
+
+impl Cell {
+    fn of(page: PageBytes) -> Self {
+        Cell { page, damage: None, is_blank: false }
+    }
+
+    /// The content of the slot.
+    fn page(&mut self) -> &mut PageBytes {
+        if std::mem::take(&mut self.is_blank) {
+            self.page = [0; PAGE_SIZE];
+        }
+        &mut self.page
+    }
 }
 
 struct Shared {
@@ -113,7 +129,7 @@ impl Sim {
         if cells.try_reserve_exact(slots).is_err() {
             return Err(OpenError::no_memory(name, url.size.0, std::io::ErrorKind::OutOfMemory));
         }
-        cells.resize_with(slots, || Mutex::new(Cell { page: [0; PAGE_SIZE], damage: None }));
+        cells.resize_with(slots, || Mutex::new(Cell::of([0; PAGE_SIZE])));
         let chunks = (slots as u32).div_ceil(chunk_slots);
         let shared = Shared {
             url,
@@ -177,7 +193,7 @@ impl Sim {
     pub fn land(&self, at: usize) {
         let (slot, page) = hold(&self.shared.orphans).swap_remove(at);
         if !self.shared.is_lost() {
-            hold(&self.shared.cells[slot.0 as usize]).page = page;
+            *hold(&self.shared.cells[slot.0 as usize]).page() = page;
         }
     }
 
@@ -194,7 +210,7 @@ impl Sim {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, contents) in std::mem::take(unflushed) {
             let page = contents[choose(contents.len())];
-            *hold(&self.shared.cells[slot as usize]) = Cell { page, damage: None };
+            *hold(&self.shared.cells[slot as usize]) = Cell::of(page);
         }
     }
 
@@ -205,7 +221,7 @@ impl Sim {
     pub fn tear_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, page) in std::mem::take(&mut *hold(&self.shared.orphans)) {
-            let before = hold(&self.shared.cells[slot.0 as usize]).page;
+            let before = *hold(&self.shared.cells[slot.0 as usize]).page();
             unflushed.entry(slot.0).or_insert_with(|| vec![before]).push(page);
         }
         for (slot, contents) in std::mem::take(unflushed) {
@@ -219,7 +235,7 @@ impl Sim {
                     }
                 }
             }
-            *hold(&self.shared.cells[slot as usize]) = Cell { page, damage: None };
+            *hold(&self.shared.cells[slot as usize]) = Cell::of(page);
         }
     }
 
@@ -230,7 +246,7 @@ impl Sim {
 
     /// Changes the content of a slot, as a disk does whose content decays.
     pub fn change(&self, slot: Slot, change: impl FnOnce(&mut PageBytes)) {
-        change(&mut hold(&self.shared.cells[slot.0 as usize]).page);
+        change(hold(&self.shared.cells[slot.0 as usize]).page());
     }
 
     /// Sets whether the store hangs, as a disk does that retries. While it hangs, operations that
@@ -319,7 +335,8 @@ impl Reclaim for Sim {
         let cells = self.shared.chunk(chunk)?;
         self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
         for cell in cells {
-            *hold(cell) = Cell { page: [0; PAGE_SIZE], damage: None };
+            let mut cell = hold(cell);
+            (cell.damage, cell.is_blank) = (None, true);
         }
         Ok(())
     }
