@@ -302,6 +302,12 @@ impl<L: PageLane> Requests<L> {
         self.lane.in_flight() > 0 || !self.flight.waiting.is_empty()
     }
 
+    /// Whether a request waits to issue more operations, which the next [`turn`](Requests::turn)
+    /// does.
+    pub fn is_waiting(&self) -> bool {
+        !self.flight.waiting.is_empty()
+    }
+
     /// Whether answers are outstanding.
     pub fn is_busy(&self) -> bool {
         self.flight.unfinished > 0
@@ -314,7 +320,7 @@ impl<L: PageLane> Requests<L> {
 
     /// Whether a waiting request could go on at once, in the next [`turn`](Requests::turn).
     fn is_ready(&self) -> bool {
-        !self.flight.waiting.is_empty() && !self.flight.stuck
+        self.is_waiting() && !self.flight.stuck
     }
 
     /// Pauses before the next [`turn`](Requests::turn), unless a request could go on at once. Call

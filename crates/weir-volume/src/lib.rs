@@ -77,7 +77,7 @@ pub use ranges::PAGES_MAX;
 pub use recover::{Kept, KeptFds, TakenOver};
 pub use status::{StoreStatus, VolumeStatus};
 #[cfg(all(debug_assertions, not(loom)))]
-pub use sync::run_within_claims;
+pub use sync::{run_within_claims, run_within_publications};
 pub use volume::{Removal, Volume};
 pub use weir_device::View;
 

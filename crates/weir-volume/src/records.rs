@@ -24,7 +24,7 @@
 use crate::lend::Lent;
 use crate::pack::MEMBERS_MAX;
 use crate::ranges::{PACKS, PAGES_MAX};
-use crate::sync::others_may_run;
+use crate::sync::others_may_run_within_a_claim;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use weir_core::{Checksum, Memory, PageNo, Slot};
@@ -320,7 +320,7 @@ impl Records {
     #[inline]
     pub fn try_claim(&self, slot: Slot, page: PageNo, safe: u64) -> bool {
         let Some(free) = self.claimable(slot, safe) else { return false };
-        others_may_run();
+        others_may_run_within_a_claim();
         self.claim_if(slot, free, page)
     }
 

@@ -42,7 +42,8 @@ impl<T> OnceLock<T> {
 
 #[cfg(all(debug_assertions, not(loom)))]
 thread_local! {
-    static OTHERS: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
+    static WITHIN_CLAIMS: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
+    static WITHIN_PUBLICATIONS: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
 }
 
 /// Makes each claim of a slot in this thread call `others`. The call comes after the look at the
@@ -50,13 +51,29 @@ thread_local! {
 /// do anything. For simulators; a release build leaves it out.
 #[cfg(all(debug_assertions, not(loom)))]
 pub fn run_within_claims(others: Option<fn()>) {
-    OTHERS.set(others);
+    WITHIN_CLAIMS.set(others);
+}
+
+/// Makes each publication of a page in this thread call `others`. The call comes where the map
+/// names the page's new slot, and the old slot is not retired yet. For simulators, as
+/// [`run_within_claims`].
+#[cfg(all(debug_assertions, not(loom)))]
+pub fn run_within_publications(others: Option<fn()>) {
+    WITHIN_PUBLICATIONS.set(others);
 }
 
 #[inline]
-pub(crate) fn others_may_run() {
+pub(crate) fn others_may_run_within_a_claim() {
     #[cfg(all(debug_assertions, not(loom)))]
-    if let Some(others) = OTHERS.get() {
+    if let Some(others) = WITHIN_CLAIMS.get() {
+        others();
+    }
+}
+
+#[inline]
+pub(crate) fn others_may_run_within_a_publication() {
+    #[cfg(all(debug_assertions, not(loom)))]
+    if let Some(others) = WITHIN_PUBLICATIONS.get() {
         others();
     }
 }

@@ -15,7 +15,13 @@ const SECTOR_SHIFT: u32 = 40;
 /// compress.
 pub fn fill(bytes: &mut [u8], sector: usize, number: u64) {
     let word = if number == 0 { 0 } else { (sector as u64) << SECTOR_SHIFT | number };
-    bytes.chunks_exact_mut(8).for_each(|bytes| bytes.copy_from_slice(&word.to_le_bytes()));
+    bytes[..8].copy_from_slice(&word.to_le_bytes());
+    let mut done = 8;
+    while done < bytes.len() {
+        let more = done.min(bytes.len() - done);
+        bytes.copy_within(..more, done);
+        done += more;
+    }
     if number > 0 && number.is_multiple_of(4) {
         let mut chance = Chance(word);
         for bytes in bytes[8..].chunks_exact_mut(4) {

@@ -16,7 +16,7 @@ use weir_request::{Id, Op, Request, RequestMemory, Requests, Span};
 use weir_store::{SimUrl, State, Store};
 use weir_volume::{
     ChunkState, Compression, Config, GiveBackError, Kept, Lane, Mover, Pool, Sparse, Step, Task, Volume,
-    run_within_claims,
+    run_within_claims, run_within_publications,
 };
 
 /// Slots of a chunk: the least that can be given back.
@@ -73,25 +73,37 @@ struct Sent {
     forsaken: bool,
 }
 
-/// A connection, and the server's thread for it.
+/// A connection of a client.
 struct Connection {
     client: usize,
+    sent: Vec<Cell<Option<Sent>>>,
+    /// Whether its client has left.
+    is_left: Cell<bool>,
+    /// Whether its client may leave though the server's thread is in the middle of a turn.
+    may_leave: Cell<bool>,
+    server: RefCell<Server>,
+}
+
+/// The server's thread for a connection.
+struct Server {
     requests: Option<Requests<Lane>>,
     buffers: Buffers,
-    sent: Vec<Option<Sent>>,
     /// A write whose bytes are still to come, and how many have come.
     open: Option<(Id, usize)>,
-    /// Whether its client has left.
-    is_left: bool,
     /// The thread does not get to run for so many of its turns.
     sleeps: u32,
 }
 
 impl Connection {
+    /// The requests under way.
+    fn under_way(&self) -> impl Iterator<Item = Sent> {
+        self.sent.iter().filter_map(Cell::get)
+    }
+
     /// The number of requests under way, whether a thread serves them, and whether the client is
     /// there.
     fn state(&self) -> (usize, bool, bool) {
-        (self.sent.iter().flatten().count(), self.requests.is_some(), !self.is_left)
+        (self.under_way().count(), self.server.borrow().requests.is_some(), !self.is_left.get())
     }
 }
 
@@ -111,6 +123,7 @@ pub struct Tally {
     pub errors: u64,
     pub within: u64,
     pub left: u64,
+    pub left_within: u64,
     pub resent: u64,
     pub dropped: u64,
     pub stalls: u64,
@@ -126,7 +139,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    pub fn events(&self) -> [(&'static str, u64); 19] {
+    pub fn events(&self) -> [(&'static str, u64); 20] {
         [
             ("reads", self.reads),
             ("writes", self.writes),
@@ -135,6 +148,7 @@ impl Tally {
             ("errors", self.errors),
             ("within", self.within),
             ("left", self.left),
+            ("left_within", self.left_within),
             ("resent", self.resent),
             ("dropped", self.dropped),
             ("stalls", self.stalls),
@@ -158,6 +172,7 @@ impl Tally {
         self.errors += other.errors;
         self.within += other.within;
         self.left += other.left;
+        self.left_within += other.left_within;
         self.resent += other.resent;
         self.dropped += other.dropped;
         self.stalls += other.stalls;
@@ -181,6 +196,8 @@ struct Faults {
     lost: bool,
     /// The last time at which a store stalled.
     stalled: Option<Duration>,
+    /// The last time at which the quarantine was so full that no lane might write.
+    crowded: Option<Duration>,
 }
 
 pub struct World {
@@ -188,17 +205,21 @@ pub struct World {
     disks: Vec<Arc<Disk>>,
     has_chunks: bool,
     compresses: bool,
+    /// Whether threads end with their connections, and do not wait for what is under way.
+    drops_lanes: bool,
     /// Whether daemons die one after another, while no write of a dead one arrives.
     has_storm: bool,
     pool: RefCell<Option<Arc<Pool>>>,
     volumes: RefCell<Vec<Arc<Volume>>>,
     /// The pages of each volume, if those of all are counted one after the other.
     ranges: Vec<Range<u32>>,
-    connections: Vec<RefCell<Connection>>,
+    connections: Vec<Connection>,
     worker: RefCell<Worker>,
     books: RefCell<Books>,
     draws: RefCell<Draws>,
     faults: Cell<Faults>,
+    /// The daemons that have died since every write of a dead one had arrived.
+    unanswered: Cell<u32>,
     begun: Instant,
     now: Cell<Duration>,
     depth: Cell<u32>,
@@ -256,27 +277,29 @@ impl World {
             }))
         };
         let disks: Vec<_> = (0..count).map(disk).collect();
-        let compresses = within(0, 2) == 1;
+        let (compresses, drops_lanes) = (within(0, 2) == 1, within(0, 2) == 1);
         let first = if within(0, 2) == 0 { config.pages } else { within(1, config.pages) };
         let ranges = [0..first, first..config.pages].into_iter().filter(|pages| !pages.is_empty()).collect();
-        let connection = |at| {
-            RefCell::new(Connection {
-                client: at % clients,
+        let connection = |at| Connection {
+            client: at % clients,
+            sent: vec![Cell::default(); usize::from(IDS)],
+            is_left: Cell::default(),
+            may_leave: Cell::default(),
+            server: RefCell::new(Server {
                 requests: None,
                 buffers: Buffers {
                     data: vec![Vec::new(); usize::from(IDS)],
                     read: vec![vec![[0; PAGE_SIZE]; LONGEST as usize + 1]; usize::from(IDS)],
                 },
-                sent: vec![None; usize::from(IDS)],
                 open: None,
-                is_left: false,
                 sleeps: 0,
-            })
+            }),
         };
         let world = Rc::new(World {
             config,
             has_chunks,
             compresses,
+            drops_lanes,
             has_storm,
             pool: RefCell::default(),
             volumes: RefCell::default(),
@@ -289,7 +312,9 @@ impl World {
                 damage: corrupt > 0.0,
                 lost: false,
                 stalled: None,
+                crowded: None,
             }),
+            unanswered: Cell::default(),
             ranges,
             disks,
             begun: Instant::now(),
@@ -310,6 +335,7 @@ impl World {
         let _left = Leaving;
         WORLD.set(Some(Rc::clone(&world)));
         run_within_claims(Some(|| others_may_act(24)));
+        run_within_publications(Some(|| others_may_act(6)));
         while world.tally.get().events < events {
             if !world.draws.borrow_mut().step() {
                 break;
@@ -377,10 +403,11 @@ impl World {
             pool.compress([Compression::Lz4, Compression::Zstd][self.within(0, 2) as usize]);
         }
         for connection in &self.connections {
-            let mut connection = connection.borrow_mut();
             let lane = volumes[self.volume_of(connection.client)].lane().expect("a seat");
-            connection.requests = Some(Requests::new(lane, IDS));
-            (connection.is_left, connection.sleeps, connection.open) = (false, 0, None);
+            connection.is_left.set(false);
+            let mut server = connection.server.borrow_mut();
+            server.requests = Some(Requests::new(lane, IDS));
+            (server.sleeps, server.open) = (0, None);
         }
         let mut worker = self.worker.borrow_mut();
         (worker.mover, worker.task) = (Some(pool.mover().expect("a seat")), None);
@@ -391,14 +418,14 @@ impl World {
     /// One step of the history, at whose end nobody is in the middle of anything.
     fn step(&self) {
         match self.within(0, 1000) {
-            0..970 => self.act(),
-            970..980 => self.wait(),
-            980..998 if self.has_storm => {
+            900..998 if self.has_storm => {
                 // As many writes as can be are under way when the daemon dies.
                 let all = 0..self.connections.len();
                 all.cycle().take(usize::from(IDS) * self.connections.len()).for_each(|at| self.ask(at));
                 self.take_over();
             }
+            0..970 => self.act(),
+            970..980 => self.wait(),
             980..986 => self.stall(),
             986..990 => self.take_over(),
             990..998 => self.land(),
@@ -414,11 +441,7 @@ impl World {
         let at = self.within(0, 2 * self.connections.len() as u32 + 1) as usize;
         match self.connections.get(at / 2) {
             Some(_) if at.is_multiple_of(2) => self.ask(at / 2),
-            Some(connection) => {
-                if let Ok(mut connection) = connection.try_borrow_mut() {
-                    self.serve(&mut connection, true);
-                }
-            }
+            Some(connection) => self.serve(connection, true),
             None => {
                 if let Ok(mut worker) = self.worker.try_borrow_mut() {
                     self.work(&mut worker);
@@ -429,33 +452,35 @@ impl World {
 
     /// A client looks after one of its connections: it leaves it, or sends something.
     fn ask(&self, at: usize) {
-        // A connection whose server is in the middle of something is left alone.
-        let Ok(mut connection) = self.connections[at].try_borrow_mut() else { return };
-        if connection.is_left {
+        let connection = &self.connections[at];
+        if connection.is_left.get() {
             return;
         }
-        let late = |sent: &&Sent| self.now.get() - sent.time > GIVES_UP;
-        if connection.sent.iter().flatten().any(|sent| late(&sent)) || (!self.is_ending() && self.one_in(60))
-        {
-            self.leave(&mut connection);
-            return;
-        }
-        let idle = connection.sent.iter().position(Option::is_none);
-        let (Some(id), None) = (idle, connection.open) else { return };
-        let again = self.books().again[connection.client].pop_front();
-        let Some(call) = again.or_else(|| self.new_call(&connection)) else { return };
-        let Connection { requests: Some(requests), buffers, sent, open, .. } = &mut *connection else {
+        let Ok(mut server) = connection.server.try_borrow_mut() else {
+            if connection.may_leave.get() && self.one_in(8) {
+                self.count(|tally| tally.left_within += 1);
+                self.leave(connection);
+            }
             return;
         };
+        let late = |sent: Sent| self.now.get() - sent.time > GIVES_UP;
+        if connection.under_way().any(late) || (!self.is_ending() && self.one_in(60)) {
+            return self.leave(connection);
+        }
+        let idle = connection.sent.iter().position(|sent| sent.get().is_none());
+        let (Some(id), None) = (idle, server.open) else { return };
+        let again = self.books().again[connection.client].pop_front();
+        let Some(call) = again.or_else(|| self.new_call(connection)) else { return };
+        let Server { requests: Some(requests), buffers, open, .. } = &mut *server else { return };
         let event = self.books().send(call);
-        sent[id] = Some(Sent {
+        connection.sent[id].set(Some(Sent {
             call,
             event,
             time: self.now.get(),
             since: self.now.get(),
             left: false,
             forsaken: false,
-        });
+        }));
         let it = self.books().call(call).clone();
         if again.is_some() {
             self.count(|tally| tally.resent += 1);
@@ -476,7 +501,7 @@ impl World {
         if self.one_in(2) {
             requests.submit();
         }
-        self.hear(&mut connection);
+        self.hear(connection, &mut server);
     }
 
     fn new_call(&self, connection: &Connection) -> Option<CallId> {
@@ -528,47 +553,51 @@ impl World {
     }
 
     /// A client leaves a connection. What has no answer it sends again, on others of its own.
-    fn leave(&self, connection: &mut Connection) {
+    fn leave(&self, connection: &Connection) {
         self.count(|tally| tally.left += 1);
-        connection.is_left = true;
+        connection.is_left.set(true);
         let mut books = self.books();
-        for sent in connection.sent.iter_mut().flatten() {
-            sent.left = true;
-            books.again[connection.client].push_back(sent.call);
+        for sent in &connection.sent {
+            let Some(it) = sent.get() else { continue };
+            sent.set(Some(Sent { left: true, ..it }));
+            books.again[connection.client].push_back(it.call);
         }
     }
 
-    /// The server's thread of a connection does its next turn.
-    fn serve(&self, connection: &mut Connection, may_sleep: bool) {
-        if may_sleep && connection.sleeps > 0 {
-            connection.sleeps -= 1;
+    /// The server's thread of a connection does its next turn, unless it is in the middle of one.
+    fn serve(&self, connection: &Connection, may_sleep: bool) {
+        let Ok(mut server) = connection.server.try_borrow_mut() else { return };
+        if may_sleep && server.sleeps > 0 {
+            server.sleeps -= 1;
             return;
         }
         if may_sleep && self.one_in(100) {
-            connection.sleeps = self.within(1, 60);
+            server.sleeps = self.within(1, 60);
         }
-        if connection.requests.is_none() {
-            return self.open_lane(connection);
+        if server.requests.is_none() {
+            return self.open_lane(connection, &mut server);
         }
-        let Connection { requests: Some(requests), buffers, sent, open, is_left, .. } = connection else {
-            return;
-        };
-        if *is_left {
+        let Server { requests: Some(requests), buffers, open, .. } = &mut *server else { return };
+        if connection.is_left.get() {
             requests.forsake(|_| true);
             if let Some((id, _)) = open.take() {
                 requests.close(id, Err(Fault::Forsaken));
+                let sent = &connection.sent[usize::from(id)];
+                sent.set(sent.get().map(|it| Sent { since: self.now.get(), ..it }));
             }
-            for sent in sent.iter_mut().flatten().filter(|sent| !sent.forsaken) {
-                (sent.forsaken, sent.since) = (true, self.now.get());
-                self.books().withdraw(sent.call, sent.event);
+            for sent in &connection.sent {
+                let Some(it) = sent.get().filter(|it| !it.forsaken) else { continue };
+                sent.set(Some(Sent { forsaken: true, ..it }));
+                self.books().withdraw(it.call, it.event);
             }
-            if self.one_in(8) {
-                return self.drop_lane(connection);
+            if self.drops_lanes && self.one_in(8) {
+                return self.drop_lane(connection, &mut server);
             }
         }
         if let Some((id, done)) = open {
             let data = &buffers.data[usize::from(*id)];
-            let call = sent[usize::from(*id)].expect("it is under way").call;
+            let sent = connection.sent[usize::from(*id)].get().expect("it is under way");
+            let call = sent.call;
             let offset = self.books().call(call).request.span.offset + *done as u64;
             // A sector whose bytes came in two pieces could be torn.
             let come = self.within(1, 3 * PAGE_SECTORS as u32) as usize * SECTOR;
@@ -576,48 +605,52 @@ impl World {
             *done += requests.write_piece(*id, offset, &data[*done..most]);
             if *done == data.len() {
                 requests.close(*id, Ok(()));
-                sent[usize::from(*id)].as_mut().expect("it is under way").since = self.now.get();
+                connection.sent[usize::from(*id)].set(Some(Sent { since: self.now.get(), ..sent }));
                 *open = None;
             }
         }
         requests.submit();
+        // The server has seen its client just now. A write that begins later in this turn has no
+        // look of its own.
+        connection.may_leave.set(!connection.is_left.get() && !requests.is_waiting());
         requests.turn(self.time(), buffers);
-        self.hear(connection);
-        let Connection { requests: Some(requests), sent, is_left, open, .. } = connection else { return };
+        connection.may_leave.set(false);
+        self.hear(connection, &mut server);
+        let Server { requests: Some(requests), open, .. } = &mut *server else { return };
         let overdue = |it: &Sent| self.now.get() - it.since > ANSWERED;
-        if let Some(sent) = sent.iter().flatten().find(|it| open.is_none() && overdue(it)) {
+        if let Some(sent) = connection.under_way().find(|it| open.is_none() && overdue(it)) {
             panic!("a request has no answer within {ANSWERED:?}: forsaken {}", sent.forsaken);
         }
-        if *is_left && !requests.is_busy() {
-            *is_left = false;
+        if connection.is_left.get() && !requests.is_busy() {
+            connection.is_left.set(false);
         }
     }
 
     /// A server's thread ends, though stores may work for it still.
-    fn drop_lane(&self, connection: &mut Connection) {
+    fn drop_lane(&self, connection: &Connection, server: &mut Server) {
         self.count(|tally| tally.dropped += 1);
-        connection.requests = None;
-        connection.sent.fill(None);
+        server.requests = None;
+        connection.sent.iter().for_each(|sent| sent.set(None));
     }
 
     /// Another thread begins to serve a connection. There may be no slack for its lane before the
     /// stores have answered the one before it.
-    fn open_lane(&self, connection: &mut Connection) {
+    fn open_lane(&self, connection: &Connection, server: &mut Server) {
         self.pool().close_lanes(self.time());
         let volume = Arc::clone(&self.volumes.borrow()[self.volume_of(connection.client)]);
         if let Ok(lane) = volume.lane() {
-            connection.requests = Some(Requests::new(lane, IDS));
-            connection.is_left = false;
+            server.requests = Some(Requests::new(lane, IDS));
+            connection.is_left.set(false);
         }
     }
 
     /// A server's answers go to the client, if it is still there.
-    fn hear(&self, connection: &mut Connection) {
-        let Connection { requests: Some(requests), buffers, sent, .. } = connection else { return };
+    fn hear(&self, connection: &Connection, server: &mut Server) {
+        let Server { requests: Some(requests), buffers, .. } = server else { return };
         while let Some(answer) = requests.finished() {
             let id = usize::from(answer.id);
             let Sent { call, event, time, left, forsaken, .. } =
-                sent[id].take().expect("one answer for each");
+                connection.sent[id].take().expect("one answer for each");
             let mut books = self.books();
             if left {
                 if !forsaken {
@@ -642,11 +675,13 @@ impl World {
     /// A request that was sent at a time ends with a fault. A store has injected it.
     fn check_fault(&self, fault: Fault, sent: Duration) {
         self.count(|tally| tally.errors += 1);
-        let Faults { errors, damage, lost, stalled } = self.faults.get();
+        self.note_quarantine(&self.pool());
+        let Faults { errors, damage, lost, stalled, crowded } = self.faults.get();
         let has_stalled = stalled.is_some_and(|at| at + ANSWERED > sent);
+        let was_crowded = crowded.is_some_and(|at| at >= sent);
         let is_injected = match fault {
             Fault::Io(_) => errors || has_stalled,
-            Fault::Timeout => has_stalled,
+            Fault::Timeout => has_stalled || was_crowded,
             Fault::Corrupt => damage,
             Fault::Lost => lost,
             Fault::Full | Fault::Unsupported | Fault::Forsaken => false,
@@ -655,8 +690,8 @@ impl World {
     }
 
     fn fails(&self) -> bool {
-        let Faults { errors, damage, lost, stalled } = self.faults.get();
-        errors || damage || lost || stalled.is_some()
+        let Faults { errors, damage, lost, stalled, crowded } = self.faults.get();
+        errors || damage || lost || stalled.is_some() || crowded.is_some()
     }
 
     /// Time passes, and everybody gets to run now and then.
@@ -670,9 +705,10 @@ impl World {
         for at in 0..self.connections.len() {
             self.disks.iter().for_each(|disk| disk.forget_looks());
             self.ask(at);
-            self.serve(&mut self.connections[at].borrow_mut(), false);
+            self.serve(&self.connections[at], false);
         }
         self.work(&mut self.worker.borrow_mut());
+        self.note_quarantine(&self.pool());
         if self.faults.get().stalled.is_some() {
             self.note_stall();
         }
@@ -683,6 +719,20 @@ impl World {
         if self.disks.iter().any(|disk| disk.is_stalled()) {
             let faults = self.faults.get();
             self.faults.set(Faults { stalled: Some(self.now.get()), ..faults });
+        }
+    }
+
+    /// Checks that dead daemons have left the lanes the slots that they need. Notes the present
+    /// time, if so many daemons have died that no lane may write.
+    fn note_quarantine(&self, pool: &Pool) {
+        let Config { lanes, depth, .. } = self.config;
+        let (held, room) = (pool.quarantined(), self.config.quarantine());
+        assert!(held <= room + lanes as u32, "dead daemons have left {held} slots, and {room} may be");
+        if held > room {
+            let least = room / lanes as u32 + 1 - depth as u32;
+            let died = self.unanswered.get();
+            assert!(died > least, "no lane may write after {died} deaths, and {least} are to be outlived");
+            self.faults.set(Faults { crowded: Some(self.now.get()), ..self.faults.get() });
         }
     }
 
@@ -786,12 +836,12 @@ impl World {
         let outlive = self.has_storm || self.one_in(2);
         self.disks.iter().for_each(|disk| disk.sim.let_writes_outlive_lanes(outlive));
         for connection in &self.connections {
-            let mut connection = connection.borrow_mut();
-            if let Some(requests) = connection.requests.take() {
+            connection.may_leave.set(false);
+            if let Some(requests) = connection.server.borrow_mut().requests.take() {
                 requests.into_lane().abandon();
             }
             let client = connection.client;
-            for sent in connection.sent.iter_mut().filter_map(Option::take) {
+            for sent in connection.sent.iter().filter_map(Cell::take) {
                 let mut books = self.books();
                 // Mostly a client sends again what was under way. Some hear of an error.
                 match sent.left {
@@ -826,9 +876,11 @@ impl World {
         self.disks.iter().for_each(|disk| disk.sim.let_writes_outlive_lanes(false));
         let orphans = self.disks.iter().map(|disk| disk.sim.orphans() as u64).sum::<u64>();
         self.count(|tally| tally.orphans += orphans);
+        self.unanswered.set(if orphans > 0 { self.unanswered.get() + 1 } else { 0 });
         let taken = Pool::take_over(self.config, self.stores(), kept, &noted);
         let (pool, volumes, lost) = taken.expect("the same shape");
         assert_eq!(lost, 0, "pages are lost by a death");
+        self.note_quarantine(&pool);
         for (store, disk) in self.disks.iter().enumerate() {
             for chunk in pool.chunks(store) {
                 let is_away = worker.away.contains(&(store, chunk.chunk));
@@ -858,8 +910,8 @@ impl World {
         }
         self.rest();
         for (volume, pages) in self.ranges.iter().enumerate() {
-            let connection = self.connections.iter().find(|it| self.volume_of(it.borrow().client) == volume);
-            let Some(client) = connection.map(|it| it.borrow().client) else { continue };
+            let connection = self.connections.iter().find(|it| self.volume_of(it.client) == volume);
+            let Some(client) = connection.map(|it| it.client) else { continue };
             for page in 0..pages.len() as u32 {
                 let span = Span::pages_from(PageNo(page), 1);
                 let first = (pages.start + page) as usize * PAGE_SECTORS;
@@ -893,7 +945,7 @@ impl World {
     /// Waits until every client has its answers, and no server has anything under way.
     fn rest(&self) {
         let is_busy = || {
-            let idle = |it: &RefCell<Connection>| it.borrow().state() == (0, true, true);
+            let idle = |it: &Connection| it.state() == (0, true, true);
             self.books().is_busy()
                 || self.worker.borrow().task.is_some()
                 || !self.connections.iter().all(idle)
@@ -908,7 +960,7 @@ impl World {
                     "the end does not come: a call {}, a task {:?}, connections {:?}",
                     self.books().is_busy(),
                     self.worker.borrow().task,
-                    self.connections.iter().map(|it| it.borrow().state()).collect::<Vec<_>>()
+                    self.connections.iter().map(Connection::state).collect::<Vec<_>>()
                 );
             }
             self.round(Duration::from_millis(1));
@@ -922,6 +974,7 @@ struct Leaving;
 impl Drop for Leaving {
     fn drop(&mut self) {
         run_within_claims(None);
+        run_within_publications(None);
         WORLD.set(None);
     }
 }

@@ -6,6 +6,7 @@ use crate::Pool;
 use crate::entry::{Entry, Place};
 use crate::records::Occupant;
 use crate::status::LaneMetrics;
+use crate::sync::others_may_run_within_a_publication;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Fault, Progress};
 
@@ -110,6 +111,7 @@ impl Lane {
                 }
             },
         };
+        others_may_run_within_a_publication();
         let metrics = &self.metrics;
         match entry.place() {
             Place::Stored { .. } => {
