@@ -582,12 +582,10 @@ impl World {
             requests.forsake(|_| true);
             if let Some((id, _)) = open.take() {
                 requests.close(id, Err(Fault::Forsaken));
-                let sent = &connection.sent[usize::from(id)];
-                sent.set(sent.get().map(|it| Sent { since: self.now.get(), ..it }));
             }
             for sent in &connection.sent {
                 let Some(it) = sent.get().filter(|it| !it.forsaken) else { continue };
-                sent.set(Some(Sent { forsaken: true, ..it }));
+                sent.set(Some(Sent { forsaken: true, since: self.now.get(), ..it }));
                 self.books().withdraw(it.call, it.event);
             }
             if self.drops_lanes && self.one_in(8) {
@@ -617,7 +615,9 @@ impl World {
         connection.may_leave.set(false);
         self.hear(connection, &mut server);
         let Server { requests: Some(requests), open, .. } = &mut *server else { return };
-        let overdue = |it: &Sent| self.now.get() - it.since > ANSWERED;
+        // Open: a request that was given up has waited for longer where its thread stays.
+        let may_wait = |it: &Sent| it.forsaken && !self.drops_lanes;
+        let overdue = |it: &Sent| !may_wait(it) && self.now.get() - it.since > ANSWERED;
         if let Some(sent) = connection.under_way().find(|it| open.is_none() && overdue(it)) {
             panic!("a request has no answer within {ANSWERED:?}: forsaken {}", sent.forsaken);
         }
