@@ -48,6 +48,9 @@ struct Operation {
     next: Slot,
     left: usize,
     is_write: bool,
+    /// Whether it was submitted, and the time of the first poll after that.
+    is_submitted: bool,
+    since: Option<Instant>,
 }
 
 /// The error of an operation that was not begun, since the store does not end those before it.
@@ -176,7 +179,9 @@ impl DiskLane {
         match progress {
             Progress::Queued if begun > 0 => {
                 let left = left.min(begun);
-                self.operations[number] = Some(Operation { ticket, next, left, is_write });
+                let (is_submitted, since) = (false, None);
+                let operation = Operation { ticket, next, left, is_write, is_submitted, since };
+                self.operations[number] = Some(operation);
                 self.unsubmitted.push(number);
                 self.in_flight += left;
             }
@@ -212,7 +217,10 @@ impl Lane for DiskLane {
     }
     fn submit(&mut self) {
         self.lane.submit();
-        self.unsubmitted.drain(..).for_each(|number| self.lateness.submitted(number));
+        for number in self.unsubmitted.drain(..) {
+            self.lateness.submitted(number);
+            self.operations[number].as_mut().expect("it has begun").is_submitted = true;
+        }
     }
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let DiskLane { lane, stalls, lateness, operations, in_flight, settled, polled, .. } = self;
@@ -222,7 +230,7 @@ impl Lane for DiskLane {
             lane.poll(now, &mut |answer| {
                 let number = answer.ticket as usize;
                 let operation = operations[number].as_mut().expect("an operation under way");
-                let Operation { ticket, next, left, is_write } = *operation;
+                let Operation { ticket, next, left, is_write, .. } = *operation;
                 (operation.next, operation.left) = (Slot(next.0 + 1), left - 1);
                 let is_late = lateness.is_late(number);
                 if left == 1 {
@@ -246,6 +254,12 @@ impl Lane for DiskLane {
                 done(Done { ticket, result: Err(Fault::Timeout), page: None });
             }
         });
+        for (number, operation) in operations.iter_mut().enumerate() {
+            let Some(operation) = operation.as_mut().filter(|it| it.is_submitted) else { continue };
+            let since = *operation.since.get_or_insert(now);
+            let has_answer = lateness.is_late(number) || now - since < ANSWER_WITHIN;
+            assert!(has_answer, "a store has not answered an operation within {ANSWER_WITHIN:?}");
+        }
     }
     fn settled(&mut self, free: &mut dyn FnMut(Slot)) {
         self.settled.drain(..).for_each(free);

@@ -174,7 +174,7 @@ impl Shared {
         let mut cell = hold(self.cell(slot)?);
         let is_recorded = hold(&self.unflushed).is_some();
         let now = cell.page();
-        let before = is_recorded.then(|| *now);
+        let before = if is_recorded { Some(*now) } else { None };
         match fate {
             Fate::Succeed => (cell.page, cell.damage) = (*page, None),
             Fate::Fail => {
