@@ -170,6 +170,8 @@ pub struct Cache {
     flush_done: AtomicU64,
     /// Whether all dirty pages must go home, because the cache is about to end.
     drains: AtomicBool,
+    /// Bytes of its store that the cache may use.
+    size: AtomicU64,
     /// Wakes the thread that drives the write-back.
     bell: OwnedFd,
     asleep: AtomicBool,
@@ -213,6 +215,7 @@ impl Cache {
         let directory = Directory::new(store.slots() - shape.slack()).map_err(CacheError::Memory)?;
         shape.pages = directory.frames();
         let frames = Volume::create(shape, vec![store])?;
+        let size = frames.chunks(0).map(|chunk| status::bytes_of(&chunk)).sum();
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| CacheError::Memory(errno.into()))?;
         Ok(Arc::new(Cache {
@@ -228,6 +231,7 @@ impl Cache {
             flush_wanted: AtomicU64::new(0),
             flush_done: AtomicU64::new(1),
             drains: AtomicBool::new(false),
+            size: AtomicU64::new(size),
             bell,
             asleep: AtomicBool::new(false),
         }))

@@ -12,8 +12,10 @@
 //! [`Reclaimer::step`] does a bounded piece of work and says what it needs next.
 
 use crate::directory::{Closing, Frame, Outcome};
+use crate::status::bytes_of;
 use crate::{Cache, CacheError};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageNo};
 use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Task};
@@ -90,6 +92,8 @@ struct Job {
     phase: Phase,
     /// Number of frames that this look has found in use.
     waits: u32,
+    /// For a resize: the cache's size afterwards, in bytes of its store.
+    size: Option<u64>,
     /// The time since which no page has left.
     since: Option<Instant>,
     stops: bool,
@@ -154,10 +158,78 @@ impl Reclaimer {
         self.begin(chunks, Phase::Take);
     }
 
+    /// Begins to make the cache smaller or larger, to `bytes` of its store: rounded up to whole
+    /// chunks, and at most all. It keeps that size: [`fitting`](Reclaimer::fitting) chunks are none
+    /// of those beyond it. Memory that was given back before stays away. Returns the number of
+    /// bytes that go or come; [`step`](Reclaimer::step) does it.
+    ///
+    /// A job that fails leaves the cache as large as it has become.
+    ///
+    /// # Panics
+    /// Panics when another job is under way.
+    pub fn resize(&mut self, bytes: u64) -> u64 {
+        let (mut held, mut away) =
+            (self.cache.chunks(ChunkState::Held), self.cache.chunks(ChunkState::GivenBack));
+        let sum = |chunks: &[ChunkStatus]| chunks.iter().map(bytes_of).sum::<u64>();
+        let (there, size) = (sum(&held), self.cache.size.load(Ordering::Relaxed));
+        let unit = held.iter().chain(&away).map(bytes_of).max().unwrap_or(1);
+        let new = bytes.div_ceil(unit).saturating_mul(unit).min(there + sum(&away));
+        let mut left = there;
+        let moved = if new > size {
+            // The last chunk of a store may be smaller. It comes when no other fits.
+            away.sort_by_key(|chunk| std::cmp::Reverse(chunk.slots));
+            away.retain(|chunk| {
+                let fits = left + bytes_of(chunk) <= there + (new - size);
+                left += if fits { bytes_of(chunk) } else { 0 };
+                fits
+            });
+            self.take(away);
+            left - there
+        } else {
+            held.retain(|chunk| {
+                let fits = left >= new + bytes_of(chunk);
+                left -= if fits { bytes_of(chunk) } else { 0 };
+                fits
+            });
+            match held.is_empty() {
+                true => self.take(held),
+                false => self.give_back(held),
+            }
+            there - left
+        };
+        self.job.as_mut().expect("it has just begun").size = Some(new);
+        moved
+    }
+
+    /// Those of `chunks`, all of which were given back, that the cache's size allows to take.
+    pub fn fitting(&self, mut chunks: Vec<ChunkStatus>) -> Vec<ChunkStatus> {
+        let held = self.cache.chunks(ChunkState::Held).iter().map(bytes_of).sum::<u64>();
+        let mut room = self.cache.size.load(Ordering::Relaxed).saturating_sub(held);
+        chunks.retain(|chunk| {
+            let fits = bytes_of(chunk) <= room;
+            room -= if fits { bytes_of(chunk) } else { 0 };
+            fits
+        });
+        chunks
+    }
+
+    /// Notes the cache's size at the end of a resize.
+    fn end_resize(&self, new: u64, is_done: bool) {
+        let held = self.cache.chunks(ChunkState::Held).iter().map(bytes_of).sum::<u64>();
+        let before = self.cache.size.load(Ordering::Relaxed);
+        let size = match (is_done, new < before) {
+            (true, _) => new,
+            (false, true) => held.clamp(new, before),
+            (false, false) => before + self.done.bytes,
+        };
+        self.cache.size.store(size, Ordering::Relaxed);
+    }
+
     fn begin(&mut self, wanted: Vec<ChunkStatus>, phase: Phase) {
         assert!(self.job.is_none(), "a reclaimer has one job at a time");
         self.done = Reclaimed::default();
-        self.job = Some(Job { wanted, closed: Vec::new(), phase, waits: 0, since: None, stops: false });
+        let job = Job { wanted, closed: Vec::new(), phase, waits: 0, size: None, since: None, stops: false };
+        self.job = Some(job);
     }
 
     /// Ends the job under way soon. It fails with [`ReclaimError::Stopped`], unless it is about to
@@ -240,7 +312,11 @@ impl Reclaimer {
                 }
                 self.cache.directory.set_limit(limit);
                 self.cache.directory.set_leaves(false);
-                Ok(Reclaim::Ended(std::mem::replace(outcome, Ok(()))))
+                let outcome = std::mem::replace(outcome, Ok(()));
+                if let Some(size) = job.size {
+                    self.end_resize(size, outcome.is_ok());
+                }
+                Ok(Reclaim::Ended(outcome))
             }
         }
     }
@@ -402,8 +478,4 @@ impl Reclaimer {
 
 fn failed(chunk: u32, error: GiveBackError) -> ReclaimError {
     ReclaimError::Chunk { chunk, error }
-}
-
-fn bytes_of(chunk: &ChunkStatus) -> u64 {
-    u64::from(chunk.slots) * PAGE_SIZE as u64
 }

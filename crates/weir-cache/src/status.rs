@@ -4,7 +4,7 @@ use crate::{Cache, Mode};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use weir_core::PAGE_SIZE;
 use weir_core::metrics::Counter;
-use weir_volume::ChunkState;
+use weir_volume::{ChunkState, ChunkStatus};
 
 /// Number of size classes of writes to the home: 1 page, 2 to 3, 4 to 7, ..., 256 and more.
 const SIZES: usize = 9;
@@ -51,7 +51,11 @@ pub struct CacheStatus {
     pub frames: u32,
     /// Number of pages that the cache can hold now.
     pub open: u32,
-    /// Bytes of the cache's store that were given back.
+    /// Bytes of the cache's store.
+    pub store_bytes: u64,
+    /// Bytes of its store that the cache may use.
+    pub size_bytes: u64,
+    /// Bytes of those that were given back.
     pub given_back_bytes: u64,
     /// Number of pages in the cache.
     pub used: u32,
@@ -92,16 +96,17 @@ impl Cache {
             self.seats.iter().map(|seat| count(&seat.counters).get()).sum::<u64>()
         };
         let write_back = &self.write_back;
+        let bytes = |state| self.chunks(state).iter().map(bytes_of).sum::<u64>();
+        let (away, size) = (bytes(ChunkState::GivenBack), self.size.load(Relaxed));
+        let store_bytes = self.frames.chunks(0).map(|chunk| bytes_of(&chunk)).sum::<u64>();
         CacheStatus {
             mode: self.mode(),
             pages: self.pages(),
             frames: self.directory.frames(),
             open: self.directory.limit(),
-            given_back_bytes: self
-                .chunks(ChunkState::GivenBack)
-                .iter()
-                .map(|chunk| u64::from(chunk.slots) * PAGE_SIZE as u64)
-                .sum(),
+            store_bytes,
+            size_bytes: size,
+            given_back_bytes: away.saturating_sub(store_bytes - size),
             used: self.directory.used(),
             dirty: self.dirty(),
             index_bytes: self.directory.memory_bytes() + self.frames.memory_bytes(),
@@ -118,4 +123,9 @@ impl Cache {
             flushes_failed: write_back.flushes_failed.load(Relaxed),
         }
     }
+}
+
+/// Bytes of a chunk.
+pub(crate) fn bytes_of(chunk: &ChunkStatus) -> u64 {
+    u64::from(chunk.slots) * PAGE_SIZE as u64
 }

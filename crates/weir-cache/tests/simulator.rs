@@ -1,19 +1,21 @@
 //! A cache over a home that fails, hangs, and loses power, compared with a model that knows the
 //! possible contents of each page. The home is a stripe of disks as it is, or a log over one, which
-//! ends with the power. Some caches give memory back and take it again, until they have none.
+//! ends with the power. Some caches give memory back, take it again and change their size, until
+//! they have none. Some homes grow.
 //!
 //! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts;
 //! without it, the test takes a few seconds. `WEIR_SEED=N` runs one seed, and `WEIR_CACHE_PART=N`
 //! one of 100 parts of all seeds, for `tests/torture`.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use weir_cache::{Cache, CacheLane, Config, Mode, Reclaim, ReclaimError, Reclaimer, WriteBack};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_device::{Fault, PageDevice, PageLane, Progress, Ticket};
 use weir_log::{Cleaner, Log};
 use weir_store::conformance::{Chance, History, repeated};
-use weir_store::{Sim, SimUrl, Store, Stripe};
+use weir_store::{Lane, OpenError, Sim, SimUrl, State, Store, Stripe};
 use weir_volume::ChunkState;
 
 const HOME: u32 = 600;
@@ -74,8 +76,10 @@ struct World {
     /// The cache's store, and what gives its memory back.
     store: Arc<Sim>,
     reclaimer: Option<Reclaimer>,
-    /// The chunks of the give-back or take under way, and the state that they shall have.
-    reclaiming: Option<(ChunkState, Vec<u32>)>,
+    /// The give-back, take or resize under way.
+    reclaiming: Option<Asked>,
+    /// The home, if it can grow.
+    growing: Option<Arc<Growing>>,
     doing: Vec<Vec<Option<Doing>>>,
     pages: Vec<History<Content>>,
     /// Whether errors are allowed.
@@ -84,6 +88,51 @@ struct World {
     /// The time when the last successful flush was asked for.
     flushed: u64,
     counts: Counts,
+}
+
+/// A request for memory.
+enum Asked {
+    /// These chunks shall come to this state.
+    Chunks(ChunkState, Vec<u32>),
+    /// The cache shall have this size. It had this size and held so much before.
+    Size { new: u64, before: u64, held: u64 },
+}
+
+/// A home that grows. It has room for all that it may become.
+#[derive(Debug)]
+struct Growing {
+    below: Arc<dyn Store>,
+    slots: AtomicU32,
+}
+
+impl Store for Growing {
+    fn name(&self) -> &str {
+        self.below.name()
+    }
+
+    fn slots(&self) -> u32 {
+        self.slots.load(Ordering::Relaxed)
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        self.below.lane(depth)
+    }
+
+    fn members(&self) -> u32 {
+        self.below.members()
+    }
+
+    fn member(&self, slot: Slot) -> u32 {
+        self.below.member(slot)
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.below.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        self.below.unfit_for_swap()
+    }
 }
 
 #[derive(Default, Debug)]
@@ -101,6 +150,8 @@ struct Counts {
     kept: u64,
     /// Operations that ended while the cache had no memory.
     passed: u64,
+    resized: u64,
+    grown: u64,
 }
 
 fn sim(url: SimUrl) -> Arc<Sim> {
@@ -158,7 +209,12 @@ impl World {
         // A log needs room to clean.
         let slots = if has_log(seed) { LOG_BELOW } else { HOME };
         let disks = Arc::new(stripe(&disk, slots, disks(seed)));
-        let (home, cleaner) = home_over(seed, &disks);
+        let (mut home, cleaner) = home_over(seed, &disks);
+        let growing = (!has_log(seed) && seed % 9 < 5)
+            .then(|| Arc::new(Growing { below: Arc::clone(&home), slots: AtomicU32::new(HOME / 4) }));
+        if let Some(growing) = &growing {
+            home = Arc::clone(growing) as _;
+        }
         let pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
         let Parts { store, cache, lanes, write_back, reclaimer } = start(seed, 0, &home);
         World {
@@ -176,6 +232,7 @@ impl World {
             store,
             reclaimer: Some(reclaimer),
             reclaiming: None,
+            growing,
             doing: vec![vec![None; 64]; LANES],
             pages,
             fails,
@@ -202,6 +259,7 @@ impl World {
                 }
             }
             92..97 => self.reclaim(),
+            98 if self.seed % 4 != 3 && self.chance.below(8) == 0 => self.grow(),
             97 if self.seed.is_multiple_of(3) => self.cache.set_mode(MODES[self.chance.below(3) as usize]),
             98 if self.seed % 4 == 3 && self.chance.below(20) == 0 => {
                 self.hangs ^= true;
@@ -214,7 +272,17 @@ impl World {
         }
     }
 
-    /// Goes on with a give-back or a take, or begins one.
+    /// Makes the home larger, if it is one that grows.
+    fn grow(&mut self) {
+        let Some(growing) = &self.growing else { return };
+        let slots = growing.slots() + self.chance.below(64) as u32;
+        growing.slots.store(slots.min(HOME), Ordering::Relaxed);
+        self.counts.grown += 1;
+        assert_eq!(self.cache.pages(), slots.min(HOME));
+        assert!(self.lanes.iter().all(|lane| lane.pages() == slots.min(HOME)));
+    }
+
+    /// Goes on with a give-back, a take or a resize, or begins one.
     fn reclaim(&mut self) {
         if !has_chunks(self.seed) {
             return;
@@ -230,33 +298,61 @@ impl World {
                     break;
                 }
             }
+        } else if self.chance.below(30) == 0 {
+            let chunk = u64::from(CHUNK) * PAGE_SIZE as u64;
+            let new = self.chance.below(3) * chunk;
+            let held = self.cache.chunks(ChunkState::Held).len() as u64 * chunk;
+            self.reclaiming = Some(Asked::Size { new, before: self.cache.status().size_bytes, held });
+            // Any part of a chunk counts as a whole one.
+            reclaimer.resize(new.saturating_sub(self.chance.below(chunk)));
         } else if self.chance.below(10) == 0 {
             let is_give_back = self.chance.below(2) == 0;
             let [from, to] = [ChunkState::Held, ChunkState::GivenBack];
             let (from, to) = if is_give_back { (from, to) } else { (to, from) };
             let mut chunks = self.cache.chunks(from);
+            if !is_give_back {
+                chunks = reclaimer.fitting(chunks);
+            }
             chunks.truncate(1 + self.chance.below(2) as usize);
             if chunks.is_empty() {
                 return;
             }
-            self.reclaiming = Some((to, chunks.iter().map(|chunk| chunk.chunk).collect()));
+            self.reclaiming = Some(Asked::Chunks(to, chunks.iter().map(|chunk| chunk.chunk).collect()));
             if is_give_back { reclaimer.give_back(chunks) } else { reclaimer.take(chunks) }
         }
     }
 
-    /// Checks the end of a give-back or a take.
+    /// Checks the end of a give-back, a take or a resize.
     fn reclaimed(&mut self, result: &Result<(), ReclaimError>) {
-        let (seed, (to, chunks)) = (self.seed, self.reclaiming.take().expect("it was begun"));
-        match result {
-            Ok(()) => {
+        let (seed, asked) = (self.seed, self.reclaiming.take().expect("it was begun"));
+        let chunk = u64::from(CHUNK) * PAGE_SIZE as u64;
+        let held = self.cache.chunks(ChunkState::Held).len() as u64 * chunk;
+        let size = self.cache.status().size_bytes;
+        assert!(held <= size, "seed {seed}: {held} of {size} bytes are held");
+        match (&asked, result) {
+            (Asked::Size { new, before, held: had }, Ok(())) => {
+                assert_eq!(size, *new, "seed {seed}: the size was {before}");
+                let right = if new > before { had + (new - before) } else { *had.min(new) };
+                assert_eq!(held, right, "seed {seed}: what was given back stays away");
+                self.counts.resized += 1;
+            }
+            (Asked::Size { new, before, .. }, Err(_)) => {
+                assert!((*new.min(before)..=*new.max(before)).contains(&size), "seed {seed}: {size}");
+            }
+            _ => {}
+        }
+        match (&asked, result) {
+            (Asked::Size { .. }, Ok(())) => {}
+            (Asked::Chunks(to, chunks), Ok(())) => {
+                let to = *to;
                 let now = self.cache.chunks(to);
                 assert!(chunks.iter().all(|chunk| now.iter().any(|it| it.chunk == *chunk)), "seed {seed}");
                 let is_give_back = to == ChunkState::GivenBack;
                 self.counts.given_back += u64::from(is_give_back);
                 self.counts.taken += u64::from(!is_give_back);
             }
-            Err(ReclaimError::Stopped) => self.counts.stopped += 1,
-            Err(error) => {
+            (_, Err(ReclaimError::Stopped)) => self.counts.stopped += 1,
+            (_, Err(error)) => {
                 assert!(self.fails, "seed {seed}: {error} and nothing was injected");
                 self.counts.kept += 1;
             }
@@ -277,7 +373,8 @@ impl World {
 
     fn page(&mut self) -> u32 {
         // Half of the operations use an eighth of the pages.
-        let below = if self.chance.below(2) == 0 { HOME / 8 } else { HOME };
+        let pages = self.cache.pages().min(HOME);
+        let below = if self.chance.below(2) == 0 { pages / 8 } else { pages };
         self.chance.below(below.into()) as u32
     }
 
@@ -566,6 +663,8 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
         all.stopped += counts.stopped;
         all.kept += counts.kept;
         all.passed += counts.passed;
+        all.resized += counts.resized;
+        all.grown += counts.grown;
     }
     println!("{all:?}");
     for (metric, value) in [
@@ -574,6 +673,8 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
         ("flushes", all.flushes),
         ("give-backs", all.given_back),
         ("takes", all.taken),
+        ("resizes", all.resized),
+        ("growths of the home", all.grown),
         ("errors that were injected", all.errors),
     ] {
         println!("figure: cache {} {value} higher", metric.replace(' ', "_"));
@@ -582,4 +683,5 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
     assert!(one.is_some() || all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
     assert!(one.is_some() || all.written_back > 1000 && all.hits > 1000, "{all:?}");
     assert!(one.is_some() || all.given_back > 50 && all.taken > 50 && all.passed > 1000, "{all:?}");
+    assert!(one.is_some() || all.resized > 50 && all.grown > 50, "{all:?}");
 }

@@ -64,7 +64,8 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// The store as a URL of the command line, for logs and status: `host:8GiB`, `vram:0`.
     fn name(&self) -> &str;
 
-    /// Number of slots, used or free. Constant while the store is open.
+    /// Number of slots, used or free. Constant while the store is open, except that a raw disk may
+    /// grow ([`FileStore::grow`]).
     fn slots(&self) -> u32;
 
     /// Opens a lane for one thread, with room for `depth` operations in flight.

@@ -71,7 +71,7 @@ pub enum Command {
     },
 
     /// A fast store as a cache in front of a disk: create, open, check, status, flush, mode,
-    /// detach.
+    /// resize, detach.
     Cache {
         /// The subcommand.
         #[command(subcommand)]

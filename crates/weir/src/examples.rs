@@ -109,6 +109,13 @@ const EXAMPLES: &[(&str, &[(&str, &str)])] = &[
     ("weir-cache-flush", &[("weir cache flush", "Returns once every page is at the disk.")]),
     ("weir-cache-mode", &[("weir cache mode write-through", "From now on each write is at the disk too.")]),
     (
+        "weir-cache-resize",
+        &[
+            ("weir cache resize 4GiB", "The cache uses 4 GiB of its store from now on."),
+            ("weir cache resize --home", "The disk has grown: the device grows too."),
+        ],
+    ),
+    (
         "weir-cache-trace",
         &[(
             "weir cache trace day --seconds 60",

@@ -61,7 +61,7 @@ impl Scene {
         if !flags.contains(&"--home") {
             command.arg("--home").arg(self.home());
         }
-        if !flags.contains(&"--nbd") {
+        if !flags.contains(&"--nbd") && !flags.contains(&"--fuse") {
             command.arg("--fuse").arg(self.file());
         }
         command.args(flags);
@@ -754,4 +754,164 @@ fn a_cache_takes_the_same_words_for_its_front_ends_as_weir_serve() {
     let directory = scene.directory.display().to_string();
     let (code, said) = refusal(&["--nbd", "tcp:127.0.0.1:9", "--tls", &directory]);
     assert!(code == Some(1) && said.contains("server-cert.pem"), "{code:?} {said}");
+}
+
+/// A store of eight chunks, each of 8 MiB.
+fn chunks(scene: &Scene) -> String {
+    format!("file:{}?size=64MiB&chunk=8MiB", scene.directory.join("store").display())
+}
+
+#[test]
+fn a_cache_under_load_is_resized_and_keeps_its_size_and_an_interrupted_resize_loses_nothing() {
+    const CHUNK: u64 = 8 << 20;
+    let mut scene = Scene::new("resize");
+    let store = chunks(&scene);
+    scene.start_by_nbd("resize", &["--stream", "0", "--store", &store]);
+    let said = |arguments: &[&str]| {
+        let output = scene.ask(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let held = || scene.number("size_bytes") - scene.number("given_back_bytes");
+    let ends = AtomicBool::new(false);
+    let written = thread::scope(|scope| {
+        let (ends, scene) = (&ends, &scene);
+        let threads: Vec<_> =
+            (0..3).map(|thread| scope.spawn(move || load(scene.client(), ends, thread))).collect();
+        let goes_on = || {
+            let written = || scene.number("write_hits") + scene.number("write_misses");
+            let before = written();
+            eventually(|| written() > before + 300);
+        };
+        for (size, chunks) in [("20MiB", 3), ("20MiB", 3), ("0B", 0), ("33MiB", 5), ("all", 8)] {
+            goes_on();
+            let words = format!("the cache uses {}MiB of its store's 64MiB now", chunks * 8);
+            let words = words.replace(" 0MiB", " 0B");
+            assert!(said(&["resize", size]).starts_with(&words), "{size}");
+            assert_eq!((scene.number("size_bytes"), held()), (chunks * CHUNK, chunks * CHUNK));
+            // A take brings no more than that.
+            let mut take = Command::new(env!("CARGO_BIN_EXE_weir"));
+            assert!(
+                take.args(["take", "all", "--control"])
+                    .arg(scene.control())
+                    .output()
+                    .unwrap()
+                    .status
+                    .success()
+            );
+            assert_eq!(held(), chunks * CHUNK);
+            let line = format!("size      {} of the store's 64MiB", weir_core::ByteSize(chunks * CHUNK));
+            assert_eq!(scene.shown().contains(&line), chunks < 8);
+        }
+        for at in 0..10 {
+            let mut resize = scene.command(&["resize", if at % 2 == 0 { "0B" } else { "all" }]);
+            let mut resize = resize.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            thread::sleep(Duration::from_millis(at * 10));
+            let pid = rustix::process::Pid::from_child(&resize);
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+            resize.wait().unwrap();
+            // The next resize waits until the daemon has ended the one before.
+            said(&["resize", "all"]);
+            assert_eq!(held(), 8 * CHUNK);
+            goes_on();
+        }
+        ends.store(true, Ordering::Relaxed);
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    scene.detach_after_clients();
+    let bytes = fs::read(scene.home()).unwrap();
+    for (thread, (operations, rounds)) in written.iter().enumerate() {
+        assert!(*operations > 300, "{operations}");
+        for (page, round) in (0..).zip(rounds).skip(thread).step_by(4).filter(|(_, round)| **round > 0) {
+            let at_home = &bytes[page as usize * PAGE..(page as usize + 1) * PAGE];
+            assert!(at_home == varied(page, *round), "page {page} of round {round}");
+        }
+    }
+}
+
+#[test]
+fn a_cache_that_is_killed_within_a_resize_has_lost_nothing_that_was_flushed() {
+    let mut scene = Scene::new("resize-killed");
+    let store = chunks(&scene);
+    for delay in [0, 20, 60] {
+        // The store is made anew for each cache.
+        let _ = fs::remove_file(scene.directory.join("store"));
+        scene.start_by_nbd("resize-killed", &["--stream", "0", "--store", &store]);
+        let mut client = scene.client();
+        (0..PAGES).for_each(|page| client.write_page(page, &stamp(page, delay + 1)));
+        client.perform(Operation::Flush).unwrap();
+        // These pages were not flushed: each may have gone home or not.
+        (0..PAGES).step_by(4).for_each(|page| client.write_page(page, &stamp(page, delay + 2)));
+        let mut resize = scene.command(&["resize", "0B"]);
+        let mut resize = resize.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        thread::sleep(Duration::from_millis(delay));
+        let mut cache = scene.cache.take().unwrap();
+        cache.kill().unwrap();
+        cache.wait().unwrap();
+        resize.wait().unwrap();
+        drop(client);
+        let found = pages_of(&scene.home());
+        for page in 0..PAGES {
+            let (old, new) = (page << 8 | (delay + 1), page << 8 | (delay + 2));
+            let found = found[page as usize];
+            assert!(found == old || page % 4 == 0 && found == new, "page {page}: {found:x}");
+        }
+        let _ = fs::remove_file(scene.control());
+        let _ = fs::remove_file(scene.socket());
+    }
+}
+
+#[test]
+fn a_device_grows_with_its_home_once_or_twice_and_a_home_that_cannot_is_refused() {
+    let mut scene = Scene::new("grow");
+    let address = format!("unix:{}", scene.socket().display());
+    let file = scene.file().display().to_string();
+    if !scene.start("grow", &["--stream", "0", "--fuse", &file, "--nbd", &address, "--connections", "4"]) {
+        return;
+    }
+    let home = open(&scene.home());
+    let (bytes, more) = (PAGES * PAGE as u64, 512 * PAGE as u64);
+    let mut early = scene.client();
+    let size = || fs::metadata(scene.file()).unwrap().len();
+    let grow = || {
+        let output = scene.ask(&["resize", "--home"]);
+        let said = [output.stdout, output.stderr].map(|said| String::from_utf8(said).unwrap());
+        (output.status.success(), said.concat())
+    };
+    assert_eq!(grow(), (true, "the device has 16MiB now\n".to_owned()), "nothing has changed");
+    home.set_len(bytes + more).unwrap();
+    assert_eq!(size(), bytes, "nobody has asked");
+    assert_eq!(grow(), (true, "the device has 18MiB now\n".to_owned()));
+    assert_eq!(grow(), (true, "the device has 18MiB now\n".to_owned()), "twice");
+    assert_eq!((size(), scene.number("bytes")), (bytes + more, bytes + more));
+    open(&scene.file()).write_all_at(&stamp(PAGES, 1), bytes).unwrap();
+    // A client keeps the size that it was told, and goes on.
+    early.write(bytes, &stamp(PAGES, 2)).unwrap_err();
+    early.write_page(PAGES - 1, &stamp(PAGES - 1, 1));
+    let mut late = scene.client();
+    assert_eq!(late.terms().bytes, bytes + more);
+    assert_eq!(late.read_page(PAGES), stamp(PAGES, 1));
+    late.write_page(PAGES + 511, &stamp(PAGES + 511, 1));
+    // A home without whole pages, and one that is smaller now.
+    home.set_len(bytes + more + 1).unwrap();
+    let (done, said) = grow();
+    assert!(!done && said.contains("give one of whole pages of 4KiB"), "{said}");
+    home.set_len(bytes + more).unwrap();
+    assert_eq!(size(), bytes + more);
+    drop((early, late));
+    scene.detach_after_clients();
+    let found = pages_of(&scene.home());
+    let last = PAGES as usize + 511;
+    assert_eq!((found[PAGES as usize - 1], found[PAGES as usize]), ((PAGES - 1) << 8 | 1, PAGES << 8 | 1));
+    assert_eq!((found.len(), found[last]), (last + 1, (last as u64) << 8 | 1));
+    home.set_len(bytes).unwrap();
+    let log = format!("log:{}?size=64MiB", scene.directory.join("log").display());
+    scene.start_by_nbd("grow", &["--home", &log]);
+    let refused = scene.ask(&["resize", "--home"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        !refused.status.success() && said.contains("a log keeps the size that it was made with"),
+        "{said}"
+    );
+    scene.detach_after_clients();
 }

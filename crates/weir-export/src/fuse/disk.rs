@@ -12,11 +12,12 @@ use super::wire::{
 };
 use rustix::io::Errno;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_device::PageLane;
 use weir_request::Span;
 
-/// Seconds that the kernel may keep names and attributes: those of this file system never change.
+/// Seconds that the kernel may keep names and attributes that never change.
 const FOR_EVER: u64 = 1 << 40;
 
 const KEEP_SIZE: u32 = 0x01;
@@ -30,7 +31,9 @@ const SEEK_HOLE: u32 = 4;
 pub(super) struct Shape {
     /// The file's name in the directory; `None`: the root is the file itself.
     pub name: Option<String>,
-    pub bytes: u64,
+    /// The file's size. It may grow if [`grows`](Shape::grows) is set.
+    pub bytes: AtomicU64,
+    pub grows: bool,
     pub owner: (u32, u32),
     /// Every time stamp in the file system, in seconds since 1970.
     pub born: u64,
@@ -42,6 +45,15 @@ pub(super) struct Disk {
 }
 
 impl Shape {
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Seconds that the kernel may keep attributes.
+    fn valid(&self) -> u64 {
+        if self.grows { 0 } else { FOR_EVER }
+    }
+
     fn file(&self) -> u64 {
         if self.name.is_some() { ROOT + 1 } else { ROOT }
     }
@@ -58,7 +70,7 @@ impl Shape {
             ..Attr::default()
         };
         if node == self.file() {
-            (attr.size, attr.blocks) = (self.bytes, self.bytes / 512);
+            (attr.size, attr.blocks) = (self.bytes(), self.bytes() / 512);
             (attr.mode, attr.nlink) = (0o100600, 1);
         } else if node == ROOT {
             (attr.mode, attr.nlink) = (0o040700, 2);
@@ -70,7 +82,7 @@ impl Shape {
 
     /// The number of a range's bytes that lie within the file.
     fn clip(&self, offset: u64, length: u64) -> u64 {
-        self.bytes.saturating_sub(offset).min(length)
+        self.bytes().saturating_sub(offset).min(length)
     }
 }
 
@@ -118,7 +130,7 @@ impl<L: PageLane> Service<L> for Disk {
             Request::Lookup { name } => match &shape.name {
                 Some(known) if node == ROOT && known.as_bytes() == name => {
                     let attr = shape.attr(shape.file()).expect("the file has attributes");
-                    let (entry_valid, attr_valid) = (FOR_EVER, FOR_EVER);
+                    let (entry_valid, attr_valid) = (FOR_EVER, shape.valid());
                     let entry =
                         EntryOut { nodeid: attr.ino, entry_valid, attr_valid, attr, ..EntryOut::default() };
                     answer(&entry.encode())
@@ -126,7 +138,9 @@ impl<L: PageLane> Service<L> for Disk {
                 _ => refuse(Errno::NOENT),
             },
             Request::Getattr => match shape.attr(node) {
-                Some(attr) => answer(&AttrOut { attr_valid: FOR_EVER, attr, ..AttrOut::default() }.encode()),
+                Some(attr) => {
+                    answer(&AttrOut { attr_valid: shape.valid(), attr, ..AttrOut::default() }.encode())
+                }
                 None => refuse(Errno::NOENT),
             },
             // Like a block device, the file keeps its size and its time, even if a program
@@ -136,7 +150,7 @@ impl<L: PageLane> Service<L> for Disk {
             {
                 match shape.attr(node) {
                     Some(attr) => {
-                        answer(&AttrOut { attr_valid: FOR_EVER, attr, ..AttrOut::default() }.encode())
+                        answer(&AttrOut { attr_valid: shape.valid(), attr, ..AttrOut::default() }.encode())
                     }
                     None => refuse(Errno::NOENT),
                 }
@@ -152,7 +166,7 @@ impl<L: PageLane> Service<L> for Disk {
             Request::Statfs => {
                 // The file takes all the room of the file system.
                 let stat = StatfsOut {
-                    blocks: shape.bytes / PAGE_SIZE as u64,
+                    blocks: shape.bytes() / PAGE_SIZE as u64,
                     files: 1,
                     bsize: PAGE_SIZE as u32,
                     frsize: PAGE_SIZE as u32,
@@ -214,7 +228,7 @@ impl Disk {
     }
 
     fn seek<L: PageLane>(&self, what: &LseekIn, ranges: &mut Ranges<L>) -> Result<u64, Errno> {
-        if what.offset >= self.shape.bytes {
+        if what.offset >= self.shape.bytes() {
             return Err(Errno::NXIO);
         }
         let data = match what.whence {
@@ -224,7 +238,7 @@ impl Disk {
         };
         if !L::CLEARS {
             // A page device that cannot discard pages has no holes: the file is data up to its end.
-            return Ok(if data { what.offset } else { self.shape.bytes });
+            return Ok(if data { what.offset } else { self.shape.bytes() });
         }
         let lane = ranges.lane();
         let first = (what.offset / PAGE_SIZE as u64) as u32;
@@ -233,7 +247,7 @@ impl Disk {
             Some(page) => Ok(what.offset.max(u64::from(page) * PAGE_SIZE as u64)),
             // After the file's end there is a hole, and no data.
             None if data => Err(Errno::NXIO),
-            None => Ok(self.shape.bytes),
+            None => Ok(self.shape.bytes()),
         }
     }
 

@@ -151,7 +151,7 @@ impl Backing {
         !self.is_device && rustix::fs::fstatfs(&self.file).is_ok_and(|fs| [TMPFS, RAMFS].contains(&fs.f_type))
     }
 
-    fn length(&self, name: &str) -> Result<u64, OpenError> {
+    pub(super) fn length(&self, name: &str) -> Result<u64, OpenError> {
         // Seek to the end, whose position is the length of a file and of a device. fstat gives 0
         // for a device.
         rustix::fs::seek(&self.file, SeekFrom::End(0))

@@ -582,7 +582,7 @@ mod tests {
             start: super::super::HEADER,
             cipher: None,
             room: crate::Room::Reserved,
-            slots: 128,
+            slots: 128.into(),
             deal: Deal::in_turns(2, 1),
             chunk_slots: 128,
             released: Box::new([AtomicBool::new(false)]),

@@ -32,7 +32,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use traffic::Traffic;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
@@ -61,7 +61,8 @@ struct Shared {
     /// The offset of the first page on each member.
     start: u64,
     cipher: Option<Cipher>,
-    slots: u32,
+    /// Number of slots. It only grows, and only that of a raw disk.
+    slots: AtomicU32,
     deal: Deal,
     chunk_slots: u32,
     released: Box<[AtomicBool]>,
@@ -282,7 +283,7 @@ impl Shared {
             members: members.into(),
             start: HEADER,
             cipher,
-            slots,
+            slots: slots.into(),
             deal,
             chunk_slots,
             released: (0..slots.div_ceil(chunk_slots)).map(|_| AtomicBool::new(false)).collect(),
@@ -293,15 +294,21 @@ impl Shared {
         })
     }
 
+    #[inline]
+    fn slots(&self) -> u32 {
+        self.slots.load(Ordering::Relaxed)
+    }
+
     fn size(&self) -> ByteSize {
-        ByteSize(u64::from(self.slots) * PAGE_SIZE as u64)
+        ByteSize(u64::from(self.slots()) * PAGE_SIZE as u64)
     }
 
     /// The place of a slot in the store's files. Fails if the slot is outside of the store, or its
     /// chunk has been released.
     #[inline]
     fn place(&self, slot: Slot) -> Result<Position, Fault> {
-        if slot.0 >= self.slots || self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::Relaxed)
+        if slot.0 >= self.slots()
+            || self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::Relaxed)
         {
             return Err(Fault::Lost);
         }
@@ -317,10 +324,10 @@ impl Shared {
     /// The range of each member that a chunk takes, in bytes: its start and its length.
     fn chunk(&self, chunk: u32) -> Result<(u64, u64), Fault> {
         let first = u64::from(chunk) * u64::from(self.chunk_slots);
-        if first >= u64::from(self.slots) {
+        if first >= u64::from(self.slots()) {
             return Err(Fault::Lost);
         }
-        let slots = u64::from(self.chunk_slots).min(u64::from(self.slots) - first);
+        let slots = u64::from(self.chunk_slots).min(u64::from(self.slots()) - first);
         let share = |slots: u64| slots / self.members.len() as u64 * PAGE_SIZE as u64;
         Ok((self.start + share(first), share(slots)))
     }
@@ -332,7 +339,7 @@ impl Store for FileStore {
     }
 
     fn slots(&self) -> u32 {
-        self.shared.slots
+        self.shared.slots()
     }
 
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
@@ -451,7 +458,7 @@ mod tests {
             members: Box::new([member(), member(), member()]),
             start: HEADER,
             cipher: None,
-            slots: 192,
+            slots: 192.into(),
             deal: Deal::in_turns(3, 4),
             chunk_slots: 24,
             released: (0..8).map(|_| AtomicBool::new(false)).collect(),
@@ -495,7 +502,7 @@ mod tests {
             start: HEADER,
             members: Box::new([member(first), member(second)]),
             cipher: None,
-            slots: 128,
+            slots: 128.into(),
             deal: Deal::in_turns(2, 4),
             chunk_slots: 128,
             released: Box::new([AtomicBool::new(false)]),

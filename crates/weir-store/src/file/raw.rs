@@ -9,7 +9,7 @@ use super::{Deal, FileStore, Shared};
 use crate::{DENIED, OpenError, OpenErrorKind, Room};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
@@ -27,15 +27,33 @@ impl FileStore {
     pub fn open_raw(path: &Path) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         let (member, bytes) = Backing::open_raw(&name, path)?;
-        let pages = bytes / PAGE_SIZE as u64;
-        if pages == 0 || pages >= u64::from(u32::MAX) || !bytes.is_multiple_of(PAGE_SIZE as u64) {
-            let what = format!(
-                "it has {bytes} bytes ({}); give one of whole pages of 4KiB, one at least and below 16TiB",
+        let pages = pages(&name, bytes)?;
+        Self::of_members(name, vec![member], pages, 1, std::slice::from_ref(&path.to_owned()))
+    }
+
+    /// Looks how large a raw disk is now, and takes what has come to its end. Lanes that are open
+    /// can use it from then on. Returns the number of slots.
+    ///
+    /// # Errors
+    /// Fails if the disk is smaller now, or its size is none that [`open_raw`](Self::open_raw)
+    /// takes. Fails too for a store that is not one disk as it is. Nothing has changed then.
+    pub fn grow(&self) -> Result<u32, OpenError> {
+        let Shared { members, start, .. } = &*self.shared;
+        let refused = |what: String| Err(OpenError::new(OpenErrorKind::Layout, self.name.clone(), what));
+        let ([member], 0) = (&**members, *start) else {
+            return refused("only one disk as it is can grow".to_owned());
+        };
+        let bytes = member.length(&self.name)?;
+        let (pages, before) = (pages(&self.name, bytes)?, self.shared.slots());
+        if pages < before {
+            let had = ByteSize(u64::from(before) * PAGE_SIZE as u64);
+            return refused(format!(
+                "it has {} now and had {had}, so pages at its end are lost; make it as large as it was",
                 ByteSize(bytes)
-            );
-            return Err(OpenError::new(OpenErrorKind::Layout, name, what));
+            ));
         }
-        Self::of_members(name, vec![member], pages as u32, 1, std::slice::from_ref(&path.to_owned()))
+        self.shared.slots.store(pages, Ordering::Relaxed);
+        Ok(pages)
     }
 
     /// Opens the files or devices at `paths` for this process alone, as members of a stripe. They
@@ -75,8 +93,9 @@ impl FileStore {
             members: members.into(),
             start: 0,
             cipher: None,
-            slots,
-            chunk_slots: slots,
+            slots: slots.into(),
+            // It has one chunk, however large it becomes.
+            chunk_slots: u32::MAX,
             released: Box::new([AtomicBool::new(false)]),
             quiet,
             room: Room::Reserved,
@@ -85,6 +104,19 @@ impl FileStore {
         };
         Ok(FileStore { name, shared: Arc::new(shared) })
     }
+}
+
+/// Number of pages of a raw disk of so many bytes.
+fn pages(name: &str, bytes: u64) -> Result<u32, OpenError> {
+    let pages = bytes / PAGE_SIZE as u64;
+    if pages == 0 || pages >= u64::from(u32::MAX) || !bytes.is_multiple_of(PAGE_SIZE as u64) {
+        let what = format!(
+            "it has {bytes} bytes ({}); give one of whole pages of 4KiB, one at least and below 16TiB",
+            ByteSize(bytes)
+        );
+        return Err(OpenError::new(OpenErrorKind::Layout, name, what));
+    }
+    Ok(pages as u32)
 }
 
 #[cfg(test)]
@@ -130,6 +162,44 @@ mod tests {
     }
 
     #[test]
+    fn a_raw_disk_that_has_grown_takes_pages_at_its_end_and_one_that_has_shrunk_is_refused() {
+        let path = std::env::temp_dir().join(format!("weir-grown-{}", std::process::id()));
+        std::fs::write(&path, vec![3; 5 * PAGE_SIZE]).unwrap();
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let store = FileStore::open_raw(&path).unwrap();
+        let mut lane = store.lane(4).unwrap();
+        let mut write = |slot: u32| {
+            let begun = lane.write(1, Slot(slot), &[slot as u8; PAGE_SIZE]);
+            lane.submit();
+            let mut ended = None;
+            while lane.in_flight() > 0 {
+                lane.poll(Instant::now(), &mut |done| ended = Some(done.result));
+            }
+            if let Progress::Done(result) = begun { result } else { ended.unwrap() }
+        };
+        assert_eq!(store.grow().unwrap(), 5, "nothing has changed");
+        write(5).unwrap_err();
+        file.set_len(9 * PAGE_SIZE as u64).unwrap();
+        write(8).unwrap_err();
+        assert_eq!((store.grow().unwrap(), store.slots()), (9, 9));
+        write(8).unwrap();
+        write(9).unwrap_err();
+        assert_eq!(store.grow().unwrap(), 9, "twice");
+        for (bytes, words) in [
+            (9 * PAGE_SIZE + 1, "whole pages of 4KiB"),
+            (
+                4 * PAGE_SIZE,
+                "it has 16KiB now and had 36KiB, so pages at its end are lost; make it as large as it was",
+            ),
+        ] {
+            file.set_len(bytes as u64).unwrap();
+            let error = store.grow().unwrap_err().to_string();
+            assert!(error.contains(words) && store.slots() == 9, "{error}");
+        }
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
     fn units_lie_on_members_in_turns_from_their_first_byte_on() {
         let unit = ByteSize(2 * PAGE_SIZE as u64);
         let path = |at: u32| std::env::temp_dir().join(format!("weir-members-{at}-{}", std::process::id()));
@@ -146,6 +216,7 @@ mod tests {
         while lane.in_flight() > 0 {
             lane.poll(Instant::now(), &mut |done| assert_eq!(done.result, Ok(())));
         }
+        assert!(store.grow().unwrap_err().to_string().contains("only one disk as it is can grow"));
         drop((lane, store));
         let first = |at: usize| -> Vec<u8> {
             std::fs::read(&paths[at]).unwrap().chunks(PAGE_SIZE).map(|page| page[0]).collect()

@@ -7,7 +7,8 @@
 //! `{"request":"trace","requests":N,"seconds":N}` is answered by any number of lines
 //! `{"schema":1,"pages":[N,...]}`, and a last one `{"schema":1,"lost":N}`. `give-back`, `take`,
 //! `sleep` and `wake` are asked for and answered as at a daemon's control socket
-//! ([`weir_daemon::control`]).
+//! ([`weir_daemon::control`]), and so is `{"request":"resize","bytes":N}`. `grow` is answered as
+//! `flush` is.
 
 use super::memory::Job;
 use super::report::Report;
@@ -62,6 +63,14 @@ pub enum Request {
     Sleep,
     /// Take again the memory that [`Sleep`](Self::Sleep) gave back.
     Wake,
+    /// Use `bytes` of the store from now on, or all. Ends when the client goes.
+    Resize {
+        /// Number of bytes; `None`: all.
+        #[serde(default)]
+        bytes: Option<u64>,
+    },
+    /// Make the device as large as its home is now.
+    Grow,
     /// Record which pages requests use.
     Trace {
         /// Largest number of requests to record.
@@ -120,11 +129,12 @@ pub trait Service: Send + Sync + 'static {
         tell: &mut dyn FnMut(Vec<u32>) -> bool,
     ) -> Result<u64, String>;
 
-    /// Gives memory back or takes it again. Calls `tell` with the progress.
+    /// Gives memory back or takes it again. Calls `tell` with the progress, which returns whether
+    /// the client still listens.
     ///
     /// # Errors
     /// The error is one line: what is wrong, and the next step.
-    fn reclaim(&self, job: Job, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+    fn reclaim(&self, job: Job, tell: &mut dyn FnMut(Progress) -> bool) -> Result<Moved, String>;
 
     /// Serves any other request. Calls `tell` with the number of bytes that are still dirty.
     ///
@@ -186,10 +196,11 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
         Ok(Envelope { schema: SCHEMA, request }) if job_of(&request).is_some() => {
             let line = Answer { schema: SCHEMA, ..Answer::default() };
             let mut reads = true;
-            // If the client has gone, the work goes on all the same.
+            // If the client has gone, the work goes on all the same, unless it is a resize.
             let mut tell = |progress| {
                 let line = Answer { progress: Some(progress), ..line.clone() };
                 reads = reads && write_line(client, &line).is_ok();
+                reads
             };
             let job = job_of(&request).expect("it was just seen");
             let result = service.reclaim(job, &mut tell);
@@ -219,6 +230,7 @@ fn job_of(request: &Request) -> Option<Job> {
         Request::Take { bytes } => Some(Job::Take(bytes)),
         Request::Sleep => Some(Job::Sleep),
         Request::Wake => Some(Job::Wake),
+        Request::Resize { bytes } => Some(Job::Resize(bytes)),
         _ => None,
     }
 }
@@ -254,6 +266,24 @@ pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<
             Answer { error: Some(error), .. } => return Err(Failure::Failed(error)),
             Answer { dirty_bytes: None, .. } => return Ok(()),
             Answer { dirty_bytes: Some(dirty), .. } => tell(dirty),
+        }
+    }
+    Err(unreachable(path, &io::ErrorKind::UnexpectedEof.into()))
+}
+
+/// Has the cache at `path` use this many bytes of its store from now on; `None`: all. Calls `tell`
+/// with the progress.
+///
+/// # Errors
+/// Fails when no cache answers at `path`, or with the cache's own error.
+pub fn resize(path: &Path, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Failure> {
+    for line in send(path, &Request::Resize { bytes })?.lines() {
+        let line = line.and_then(|line| Ok(serde_json::from_str::<Answer>(&line)?));
+        match line.map_err(|error| unreachable(path, &error))? {
+            Answer { error: Some(error), .. } => return Err(Failure::Failed(error)),
+            Answer { result: Some(moved), .. } => return Ok(moved),
+            Answer { progress: Some(far), .. } => tell(far),
+            Answer { .. } => break,
         }
     }
     Err(unreachable(path, &io::ErrorKind::UnexpectedEof.into()))
@@ -330,7 +360,7 @@ mod tests {
             Ok(0)
         }
 
-        fn reclaim(&self, _job: Job, _tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        fn reclaim(&self, _job: Job, _tell: &mut dyn FnMut(Progress) -> bool) -> Result<Moved, String> {
             unreachable!("nobody asks")
         }
 

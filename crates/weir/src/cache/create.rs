@@ -209,6 +209,22 @@ impl Daemon {
         result.map_err(failed)
     }
 
+    /// Makes the device as large as its home is now.
+    fn grow(&self) -> Result<(), String> {
+        if self.home.log.is_some() {
+            return Err(
+                "a log keeps the size that it was made with; detach the cache, and make a larger log"
+                    .to_owned(),
+            );
+        }
+        let front = self.front.lock().unwrap_or_else(PoisonError::into_inner);
+        let front = front.as_ref().ok_or_else(|| "the cache is about to end".to_owned())?;
+        front.refuse_to_grow()?;
+        self.home.disks.grow().map_err(|error| chain(&error))?;
+        front.grow(self.cache.bytes());
+        Ok(())
+    }
+
     /// Ends the front ends if nothing uses them, and brings every page home. May be called again
     /// after a failure.
     fn detach(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
@@ -281,7 +297,7 @@ impl Service for Daemon {
         trace::record(&self.cache, requests, seconds, ends, tell)
     }
 
-    fn reclaim(&self, job: Job, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    fn reclaim(&self, job: Job, tell: &mut dyn FnMut(Progress) -> bool) -> Result<Moved, String> {
         self.memory.run(job, tell)
     }
 
@@ -291,9 +307,11 @@ impl Service for Daemon {
             | Request::Trace { .. }
             | Request::GiveBack { .. }
             | Request::Take { .. }
+            | Request::Resize { .. }
             | Request::Sleep
             | Request::Wake => Ok(()),
             Request::Flush => self.flush(tell),
+            Request::Grow => self.grow(),
             Request::Mode { mode } => {
                 let mode: Mode = mode.parse()?;
                 self.cache.set_mode(mode);

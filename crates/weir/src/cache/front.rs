@@ -113,6 +113,21 @@ impl FrontEnds {
         self.fuse.as_ref().map(|server| server.unmounted().try_clone_to_owned()).transpose()
     }
 
+    /// Refuses to grow if a front end cannot.
+    ///
+    /// # Errors
+    /// The error says which, and the next step.
+    pub fn refuse_to_grow(&self) -> Result<(), String> {
+        self.ublk.as_ref().map_or(Ok(()), |server| Err(keeps_size(&server.device().to_string())))
+    }
+
+    /// Makes the front ends `bytes` bytes long. NBD clients see it once they connect again.
+    pub fn grow(&self, bytes: u64) {
+        if let Some(server) = &self.fuse {
+            server.grow(bytes);
+        }
+    }
+
     /// Takes the file and the block device away, if no program uses the cache.
     ///
     /// # Errors
@@ -154,6 +169,13 @@ impl FrontEnds {
             }
         }
     }
+}
+
+/// The refusal to grow a device of the ublk driver, which cannot.
+fn keeps_size(device: &str) -> String {
+    format!(
+        "{device} keeps its size; detach the cache and create it with --keep-content, and it is as large as its home"
+    )
 }
 
 /// Refuses to end while clients are connected: what they write next would be lost.
@@ -201,6 +223,15 @@ fn has_ended(server: &fuse::Server) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_block_device_that_cannot_grow_says_what_to_do() {
+        let said = keeps_size("/dev/ublkb3");
+        assert!(
+            said.starts_with("/dev/ublkb3 keeps its size; detach the cache and create it with"),
+            "{said}"
+        );
+    }
 
     #[test]
     fn a_cache_with_connected_clients_says_where_they_are_and_how_they_end() {

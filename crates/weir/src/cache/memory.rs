@@ -25,6 +25,8 @@ pub enum Job {
     Sleep,
     /// Take again the memory that was given back for the sleep.
     Wake,
+    /// Use this many bytes of the store from now on; `None`: all.
+    Resize(Option<u64>),
 }
 
 /// The memory of a cache.
@@ -63,21 +65,23 @@ impl Memory {
         self.ends.store(true, Ordering::SeqCst);
     }
 
-    /// Does a request after those before it. Calls `tell` with the progress.
+    /// Does a request after those before it. Calls `tell` with the progress. If that returns false,
+    /// a resize ends soon, and all others go on.
     ///
     /// # Errors
     /// Fails with one line: what is in the way, and the next step.
-    pub fn run(&self, job: Job, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    pub fn run(&self, job: Job, tell: &mut dyn FnMut(Progress) -> bool) -> Result<Moved, String> {
         let begun = Instant::now();
         let mut desk = self.wait_for_turn(tell)?;
         let moved = match job {
             Job::GiveBack(_) | Job::Sleep => self.give_back(&mut desk, job, tell),
             Job::Take(_) | Job::Wake => self.take(&mut desk, job, tell),
+            Job::Resize(bytes) => self.resize(&mut desk, bytes, tell),
         }?;
         Ok(Moved { seconds: begun.elapsed().as_secs_f64(), ..moved })
     }
 
-    fn wait_for_turn(&self, tell: &mut dyn FnMut(Progress)) -> Result<MutexGuard<'_, Desk>, String> {
+    fn wait_for_turn(&self, tell: &mut dyn FnMut(Progress) -> bool) -> Result<MutexGuard<'_, Desk>, String> {
         loop {
             if self.ends.load(Ordering::SeqCst) {
                 return Err("the cache is about to end".to_owned());
@@ -92,13 +96,43 @@ impl Memory {
         }
     }
 
-    fn give_back(&self, desk: &mut Desk, job: Job, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
-        let held = self.cache.chunks(ChunkState::Held);
-        let there = bytes_of(&held);
-        if held.is_empty() && self.cache.chunks(ChunkState::GivenBack).is_empty() {
+    /// Refuses a store that gives no memory back.
+    fn refuse_whole(&self) -> Result<(), String> {
+        let are_none = |state| self.cache.chunks(state).is_empty();
+        if are_none(ChunkState::Held) && are_none(ChunkState::GivenBack) {
             let store = &self.store;
             return Err(format!("{store} gives no memory back; host:, file: and vram: stores do"));
         }
+        Ok(())
+    }
+
+    fn resize(
+        &self,
+        desk: &mut Desk,
+        bytes: Option<u64>,
+        tell: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Moved, String> {
+        self.refuse_whole()?;
+        let total = desk.reclaimer.resize(bytes.unwrap_or(u64::MAX));
+        self.drive(desk, (total, true), tell).map_err(|(_, error)| {
+            let (size, all) = (self.cache.status().size_bytes, "all".to_owned());
+            let (size, wanted) = (ByteSize(size), bytes.map_or(all, |bytes| ByteSize(bytes).to_string()));
+            format!(
+                "the cache uses {size} of its store now, not {wanted}: {}; weir cache resize {wanted} goes on",
+                chain(&error)
+            )
+        })
+    }
+
+    fn give_back(
+        &self,
+        desk: &mut Desk,
+        job: Job,
+        tell: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Moved, String> {
+        self.refuse_whole()?;
+        let held = self.cache.chunks(ChunkState::Held);
+        let there = bytes_of(&held);
         let wanted = match job {
             Job::GiveBack(Some(wanted)) if wanted > there => {
                 let (wanted, there) = (ByteSize(wanted), ByteSize(there));
@@ -117,7 +151,7 @@ impl Memory {
         }
         let total = bytes_of(&wanted);
         desk.reclaimer.give_back(wanted);
-        self.drive(desk, total, tell).map_err(|(given, error)| {
+        self.drive(desk, (total, false), tell).map_err(|(given, error)| {
             let next = match error {
                 ReclaimError::Stuck { .. } => {
                     "; their home does not take them, or a client has them all the time: weir cache status and the kernel's log say more"
@@ -128,18 +162,24 @@ impl Memory {
         })
     }
 
-    fn take(&self, desk: &mut Desk, job: Job, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    fn take(
+        &self,
+        desk: &mut Desk,
+        job: Job,
+        tell: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Moved, String> {
         let mut away = self.cache.chunks(ChunkState::GivenBack);
         if job == Job::Wake {
             away.retain(|chunk| desk.slept.contains(&chunk.chunk));
         }
+        let away = desk.reclaimer.fitting(away);
         let wanted = match job {
             Job::Take(Some(wanted)) => upto(away, wanted),
             _ => away,
         };
         let total = bytes_of(&wanted);
         desk.reclaimer.take(wanted);
-        let result = self.drive(desk, total, tell);
+        let result = self.drive(desk, (total, false), tell);
         let still_away = self.cache.chunks(ChunkState::GivenBack);
         desk.slept.retain(|slept| still_away.iter().any(|chunk| chunk.chunk == *slept));
         result.map_err(|(taken, error)| {
@@ -152,12 +192,13 @@ impl Memory {
         })
     }
 
-    /// Has the job go on until it ends. After an error, returns the bytes that were moved too.
+    /// Has the job go on until it ends. `ends_with_client` tells whether it ends when `tell`
+    /// returns false. After an error, returns the bytes that were moved too.
     fn drive(
         &self,
         desk: &mut Desk,
-        total_bytes: u64,
-        tell: &mut dyn FnMut(Progress),
+        (total_bytes, ends_with_client): (u64, bool),
+        tell: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Moved, (ByteSize, ReclaimError)> {
         let reclaimer = &mut desk.reclaimer;
         let mut told = Instant::now();
@@ -177,7 +218,10 @@ impl Memory {
                 Reclaim::More => {}
             }
             if told.elapsed() >= TELL_EVERY {
-                tell(Progress { bytes: done.bytes, total_bytes, pages: done.pages });
+                let listens = tell(Progress { bytes: done.bytes, total_bytes, pages: done.pages });
+                if ends_with_client && !listens {
+                    reclaimer.stop();
+                }
                 told = Instant::now();
             }
         }
@@ -239,16 +283,16 @@ mod tests {
     #[test]
     fn a_cache_over_a_store_that_gives_no_memory_back_says_so() {
         let memory = memory(Arc::new(Whole(Host::new(2048).unwrap())));
-        let refused = memory.run(Job::GiveBack(None), &mut |_| {}).unwrap_err();
+        let refused = memory.run(Job::GiveBack(None), &mut |_| true).unwrap_err();
         assert_eq!(refused, "the store gives no memory back; host:, file: and vram: stores do");
-        assert_eq!(memory.run(Job::Take(None), &mut |_| {}).unwrap().bytes, 0);
+        assert_eq!(memory.run(Job::Take(None), &mut |_| true).unwrap().bytes, 0);
     }
 
     #[test]
     fn a_request_for_memory_at_a_cache_that_ends_is_refused() {
         let memory = memory(Arc::new(Host::new(2048).unwrap()));
         memory.end();
-        let refused = memory.run(Job::GiveBack(None), &mut |_| {}).unwrap_err();
+        let refused = memory.run(Job::GiveBack(None), &mut |_| true).unwrap_err();
         assert_eq!(refused, "the cache is about to end");
     }
 
@@ -259,17 +303,72 @@ mod tests {
         thread::scope(|scope| {
             let (told, tell) = std::sync::mpsc::channel();
             let memory = &memory;
-            let second = scope.spawn(move || {
-                memory.run(Job::GiveBack(None), &mut |_| {
-                    let _ = told.send(());
-                })
-            });
+            let second = scope.spawn(move || memory.run(Job::GiveBack(None), &mut |_| told.send(()).is_ok()));
             tell.recv().unwrap();
             assert_eq!(memory.cache.chunks(ChunkState::Held).len(), 1, "it waits");
             drop(first);
             assert_eq!(second.join().unwrap().unwrap().bytes, 2048 * PAGE_SIZE as u64);
         });
-        let again = memory.run(Job::GiveBack(None), &mut |_| {}).unwrap();
+        let again = memory.run(Job::GiveBack(None), &mut |_| true).unwrap();
         assert_eq!(again.bytes, 0, "there is no more");
+    }
+
+    /// A cache over this many chunks of 4 MiB.
+    fn chunks(count: u64) -> Memory {
+        let url = format!("sim:seed=1,size={}MiB,chunk=4MiB", 4 * count);
+        memory(weir_store::open(&url.parse().unwrap()).unwrap())
+    }
+
+    fn sizes(memory: &Memory) -> (u64, u64) {
+        let status = memory.cache.status();
+        (status.size_bytes >> 20, bytes_of(&memory.cache.chunks(ChunkState::Held)) >> 20)
+    }
+
+    fn run(memory: &Memory, job: Job) -> u64 {
+        memory.run(job, &mut |_| true).unwrap().bytes >> 20
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_size_lasts_whatever_is_taken_and_comes_twice_without_effect() {
+        let memory = chunks(8);
+        // Sizes are rounded up to whole chunks.
+        assert_eq!((run(&memory, Job::Resize(Some(17 * MIB))), sizes(&memory)), (12, (20, 20)));
+        assert_eq!((run(&memory, Job::Resize(Some(17 * MIB))), sizes(&memory)), (0, (20, 20)), "twice");
+        assert_eq!((run(&memory, Job::Take(None)), sizes(&memory)), (0, (20, 20)), "nothing is given back");
+        assert_eq!((run(&memory, Job::GiveBack(None)), sizes(&memory)), (20, (20, 0)));
+        assert_eq!((run(&memory, Job::Take(None)), sizes(&memory)), (20, (20, 20)), "as much as its size");
+        assert_eq!((run(&memory, Job::Resize(None)), sizes(&memory)), (12, (32, 32)));
+        assert_eq!((run(&memory, Job::Resize(Some(0))), sizes(&memory)), (32, (0, 0)));
+        assert_eq!((run(&memory, Job::Resize(Some(u64::MAX))), sizes(&memory)), (32, (32, 32)));
+    }
+
+    #[test]
+    fn what_was_given_back_to_somebody_stays_away_when_the_size_changes() {
+        let memory = chunks(8);
+        run(&memory, Job::GiveBack(Some(16 * MIB)));
+        assert_eq!((run(&memory, Job::Resize(Some(24 * MIB))), sizes(&memory)), (0, (24, 16)));
+        assert_eq!((run(&memory, Job::Resize(Some(28 * MIB))), sizes(&memory)), (4, (28, 20)));
+        assert_eq!((run(&memory, Job::Sleep), sizes(&memory)), (20, (28, 0)));
+        assert_eq!((run(&memory, Job::Resize(Some(8 * MIB))), sizes(&memory)), (0, (8, 0)));
+        assert_eq!((run(&memory, Job::Wake), sizes(&memory)), (8, (8, 8)));
+    }
+
+    #[test]
+    fn a_resize_whose_client_goes_ends_and_the_cache_keeps_the_size_that_it_has_then() {
+        let memory = chunks(8);
+        let mut lane = weir_device::PageDevice::open(&memory.cache).unwrap();
+        // A dirty page that nobody takes home keeps the last frames.
+        for page in 0..64 {
+            let bytes = std::array::from_fn(|at| (at / 64 + page) as u8);
+            let _ = weir_device::PageLane::write(&mut lane, 0, weir_core::PageNo(page as u32), &bytes);
+        }
+        assert!(memory.cache.dirty() > 0);
+        let refused = memory.run(Job::Resize(Some(0)), &mut |_| false).unwrap_err();
+        let (size, held) = sizes(&memory);
+        assert!(size == held && size > 0, "{size} {held}");
+        let words = format!("the cache uses {size}MiB of its store now, not 0B: it was stopped");
+        assert!(refused.starts_with(&words), "{refused}");
     }
 }

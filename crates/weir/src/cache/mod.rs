@@ -19,6 +19,7 @@ pub use options::{CacheCommand, default_socket};
 use crate::progress::Shown;
 use control::{Request, ask};
 use weir_cli::failure::Failure;
+use weir_core::ByteSize;
 
 /// Runs the subcommand.
 pub fn run(command: &CacheCommand) -> Result<(), Failure> {
@@ -39,9 +40,33 @@ pub fn run(command: &CacheCommand) -> Result<(), Failure> {
         CacheCommand::Mode { mode, control } => {
             ask(&control.path(), &Request::Mode { mode: mode.to_string() }, &mut |_| {})
         }
+        CacheCommand::Resize { size: Some(size), control, .. } => resize(control, size.0),
+        CacheCommand::Resize { control, .. } => {
+            ask(&control.path(), &Request::Grow, &mut |_| {})?;
+            let report = control::status(&control.path())?;
+            println!("the device has {} now", ByteSize(report.device_bytes()));
+            Ok(())
+        }
         CacheCommand::Trace(options) => trace::run(options),
         CacheCommand::Detach { control } => ask_and_show(control, &Request::Detach, "detaching"),
     }
+}
+
+/// Changes how much of its store a cache uses, and shows the progress.
+fn resize(control: &options::Control, bytes: Option<u64>) -> Result<(), Failure> {
+    let mut shown = Shown::new("resizing", |far, left| eprintln!("resizing: {far}{left}"));
+    let outcome = control::resize(&control.path(), bytes, &mut |far| {
+        // While another request is served, the lines only show that this one waits.
+        if far.total_bytes > 0 {
+            shown.show(far.bytes, far.total_bytes);
+        }
+    });
+    drop(shown);
+    let moved = outcome?;
+    let (size, all) = control::status(&control.path())?.store_bytes();
+    let (size, all) = (ByteSize(size), ByteSize(all));
+    println!("the cache uses {size} of its store's {all} now, after {:.2} s", moved.seconds);
+    Ok(())
 }
 
 /// Sends a request that makes the cache write dirty pages home, and shows the progress.

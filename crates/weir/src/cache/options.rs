@@ -4,6 +4,7 @@ use super::home::HomeUrl;
 use crate::front_ends::{NbdOptions, UblkOptions, name};
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
+use std::str::FromStr;
 use weir_cache::Mode;
 use weir_core::ByteSize;
 use weir_daemon::control::default_directory;
@@ -60,6 +61,24 @@ pub enum CacheCommand {
         control: Control,
     },
 
+    /// Change how much of its store the cache uses, or make the device as large as its home is now,
+    /// while both are in use.
+    #[command(
+        after_help = "A smaller size takes dirty pages home first. Ctrl-C ends it: the cache keeps the size that it has then, and loses nothing. Memory that weir give-back gave back stays away. With --home, NBD clients see the new size once they connect again, and a loop device after losetup -c."
+    )]
+    Resize {
+        /// Bytes of its store that the cache uses from now on, or all. Rounded up to whole chunks.
+        #[arg(value_name = "SIZE|all", required_unless_present = "home")]
+        size: Option<StoreSize>,
+
+        /// Make the device as large as its home is now: a file or disk that has grown.
+        #[arg(long, conflicts_with = "size")]
+        home: bool,
+
+        #[command(flatten)]
+        control: Control,
+    },
+
     /// Record which pages requests read and write from now on, for weir bench policy --trace FILE.
     /// Ends after so many requests, after so many seconds, or at Ctrl-C.
     Trace(TraceOptions),
@@ -70,6 +89,22 @@ pub enum CacheCommand {
         #[command(flatten)]
         control: Control,
     },
+}
+
+/// How much of its store a cache uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreSize(pub Option<u64>);
+
+impl FromStr for StoreSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            _ if text == "all" => Ok(StoreSize(None)),
+            Ok(ByteSize(bytes)) => Ok(StoreSize(Some(bytes))),
+            Err(error) => Err(format!("{error}; or say all")),
+        }
+    }
 }
 
 /// A trace to be recorded.

@@ -27,7 +27,13 @@ pub struct Report {
     /// Bytes that the cache can hold now.
     #[serde(default)]
     open_bytes: u64,
-    /// Bytes of the store that were given back.
+    /// Bytes of the store.
+    #[serde(default)]
+    store_bytes: u64,
+    /// Bytes of the store that the cache may use.
+    #[serde(default)]
+    size_bytes: u64,
+    /// Bytes of those that were given back.
     #[serde(default)]
     given_back_bytes: u64,
     used_bytes: u64,
@@ -96,6 +102,16 @@ struct DurableReport {
 }
 
 impl Report {
+    /// Bytes of the device.
+    pub fn device_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Bytes of the store that the cache may use, and all of them.
+    pub fn store_bytes(&self) -> (u64, u64) {
+        (self.size_bytes, self.store_bytes)
+    }
+
     /// The status of a cache. `names` are the names of its parts.
     pub fn new(
         status: &CacheStatus,
@@ -116,6 +132,8 @@ impl Report {
             bytes: bytes(status.pages),
             cache_bytes: bytes(status.frames),
             open_bytes: bytes(status.open),
+            store_bytes: status.store_bytes,
+            size_bytes: status.size_bytes,
             given_back_bytes: status.given_back_bytes,
             used_bytes: bytes(status.used),
             dirty_bytes: bytes(status.dirty),
@@ -198,6 +216,10 @@ impl fmt::Display for Report {
             size(self.dirty_bytes),
             size(self.index_bytes)
         )?;
+        if self.size_bytes < self.store_bytes {
+            let (size, all) = (size(self.size_bytes), size(self.store_bytes));
+            writeln!(f, "size      {size} of the store's {all}; weir cache resize changes it")?;
+        }
         if self.given_back_bytes > 0 {
             let away = size(self.given_back_bytes);
             writeln!(f, "memory    {away} of the store given back; weir take brings it again")?;

@@ -23,6 +23,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -68,6 +69,8 @@ pub struct Server {
     /// Whether the mount point is a file that this server made.
     made: bool,
     memory_locked: bool,
+    /// The one file's size, if that may grow.
+    shape: Option<Arc<Shape>>,
 }
 
 impl fmt::Debug for Server {
@@ -89,11 +92,12 @@ impl Server {
         point: &Path,
         log: &Log,
     ) -> Result<Server, ServeError> {
-        Server::start_over(volume, (volume.bytes(), lies_in_memory(volume)), config, point, log)
+        let (bytes, may_ring) = (volume.bytes(), lies_in_memory(volume));
+        Server::start_over(volume, (bytes, false), may_ring, config, point, log)
     }
 
-    /// Does the same as [`start`](Server::start), for any page device of `bytes` bytes. Requests
-    /// come only by `/dev/fuse`, and not by io_uring.
+    /// Does the same as [`start`](Server::start), for any page device of `bytes` bytes, which may
+    /// [grow](Server::grow). Requests come only by `/dev/fuse`, and not by io_uring.
     ///
     /// # Errors
     /// Fails with a [`ServeError`]; nothing is left mounted or running then.
@@ -108,12 +112,13 @@ impl Server {
         D: PageDevice<Error = OpenError>,
         D::Lane: 'static,
     {
-        Server::start_over(device, (bytes, false), config, point, log)
+        Server::start_over(device, (bytes, true), false, config, point, log)
     }
 
     fn start_over<D>(
         device: &Arc<D>,
-        (bytes, may_ring): (u64, bool),
+        (bytes, grows): (u64, bool),
+        may_ring: bool,
         config: &Config,
         point: &Path,
         log: &Log,
@@ -136,7 +141,7 @@ impl Server {
                 ),
             );
         }
-        let server = Server::disk(device, bytes, config, opened, owner, log)?;
+        let server = Server::disk(device, (bytes, grows), config, opened, owner, log)?;
         begun.keep();
         Ok(server)
     }
@@ -177,7 +182,7 @@ impl Server {
         // point, and a look at the mount would wait for this process itself.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let opened = Opened { mount, connection, queues, can_resend, made, rings: Vec::new() };
-        Server::disk(volume, volume.bytes(), config, opened, owner, log)
+        Server::disk(volume, (volume.bytes(), false), config, opened, owner, log)
     }
 
     /// Mounts an empty file system on the directory `point`; its files' pages lie in the volume.
@@ -221,7 +226,7 @@ impl Server {
     /// Starts to serve a file system of one file, which holds the bytes of a page device.
     fn disk<D>(
         device: &Arc<D>,
-        bytes: u64,
+        (bytes, grows): (u64, bool),
         config: &Config,
         opened: Opened,
         owner: (u32, u32),
@@ -238,11 +243,15 @@ impl Server {
         }
         let shape = Arc::new(Shape {
             name: (!is_file).then(|| config.name.clone()),
-            bytes,
+            bytes: bytes.into(),
+            grows,
             owner,
             born: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         });
-        Server::new(device, config, opened, file, log, || Disk { shape: Arc::clone(&shape) })
+        let mut server =
+            Server::new(device, config, opened, file, log, || Disk { shape: Arc::clone(&shape) })?;
+        server.shape = grows.then_some(shape);
+        Ok(server)
     }
 
     /// Makes a descriptor of the connection for each thread, and starts the threads.
@@ -277,6 +286,7 @@ impl Server {
             mount: Some(mount),
             made,
             memory_locked: true,
+            shape: None,
         };
         server.start_threads(device, config, log, rings, service)?;
         Ok(server)
@@ -352,6 +362,19 @@ impl Server {
     /// The path of the file that holds the volume's bytes.
     pub fn file(&self) -> &Path {
         &self.file
+    }
+
+    /// Makes the file `bytes` bytes long, as long as the page device is now. Who looks at the file
+    /// sees it from then on. A loop device over it stays as it is until it is told (`losetup -c`).
+    ///
+    /// # Panics
+    /// Panics if the server was not started by [`start_device`](Server::start_device).
+    pub fn grow(&self, bytes: u64) {
+        let shape = self.shape.as_ref().expect("its file can grow");
+        shape.bytes.store(bytes, Ordering::Relaxed);
+        // A loop device asks nobody: it takes the size that the kernel has seen last. So have the
+        // kernel see it. It cannot if the file is unmounted, and then nobody else can look.
+        let _ = fs::metadata(&self.file);
     }
 
     /// The server's counts.
