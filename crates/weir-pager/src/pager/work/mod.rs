@@ -34,6 +34,9 @@ const STEP: usize = 64;
 const READY_MAX: usize = 2;
 /// Largest number of victims that one search tries.
 const TRIES: usize = 16;
+/// Largest number of pages that one page fault on a block in the store brings, if not the whole
+/// block.
+const SINGLES_MOST: usize = 64;
 /// Largest number of pages that a page fault on a partial block brings.
 pub(super) const WINDOW: usize = 16;
 /// Mappings of fewer bytes than this are not managed, unless they lie beside managed memory.
@@ -166,7 +169,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     ) -> Result<Self, Error> {
         let system = |error: Errno| Error::System(error.into());
         let (staging, nursery) = (kernel.reserve(SLOTS * BLOCK)?, kernel.reserve(BLOCK)?);
-        let single = kernel.reserve(WINDOW * PAGE_SIZE)?;
+        let single = kernel.reserve(SINGLES_MOST * PAGE_SIZE)?;
         kernel.register(staging, staging + SLOTS * BLOCK).map_err(system)?;
         // Give every second slot other advice. The kernel merges only mappings with equal flags, so
         // each slot stays a mapping of its own. If slots were merged, freeing a slot's memory would

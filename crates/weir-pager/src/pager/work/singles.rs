@@ -11,9 +11,11 @@ const BATCH: usize = 64;
 /// Largest number of pages that the kernel may refuse to move while one batch is collected. After
 /// that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
-/// After page faults on this many successive pages of a block, the rest of the block is brought
-/// too.
-const RUN: u8 = 3;
+/// With each page fault that follows the last one in a block, twice as many pages come. After this
+/// many such page faults, the rest of the block is brought too. A whole block costs as much as
+/// hundreds of single pages, and objects of some pages are common.
+const RUN: u8 = 7;
+const _: () = assert!(SINGLES_MOST == 1 << (RUN - 1));
 /// The whole block is worth bringing if it has at least this many single pages, and more than
 /// `TIMES_AVERAGE` times the average of all blocks.
 const MANY: usize = 64;
@@ -51,8 +53,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         block.state == State::Stored && page == block.run.0 + 1
     }
 
-    /// Brings one page of a block that is in the store. For a partial block, may also bring pages
-    /// after it. Returns `false` if the page cannot be read.
+    /// Brings one page of a block that is in the store, and perhaps pages after it. Returns `false`
+    /// if the page cannot be read.
     pub(super) fn bring_single(&mut self, id: u32, page: usize) -> Result<bool, Changed> {
         let mut pages = self.window(id, page);
         if !self.blocks.get(id).is_there(page) {
@@ -106,15 +108,22 @@ impl<K: Kernel, S: Store> Work<K, S> {
         })
     }
 
-    /// The number of pages to bring for a page fault on this page. A partial block has few page
-    /// faults that show a stream, so more pages come with each page fault in a row.
+    /// The number of pages to bring for a page fault on this page: more with each page fault in a
+    /// row. A partial block never comes as a whole, so its number is larger from the first one on.
     fn window(&self, id: u32, page: usize) -> usize {
         let block = self.blocks.get(id);
-        if !block.is_partial || block.is_there(page) {
+        if block.is_there(page) {
             return 1;
         }
         let is_zero = block.is_zero(page);
-        let most = if is_zero { WINDOW } else { WINDOW.min(4 << block.run.1.min(4)) };
+        let most = match block.is_partial {
+            true if is_zero => WINDOW,
+            true => WINDOW.min(4 << block.run.1.min(4)),
+            false => 1 << block.run.1.min(RUN - 1),
+        };
+        if most == 1 {
+            return 1;
+        }
         let at = block.at + page * PAGE_SIZE;
         let end = self.spans.range(..=at).next_back().map_or(at, |(_, &end)| end);
         let whole =
@@ -346,6 +355,34 @@ impl<K: Kernel, S: Store> Work<K, S> {
 mod tests {
     use super::*;
     use crate::pager::simulator::{address, work_at_rest};
+
+    #[test]
+    fn page_faults_in_a_row_bring_twice_as_many_pages_each_and_then_the_whole_block() {
+        let (mut work, first) = work_at_rest();
+        let room = work.store.claim().expect("room");
+        for page in 0..BLOCK_PAGES {
+            work.store.write(room + page as u64, &[[7; PAGE_SIZE]]).unwrap();
+        }
+        work.store.settle().unwrap();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        work.add_span(address(first), address(first + BLOCK_PAGES));
+        let id = work.blocks.add(address(first), State::Stored);
+        work.blocks.get_mut(id).room = Some(room);
+        work.rooms = 1;
+        // Another object of some pages begins at page 300.
+        for (page, there) in [(0, 1), (1, 3), (3, 7), (7, 15), (300, 16), (301, 18)] {
+            assert!(work.is_single(id, page, None));
+            assert!(work.bring_single(id, page).unwrap());
+            assert_eq!(work.blocks.get(id).count_there(), there);
+        }
+        let mut page = 303;
+        while work.is_single(id, page, None) {
+            assert!(work.bring_single(id, page).unwrap());
+            page = work.blocks.get(id).run.0 + 1;
+        }
+        assert_eq!(page, 300 + 127, "after 1, 2, 4, up to 64 pages the whole block comes");
+    }
 
     #[test]
     fn a_single_page_stays_while_its_whole_block_is_on_its_way_in() {
