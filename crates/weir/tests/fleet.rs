@@ -94,7 +94,8 @@ fn values_that_a_killed_daemon_leaves_are_sealed_and_one_command_deletes_them() 
     let mut client = daemon.connect();
     let line = b"a line that anybody could read. ";
     client.write(0, &line.repeat(64 * 128)).unwrap();
-    daemon.kill_daemon();
+    daemon.process.kill().unwrap();
+    daemon.process.wait().unwrap();
     assert_eq!(engine.call(&["DBSIZE"]), "64");
     // Other keys of the engine stay.
     assert_eq!(engine.call(&["SET", "another", "a line"]), "OK");
