@@ -609,8 +609,10 @@ impl World {
         }
         requests.submit();
         // The server has seen its client just now. A write that begins later in this turn has no
-        // look of its own.
-        connection.may_leave.set(!connection.is_left.get() && !requests.is_waiting());
+        // look of its own, nor has a part of a page that found no slot, and begins anew.
+        let whole = |it: Sent| it.left || self.books().call(it.call).is_of_whole_pages();
+        let is_there = !connection.is_left.get() && !requests.is_waiting();
+        connection.may_leave.set(is_there && connection.under_way().all(whole));
         requests.turn(self.time(), buffers);
         connection.may_leave.set(false);
         self.hear(connection, &mut server);
