@@ -34,7 +34,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         let target = (self.limit() / 8).clamp(1, 3);
         (self.is_above() || (self.frames() == self.limit() && free < target))
-            && (self.is_turn_of_partial() && self.write_block_of_singles() || self.begin_write().is_some())
+            && (self.write_singles_of_turn() || self.begin_write().is_some())
+    }
+
+    /// Moves a batch of single pages out, if it is the turn of partial blocks. Such a turn takes
+    /// several steps, since a page fault waits for the end of a step.
+    fn write_singles_of_turn(&mut self) -> bool {
+        if self.batches == 0 && self.is_turn_of_partial() {
+            self.batches = BLOCK_PAGES / singles::BATCH;
+        }
+        let has_written = self.batches > 0 && self.write_singles();
+        self.batches = if has_written { self.batches - 1 } else { 0 };
+        has_written
     }
 
     /// Chooses a victim, moves it into a slot, and begins to write it to the store. `None` if no
@@ -383,6 +394,26 @@ mod tests {
             assert_eq!(work.kernel.world.word(first + 5), 7);
             work.release_room(id);
         }
+    }
+
+    #[test]
+    fn the_turn_of_partial_blocks_goes_in_steps_of_one_batch() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES - 1);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES - 1)).unwrap();
+        work.add_span(address(first), address(first + BLOCK_PAGES - 1));
+        let id = work.blocks.add_partial(address(first));
+        for page in 0..BLOCK_PAGES - 1 {
+            work.kernel.world.come(first + page, 7);
+        }
+        work.came_singly(id, 0..BLOCK_PAGES - 1);
+        work.shared.limit.store(0, Ordering::Relaxed);
+        for step in 1..=BLOCK_PAGES / singles::BATCH {
+            assert!(work.background());
+            let left = (BLOCK_PAGES - 1).saturating_sub(step * singles::BATCH);
+            assert_eq!(work.singles_there, left, "a page fault waits for the end of a step");
+        }
+        assert_eq!(work.batches, 0);
     }
 
     #[test]

@@ -135,6 +135,9 @@ pub(super) struct Work<K: Kernel, S> {
     partial_there: usize,
     /// A measure of how long the pages of partial blocks have made no room.
     due: usize,
+    /// Number of batches of single pages that are still to be moved out in the turn of partial
+    /// blocks.
+    batches: usize,
     /// The time of the last attempt in which no block could make room for single pages.
     stuck: Option<Duration>,
     /// The address of pages of the pager's own, into which single pages are read before they come
@@ -228,6 +231,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             singles_there: 0,
             partial_there: 0,
             due: 0,
+            batches: 0,
             stuck: None,
             single,
             eviction: None,

@@ -7,7 +7,7 @@
 use super::*;
 
 /// Number of single pages that are moved out together.
-const BATCH: usize = 64;
+pub(super) const BATCH: usize = 64;
 /// Largest number of pages that the kernel may refuse to move while one batch is collected. After
 /// that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
