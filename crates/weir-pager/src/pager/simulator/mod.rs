@@ -165,7 +165,8 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
     let shared = Arc::new(Shared::new(6, bells()));
     let mut world = World::new(Random::new(3), false, 0);
     world.map(OWN, OWN + BELLS);
-    let program = Program::new(&mut random, traits, Arc::clone(&shared), said);
+    let mut program = Program::new(&mut random, traits, Arc::clone(&shared), said);
+    program.rest();
     (Machine { world, program }, store, shared, (OWN + BELLS).next_multiple_of(BLOCK_PAGES))
 }
 

@@ -204,6 +204,23 @@ impl Program {
         false
     }
 
+    /// Makes a thread do these actions, the last one first, and then nothing.
+    fn rest_after(&mut self, thread: usize, actions: &[Action]) {
+        let todo = &mut self.threads[thread].todo;
+        *todo = vec![Action::Pause(u64::MAX)];
+        todo.extend_from_slice(actions);
+    }
+
+    /// Makes the first thread do nothing.
+    pub fn rest(&mut self) {
+        self.rest_after(0, &[]);
+    }
+
+    /// Makes the first thread end a change of the address space: it sends this event after a while.
+    pub fn end_change(&mut self, event: Event) {
+        self.rest_after(0, &[Action::Done, Action::Send(event), Action::Pause(150)]);
+    }
+
     fn object(&mut self, object: usize) -> &mut Object {
         self.objects[object].as_mut().expect("it is in use")
     }

@@ -299,6 +299,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.look_if_changed();
             }
             let is_idle = !self.background() && is_idle;
+            // The kernel has refused to fill these pages, or the eviction can go no further, since
+            // the address space is changing.
+            let is_stopped = !self.faults.is_empty() || self.eviction.is_some() && self.kernel.is_changing();
+            if is_stopped && self.events.is_empty() {
+                self.kernel.wait(Some(PAUSE));
+                continue;
+            }
             // The thread must not sleep while an event that it has read waits to be handled.
             if is_idle && self.events.is_empty() {
                 let is_quiet = self.scope == Scope::Adopted && !self.is_above();
@@ -557,7 +564,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let page = address / PAGE_SIZE * PAGE_SIZE;
         while let Some(at) = self.now_at(page) {
             match self.kernel.poison(at, PAGE_SIZE) {
-                Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
                 _ => {
                     self.kernel.wake(at, PAGE_SIZE);
                     return;

@@ -103,7 +103,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn copy_in(&mut self, to: usize, from: usize) {
         while let Some(at) = self.now_at(to) {
             match self.kernel.copy(at, from, PAGE_SIZE) {
-                Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
                 _ => {
                     self.kernel.wake(at, PAGE_SIZE);
                     return;
@@ -117,8 +117,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// content.
     pub(super) fn now_at(&mut self, address: usize) -> Option<usize> {
         while !self.put_in_order() {
-            self.kernel.wait(Some(PAUSE));
-            self.hear();
+            self.wait_and_hear();
         }
         let mut at = address;
         for event in &self.events {
@@ -166,7 +165,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                         continue;
                     }
                     Err(Stopped { why: Errno::AGAIN, .. }) => {
-                        self.hear();
+                        self.wait_and_hear();
                         continue;
                     }
                     Err(_) => {}
@@ -265,12 +264,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             match self.move_pages(to + done, self.nursery + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
-                Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
                 // The kernel refuses to move this page, for instance while it splits or migrates
                 // the page. The slot may have any content, so a page of zeros will do as well.
                 Err(_) => match self.kernel.zero(to + done, PAGE_SIZE) {
                     Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
-                    Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                    Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
                     Err(Stopped { why, .. }) => panic!("a slot cannot be filled: {why}"),
                 },
             }
@@ -321,6 +320,31 @@ impl<K: Kernel, S: Store> Work<K, S> {
 mod tests {
     use super::*;
     use crate::pager::simulator::{Area, address, work_at_rest};
+
+    #[test]
+    fn while_the_address_space_changes_the_pager_leaves_the_processor_to_others() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + 2);
+        work.kernel.register(address(first), address(first + 2)).unwrap();
+        let elsewhere = address(first + BLOCK_PAGES);
+        let event = Event::Remove(elsewhere, elsewhere + PAGE_SIZE);
+        let staging = work.frame();
+        // The thread that changes the address space goes on only while the pager's thread sleeps.
+        for request in 0..3 {
+            work.kernel.world.changing = 1;
+            work.kernel.program.end_change(event);
+            match request {
+                0 => work.copy_in(address(first), work.slot(staging)),
+                1 => work.poison(address(first + 1)),
+                _ => {
+                    work.frame();
+                }
+            }
+            assert_eq!(work.kernel.world.changing, 0);
+            assert!(work.kernel.world.is_something(first + request % 2));
+            work.events.clear();
+        }
+    }
 
     #[test]
     fn a_block_whose_write_fails_while_its_move_is_handled_comes_back_at_its_new_place() {

@@ -262,6 +262,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
+    /// Reads the kernel's events after the kernel has refused a request, since the address space is
+    /// changing. The thread that changes it may need this processor to go on, so the pager sleeps
+    /// until an event comes, or for a short time.
+    pub(super) fn wait_and_hear(&mut self) {
+        self.kernel.wait(Some(PAUSE));
+        self.hear();
+    }
+
     /// Whether the tables may have memory in `range` once all events that were read are handled.
     fn may_be_held(&self, range: Range<usize>) -> bool {
         let (mut is_held, mut is_free) = (!held_in(&self.spans, range.clone()).is_empty(), false);
