@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex};
 pub(super) use store::Simulated;
 use store::{Faults, Said};
 use weir_core::PageBytes;
-pub(super) use world::{Area, address};
+pub(super) use world::{Area, Entry, address};
 use world::{OWN, World};
 
 /// One of the two kinds of simulated stores.

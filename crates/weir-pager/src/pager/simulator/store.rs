@@ -39,6 +39,8 @@ pub struct Simulated {
     failed: bool,
     rooms: BTreeSet<u64>,
     reads: u64,
+    /// Pages that cannot be read.
+    spoilt: Vec<u64>,
     pub said: Arc<Mutex<Said>>,
 }
 
@@ -66,6 +68,7 @@ impl Simulated {
             failed: false,
             rooms: BTreeSet::new(),
             reads: 0,
+            spoilt: Vec::new(),
             said: Arc::default(),
         }
     }
@@ -73,6 +76,11 @@ impl Simulated {
     /// From now on, one write in `one_in` is accepted and fails later. With 0, no write does.
     pub fn doom(&mut self, one_in: u64) {
         self.faults.doomed = one_in;
+    }
+
+    /// From now on, this page cannot be read.
+    pub fn spoil(&mut self, page: u64) {
+        self.spoilt.push(page);
     }
 
     fn end_one(&mut self) {
@@ -156,7 +164,7 @@ impl Store for Simulated {
         let is_dead = self.faults.dead_after.is_some_and(|after| self.reads > after);
         for (page, out) in (first..).zip(out) {
             self.has_room(page);
-            if is_dead || self.random.one_in(self.faults.unreadable) {
+            if is_dead || self.spoilt.contains(&page) || self.random.one_in(self.faults.unreadable) {
                 self.said.lock().unwrap().unreadable += 1;
                 return Err(io::ErrorKind::InvalidData.into());
             }

@@ -349,11 +349,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
             true => None,
             false => self.policy.fault(number, is_resident),
         };
-        if self.blocks.get(id).state == State::Stored
-            && self.is_single(id, page, stride)
-            && self.bring_single(id, page)?
-        {
-            return Ok(());
+        if self.blocks.get(id).state == State::Stored && self.is_single(id, page, stride) {
+            if self.bring_single(id, page)? {
+                return Ok(());
+            }
+            if self.blocks.get(id).is_partial {
+                self.lose_single(id, page);
+                // Where an event says that the program has dropped the page, nothing has woken the
+                // thread yet.
+                return if self.has_changed() { Err(Changed) } else { Ok(()) };
+            }
         }
         self.bring(id)?;
         if let Some(stride) = stride {
@@ -519,13 +524,24 @@ impl<K: Kernel, S: Store> Work<K, S> {
     fn bring_singles(&mut self, id: u32) -> Result<(), Changed> {
         for page in 0..BLOCK_PAGES {
             if self.blocks.get(id).is_away(page) && !self.bring_single(id, page)? {
-                self.lose(id, Some);
-                // Memory that is mapped there later is not lost.
-                self.forget(id);
-                return Ok(());
+                self.lose_single(id, page);
             }
         }
         Ok(())
+    }
+
+    /// Gives up the content of one page of a partial block. The block's other pages, perhaps of
+    /// other mappings, stay as they are. Memory that is mapped there later is not lost.
+    fn lose_single(&mut self, id: u32, page: usize) {
+        self.count_lost();
+        let block = self.blocks.get_mut(id);
+        block.set_zero(page, true);
+        if let Some(stored) = &mut block.stored {
+            // A page with the same content is written all the same.
+            stored[page] = 0;
+        }
+        let at = block.at + page * PAGE_SIZE;
+        self.poison(at);
     }
 
     /// Returns a frame, or an error if the address space has changed meanwhile.
@@ -538,17 +554,17 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Err(Changed)
     }
 
-    /// Gives up the content of a block that cannot be read. A thread that touches it gets SIGBUS.
+    /// Gives up the content of a whole block that cannot be read. A thread that touches it gets
+    /// SIGBUS.
     fn lose(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
         self.count_lost();
-        let block = self.blocks.get(id).clone();
-        self.blocks.get_mut(id).state = State::Lost;
+        let block = self.blocks.get_mut(id);
+        block.state = State::Lost;
+        let at = block.at;
         self.forget_singles(id, 0..BLOCK_PAGES);
-        for page in 0..BLOCK_PAGES {
-            if (!block.is_partial || block.is_away(page))
-                && let Some(at) = place(block.at + page * PAGE_SIZE)
-            {
-                self.poison(at);
+        for page in (at..at + BLOCK).step_by(PAGE_SIZE) {
+            if let Some(page) = place(page) {
+                self.poison(page);
             }
         }
     }

@@ -81,7 +81,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.kernel.wake(at, PAGE_SIZE);
                 Ok(true)
             }
-            // The caller then brings the whole block, and finds all of its pages that are lost.
+            // The caller then brings the whole block, and finds whether that is lost. Of a partial
+            // block, only this page is.
             None => Ok(false),
         }
     }
@@ -354,7 +355,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{address, work_at_rest};
+    use crate::pager::simulator::{Entry, address, work_at_rest};
 
     #[test]
     fn page_faults_in_a_row_bring_twice_as_many_pages_each_and_then_the_whole_block() {
@@ -412,6 +413,50 @@ mod tests {
         work.bring(id).unwrap();
         assert_eq!(work.kernel.world.word(first + 5), 8);
         assert_eq!(work.singles_there, 0);
+    }
+
+    #[test]
+    fn a_page_of_a_partial_block_that_cannot_be_read_takes_no_other_page_along() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + 8);
+        work.kernel.register(address(first), address(first + 8)).unwrap();
+        work.add_span(address(first), address(first + 8));
+        let id = work.blocks.add_partial(address(first));
+        (0..8).for_each(|page| work.kernel.world.come(first + page, page as u64 + 1));
+        work.came_singly(id, 0..8);
+        assert!(work.write_singles());
+        assert!(work.bring_single(id, 0).unwrap());
+        let there = work.singles_there;
+        let room = work.blocks.get(id).room.unwrap();
+        work.store.spoil(room + 5);
+        // A page fault there, and then a fork.
+        work.fault(address(first + 5)).unwrap();
+        assert_eq!((work.singles_there, work.blocks.get(id).is_partial), (there, true));
+        work.bring_singles(id).unwrap();
+        let word = |page: usize| match work.kernel.world.entries[first + page] {
+            Entry { is_there: true, .. } => work.kernel.world.word(first + page),
+            Entry { is_poisoned, .. } => 100 + u64::from(is_poisoned),
+        };
+        assert_eq!([0, 1, 2, 3, 4, 5, 6, 7].map(word), [1, 2, 3, 4, 5, 101, 7, 8]);
+        assert_eq!((work.singles_there, work.shared.counters.lost.load(Ordering::Relaxed)), (7, 1));
+    }
+
+    #[test]
+    fn a_fork_gets_each_page_of_a_partial_block_that_can_be_read() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + 8);
+        work.kernel.register(address(first), address(first + 8)).unwrap();
+        work.add_span(address(first), address(first + 8));
+        let id = work.blocks.add_partial(address(first));
+        (0..8).for_each(|page| work.kernel.world.come(first + page, page as u64 + 1));
+        work.came_singly(id, 0..8);
+        assert!(work.write_singles());
+        let room = work.blocks.get(id).room.unwrap();
+        work.store.spoil(room + 2);
+        work.bring_singles(id).unwrap();
+        let there = (0..8).filter(|page| work.kernel.world.entries[first + page].is_there).count();
+        assert_eq!((there, work.kernel.world.entries[first + 2].is_poisoned), (7, true));
+        assert!(work.blocks.is_known(id) && work.write_singles(), "they can go out again");
     }
 
     #[test]
