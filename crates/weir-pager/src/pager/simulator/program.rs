@@ -25,6 +25,8 @@ pub struct Traits {
     /// Of this many actions of a thread, one changes mappings on average. 0: none does.
     pub changes: u64,
     pub maps: bool,
+    /// Number of threads that do nothing but map memory and unmap it again.
+    pub churning: usize,
     pub migrates: bool,
     pub limits: bool,
     /// Whether all resident memory is moved out now and then.
@@ -71,6 +73,11 @@ enum Action {
         object: usize,
         page: usize,
         write: bool,
+    },
+    /// Unmap pages that belong to no [`Object`].
+    Discard {
+        from: usize,
+        to: usize,
     },
     /// Touch a page that belongs to no [`Object`].
     Touch(usize),
@@ -230,6 +237,10 @@ impl Program {
         if self.budget == 0 {
             return self.plan_end(world, thread);
         }
+        if thread > 0 && thread + self.traits.churning >= self.threads.len() {
+            self.churn(world, thread);
+            return true;
+        }
         let mapped: usize = self.objects.iter().flatten().map(|object| object.pages.len()).sum();
         let is_wanted =
             mapped < 6 * self.traits.limit * BLOCK_PAGES && self.traits.maps && world.random.one_in(3_000);
@@ -256,6 +267,21 @@ impl Program {
         self.budget -= 1;
         self.threads[thread].todo.push(Action::Access { object, page, write });
         true
+    }
+
+    /// Maps memory that is unmapped again soon. The pager may begin to manage it meanwhile.
+    fn churn(&mut self, world: &mut World, thread: usize) {
+        self.budget -= 1;
+        let pages = 16 + world.random.below(48) as usize;
+        let Some(at) = self.gap(world, pages) else { return };
+        world.say(at..at + pages, "mapped for a while");
+        world.map(at, at + pages);
+        let steps = world.random.below(200);
+        self.threads[thread].todo.extend([
+            Action::Discard { from: at, to: at + pages },
+            Action::Pause(steps),
+            Action::Touch(at),
+        ]);
     }
 
     /// Plans the end of the history: the first thread reads every page once more, and then stops
@@ -748,6 +774,7 @@ impl Program {
                 }
                 self.accessed(world, object, page, write);
             }
+            Action::Discard { from, to } => self.unmap_range(world, thread, from, to),
             Action::Touch(page) => return self.touch(world, thread, page, false, action),
             Action::Remove { from, to, lazily } => {
                 if from >= to {

@@ -51,6 +51,8 @@ const PAUSE: Duration = Duration::from_micros(20);
 const LEAST_SHARE: usize = 4;
 /// The least number of blocks that the pager needs to work with.
 const LEAST: usize = 4;
+/// Largest number of waits until the pager has read the events of all changes of the address space.
+const WAITS: usize = 8;
 /// Time between two looks for new memory.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
@@ -102,7 +104,10 @@ pub(super) struct Work<K: Kernel, S> {
     mappings: Vec<Mapping>,
     mappings_of_now: Vec<Mapping>,
     looked: Duration,
-    /// Pages of the address space at the last search for new memory.
+    /// The bell of the call for which the pager has looked for new memory already.
+    looked_for: Option<usize>,
+    /// Pages of the address space at the last search for new memory, or 0 if that search has left
+    /// some for the next one.
     seen: usize,
     /// Anonymous pages in memory that are not managed, when the pager looked last. They count
     /// against the limit.
@@ -211,6 +216,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             scope,
             shared,
             looked,
+            looked_for: None,
             seen: 0,
             beside: 0,
             blocks: Blocks::default(),
@@ -374,14 +380,19 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// a fork, also makes every block resident.
     fn answer(&mut self, bell: usize) -> Result<(), Changed> {
         let [start, end] = self.shared.adopt.each_ref().map(|bound| bound.load(Ordering::Relaxed));
-        if end > start {
-            self.adopt(&[(start, end)])?;
+        if end > start && !self.adopt(&[(start, end)]) {
+            return Err(Changed);
         }
         let call = self.shared.call.each_ref().map(|word| word.load(Ordering::Relaxed));
         if call[0] != 0 {
             self.kernel.call(call);
         }
-        self.look()?;
+        // A later look finds what cannot be managed yet. A child inherits it all the same. So one
+        // look is enough for a call, however often the rest is tried.
+        if self.looked_for != Some(bell) {
+            self.look();
+            self.looked_for = Some(bell);
+        }
         self.note_left_out();
         let is_end = self.shared.stop.load(Ordering::SeqCst);
         if self.is_held() {
@@ -406,6 +417,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return Err(Changed);
         }
         self.zero(bell)?;
+        self.looked_for = None;
         self.has_ended_all = is_end;
         Ok(())
     }

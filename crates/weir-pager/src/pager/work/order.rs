@@ -82,6 +82,16 @@ impl Change {
     }
 }
 
+/// Whether the event says that memory in `range` has changed.
+pub(super) fn touches(event: &Event, range: &Range<usize>) -> bool {
+    let (from, to) = match *event {
+        Event::Fault(_) => (0..0, 0..0),
+        Event::Remap(from, to, bytes) => (from..from + bytes, to..to + bytes),
+        Event::Remove(start, end) | Event::Unmap(start, end) => (start..end, 0..0),
+    };
+    meet(&from, range) || meet(&to, range)
+}
+
 fn meet(one: &Range<usize>, other: &Range<usize>) -> bool {
     one.start < other.end && other.start < one.end
 }

@@ -299,28 +299,26 @@ impl<K: Kernel, S: Store> Work<K, S> {
         before.is_some_and(|(_, &end)| block + BLOCK <= end)
     }
 
-    /// Looks for new memory if the size of the address space has changed since the last look. Then
-    /// counts the memory that is not managed.
+    /// Looks for new memory if the size of the address space has changed since the last look, or if
+    /// that look has left memory for another one. Then counts the memory that is not managed.
     pub(super) fn look_if_changed(&mut self) {
         self.looked = self.kernel.now();
-        let mapped = self.kernel.size().mapped;
-        if mapped != self.seen {
-            if self.look().is_err() {
-                return;
-            }
-            self.seen = mapped;
+        if self.kernel.size().mapped != self.seen {
+            self.look();
         }
         if self.scope == Scope::Process {
             self.beside = self.kernel.size().anonymous.saturating_sub(self.managed());
         }
     }
 
-    pub(super) fn look(&mut self) -> Result<(), Changed> {
+    /// Looks for new memory. What changes meanwhile is left for the next look.
+    pub(super) fn look(&mut self) {
         if self.scope != Scope::Process {
-            return Ok(());
+            return;
         }
+        self.seen = self.kernel.size().mapped;
         if !self.kernel.read_mappings(&mut self.mappings) {
-            return Ok(());
+            return;
         }
         let mut found: Vec<(usize, usize)> = Vec::new();
         for &Mapping { start, end, is_plain } in &self.mappings {
@@ -343,7 +341,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 from = known.map_or(end, |(_, end)| end);
             }
         }
-        if found.is_empty() { Ok(()) } else { self.adopt(&found) }
+        if !found.is_empty() && !self.adopt(&found) {
+            self.seen = 0;
+        }
     }
 
     /// The first range in `start..end` that must not be adopted: it is managed already, or is
@@ -356,21 +356,31 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.excluded.iter().copied().chain(spans).filter(overlaps).min()
     }
 
-    /// Registers and manages these ranges too, unless the address space changed meanwhile.
-    pub(super) fn adopt(&mut self, ranges: &[(usize, usize)]) -> Result<(), Changed> {
+    /// Registers and manages these ranges too, except those that have changed meanwhile. Returns
+    /// whether none has.
+    pub(super) fn adopt(&mut self, ranges: &[(usize, usize)]) -> bool {
         let mut ranges = ranges.to_vec();
         ranges.retain(|&(start, end)| self.kernel.register(start, end).is_ok());
         // From here on the kernel sends an event for each change of a range. But the list of
         // mappings was read before. It may lack a later change, or show a change whose event is not
         // handled yet. New blocks could then cover a hole, or overlap blocks that the event brings.
-        // So check that nothing has changed.
-        if self.scope == Scope::Process && !self.are_mappings(&ranges) {
-            return Err(Changed);
+        // So leave out the ranges that such a change touches.
+        let registered = ranges.len();
+        if self.scope == Scope::Process {
+            self.retain_mappings(&mut ranges);
         }
         self.hear();
-        if self.has_changed() || self.kernel.is_changing() {
-            return Err(Changed);
+        for _ in 0..WAITS {
+            if !self.kernel.is_changing() {
+                break;
+            }
+            self.wait_and_hear();
         }
+        if self.kernel.is_changing() {
+            return false;
+        }
+        ranges.retain(|&(start, end)| !self.events.iter().any(|event| order::touches(event, &(start..end))));
+        let are_all = ranges.len() == registered;
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         for (start, end) in ranges {
             let _ = self.kernel.advise(start, end - start, advice);
@@ -378,7 +388,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             // Some pages may have been touched before the registration.
             self.record(start, end);
         }
-        Ok(())
+        are_all
     }
 
     /// Makes a block around an address of managed memory that has none yet.
@@ -457,18 +467,17 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Whether each range is part of one plain mapping. The kernel never merges memory that is
-    /// registered with userfaultfd with other memory.
-    fn are_mappings(&mut self, ranges: &[(usize, usize)]) -> bool {
+    /// Keeps those ranges that are each part of one plain mapping. The kernel never merges memory
+    /// that is registered with userfaultfd with other memory.
+    fn retain_mappings(&mut self, ranges: &mut Vec<(usize, usize)>) {
         let mut mappings = std::mem::take(&mut self.mappings_of_now);
         let has_read = self.kernel.read_mappings(&mut mappings);
         let is_one = |&(start, end): &(usize, usize)| {
             let after = mappings.partition_point(|mapping| mapping.start <= start);
             after > 0 && mappings[after - 1].is_plain && end <= mappings[after - 1].end
         };
-        let are_all = has_read && ranges.iter().all(is_one);
+        ranges.retain(|range| has_read && is_one(range));
         self.mappings_of_now = mappings;
-        are_all
     }
 }
 
@@ -496,6 +505,45 @@ mod tests {
         work.policy.came(work.blocks.add(address(first), State::Resident));
         work.kernel.world.entries.iter_mut().for_each(|entry| entry.is_there = false);
         assert_eq!(there(&mut work, 3), 22);
+    }
+
+    #[test]
+    fn memory_that_changes_while_the_pager_looks_does_not_keep_it_from_managing_other_memory() {
+        let (mut work, first) = work_at_rest();
+        work.scope = Scope::Process;
+        work.look();
+        let place = |number: usize| first + 2 * number * BLOCK_PAGES;
+        let bytes = |number: usize| (address(place(number)), address(place(number)) + BLOCK);
+        let unmapped = |number: usize| (Event::Unmap(bytes(number).0, bytes(number).1), 0);
+        [0, 1, 2]
+            .iter()
+            .for_each(|&number| work.kernel.world.map(place(number), place(number) + BLOCK_PAGES));
+        work.kernel.world.come(place(0), 7);
+        // Of these, the second one is unmapped, and the fourth one is no longer mapped. The event
+        // of a fifth one concerns none of them.
+        work.kernel.world.events.extend([1, 4].map(unmapped));
+        assert!(!work.adopt(&[0, 1, 2, 3].map(bytes)));
+        assert_eq!(work.spans, BTreeMap::from([bytes(0), bytes(2)]));
+        assert_eq!(work.singles_there + work.policy.len(), 1, "only what has a record can go out");
+        // The next look finds the rest.
+        work.events.clear();
+        work.look_if_changed();
+        assert_eq!(work.spans, BTreeMap::from([0, 1, 2].map(bytes)));
+    }
+
+    #[test]
+    fn memory_that_is_not_managed_counts_though_the_address_space_changes_all_the_time() {
+        let (mut work, first) = work_at_rest();
+        work.scope = Scope::Process;
+        work.look();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        (first..first + 3).for_each(|page| work.kernel.world.come(page, 7));
+        work.kernel.world.changing = 1;
+        work.look_if_changed();
+        assert_eq!((work.beside, work.spans.len()), (3, 0));
+        work.kernel.world.changing = 0;
+        work.look_if_changed();
+        assert_eq!(work.spans.len(), 1, "the next look manages it");
     }
 
     #[test]
@@ -610,7 +658,7 @@ mod tests {
         assert!((first..hole).all(|page| !work.kernel.world.is_something(page)), "all of it is out");
         work.kernel.world.map(hole, end);
         work.kernel.register(address(hole), address(end)).unwrap();
-        work.adopt(&[(address(hole), address(end))]).unwrap();
+        assert!(work.adopt(&[(address(hole), address(end))]));
         assert!(!work.blocks.get(id).is_partial);
         work.bring(id).unwrap();
         for page in first..end {
@@ -625,7 +673,7 @@ mod tests {
     fn adopted(work: &mut Work<Machine, Simulated>, pages: std::ops::Range<usize>) {
         work.kernel.world.map(pages.start, pages.end);
         pages.clone().for_each(|page| work.kernel.world.come(page, page as u64));
-        work.adopt(&[(address(pages.start), address(pages.end))]).unwrap();
+        assert!(work.adopt(&[(address(pages.start), address(pages.end))]));
     }
 
     /// Takes memory away as `munmap` does.
@@ -691,7 +739,7 @@ mod tests {
         for (at, pages) in places {
             work.kernel.world.map(at, at + pages);
         }
-        work.look().unwrap();
+        work.look();
         let spans: Vec<_> = work.spans.iter().map(|(&start, &end)| (start, end)).collect();
         assert_eq!(
             spans,
