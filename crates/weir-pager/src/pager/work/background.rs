@@ -92,13 +92,27 @@ impl<K: Kernel, S: Store> Work<K, S> {
         None
     }
 
-    /// Claims a room for a block that has none. Returns false if the store is full.
+    /// Claims a room for a block that has none. Returns false if the store is full. For a while
+    /// after that a partial block gets no room, since it uses less of one than a whole block.
     pub(super) fn claim_room(&mut self, id: u32) -> bool {
+        let is_scarce = self.refused.is_some_and(|since| self.kernel.now() - since <= STUCK);
+        if is_scarce && self.blocks.get(id).is_partial {
+            return false;
+        }
         let room = self.store.claim().or_else(|| self.take_spare_room());
-        if room.is_none() && !self.is_full {
-            self.outside.tell("the store is full; the program takes more memory than its limit");
+        // A full store has room again with each block that comes back, and none after the next one.
+        // People need no line about each.
+        if self.full_at.is_some_and(|rooms| self.rooms < rooms / 4 * 3) {
+            self.full_at = None;
         }
         self.is_full = room.is_none();
+        if self.is_full {
+            self.refused = Some(self.kernel.now());
+            if self.full_at.is_none() {
+                self.full_at = Some(self.rooms);
+                self.outside.tell("the store is full; the program takes more memory than its limit");
+            }
+        }
         self.rooms += usize::from(room.is_some());
         self.blocks.get_mut(id).room = room;
         room.is_some()
@@ -285,7 +299,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{address, work_at_rest};
+    use crate::pager::simulator::{Machine, Simulated, address, work_at_rest};
 
     #[test]
     fn a_block_of_zeros_takes_no_room_in_the_store() {
@@ -394,6 +408,50 @@ mod tests {
             assert_eq!(work.kernel.world.word(first + 5), 7);
             work.release_room(id);
         }
+    }
+
+    #[test]
+    fn a_full_store_is_asked_once_for_many_pages_and_people_hear_of_it_once() {
+        let (mut work, first) = work_at_rest();
+        let told = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let count = Arc::clone(&told);
+        work.outside = Box::new(move |_: &str| {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        work.rooms = 4;
+        let rooms: Vec<u64> = std::iter::from_fn(|| work.store.claim()).collect();
+        let refused = |work: &Work<Machine, Simulated>| work.store.said.lock().unwrap().refused;
+        let before = refused(&work);
+        // A page in each of eight partial blocks.
+        for number in 0..8 {
+            let page = first + number * BLOCK_PAGES;
+            work.kernel.world.map(page, page + 1);
+            work.kernel.register(address(page), address(page + 1)).unwrap();
+            work.add_span(address(page), address(page + 1));
+            work.kernel.world.come(page, 7);
+            let id = work.blocks.add_partial(address(page));
+            work.came_singly(id, 0..1);
+        }
+        assert!(!work.write_singles());
+        assert_eq!(refused(&work) - before, 1);
+        // One room after the other is free for a short time. No partial block takes it.
+        for (number, &room) in rooms.iter().enumerate() {
+            work.store.release(room);
+            assert!(!work.write_singles(), "a whole block may need the room");
+            let id = work.blocks.add(address(first + (20 + 2 * number) * BLOCK_PAGES), State::Resident);
+            assert!(work.claim_room(id));
+            let id = work.blocks.add(address(first + (21 + 2 * number) * BLOCK_PAGES), State::Resident);
+            assert!(!work.claim_room(id));
+            work.rooms -= 1;
+        }
+        assert_eq!(told.load(Ordering::Relaxed), 1);
+        // Later, partial blocks get what room there is.
+        work.kernel.world.now += STUCK + PAUSE;
+        let id = work.blocks.at(address(first + 20 * BLOCK_PAGES)).unwrap();
+        work.rooms += 1;
+        work.release_room(id);
+        assert!(work.write_singles());
+        assert_eq!((told.load(Ordering::Relaxed), work.singles_there), (1, 7));
     }
 
     #[test]

@@ -53,7 +53,9 @@ const LEAST_SHARE: usize = 4;
 const LEAST: usize = 4;
 /// Largest number of waits until the pager has read the events of all changes of the address space.
 const WAITS: usize = 8;
-/// Time between two looks for new memory.
+/// Pause after an attempt in which no block could be moved out, or none got room in the store.
+const STUCK: Duration = Duration::from_millis(20);
+/// Least time between two looks for new memory.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// The address space changes: the kernel's events must be read first.
@@ -99,6 +101,11 @@ pub(super) struct Work<K: Kernel, S> {
     /// Whether the store has failed. Then no more blocks are written out.
     is_broken: bool,
     is_full: bool,
+    /// The time of the last claim of room that the store has refused.
+    refused: Option<Duration>,
+    /// Number of blocks that had room when the pager told people that the store is full. It tells
+    /// that again only once a quarter of them has gone.
+    full_at: Option<usize>,
     scope: Scope,
     shared: Arc<Shared>,
     mappings: Vec<Mapping>,
@@ -213,6 +220,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             key: Key::random()?,
             is_broken: false,
             is_full: false,
+            refused: None,
+            full_at: None,
             scope,
             shared,
             looked,

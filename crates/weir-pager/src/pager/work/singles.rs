@@ -23,8 +23,6 @@ const TIMES_AVERAGE: usize = 4;
 /// The share of partial blocks among the victims is divided by this, as long as whole blocks have
 /// much memory.
 const PARTIAL_EVERY: usize = 16;
-/// Pause after an attempt in which no block could be moved out.
-const STUCK: Duration = Duration::from_millis(20);
 /// For a program that accesses memory in random order: the limit divided by this number is what
 /// whole blocks may take. Single pages have the rest.
 const WHOLE_SHARE: usize = 8;
@@ -248,7 +246,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         let Some(slot) = self.find(Slot::Vacant) else { return false };
         let mut gone = Vec::with_capacity(BATCH);
-        let mut refused = 0;
+        let (mut refused, mut may_claim) = (0, true);
         // The loop may go through all entries: an outdated entry costs little, and there may be
         // many of them.
         for _ in 0..self.singles.len() {
@@ -262,7 +260,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 continue;
             }
             let is_new = self.blocks.get(id).room.is_none();
-            if is_new && !self.claim_room(id) {
+            if is_new && (!may_claim || !self.claim_room(id)) {
+                may_claim = false;
                 self.singles.push_back((id, page as u32));
                 refused += 1;
                 continue;
