@@ -91,7 +91,8 @@ pub fn short_turns() {
 
 /// Gives the calling thread short turns, and if this process has the right (`CAP_SYS_NICE`), also a
 /// priority that is higher by ten steps. That suits a thread without which no other thread of its
-/// program goes on. What it takes of the processor is bounded by what they ask for.
+/// program goes on. It has that priority for all its work, also for work that nobody waits for. So
+/// it must bound that work itself.
 pub fn first_turns() {
     prefer(10);
 }

@@ -270,6 +270,7 @@ impl Kernel for Machine {
 
     fn read_mappings(&mut self, mappings: &mut Vec<Mapping>) -> bool {
         self.pass();
+        self.world.now += self.world.reading;
         mappings.clear();
         mappings.extend(self.world.areas.iter().map(|(&start, area)| Mapping {
             start: address(start),

@@ -66,6 +66,8 @@ pub struct World {
     pub merges: bool,
     /// Of this many pages that the pager moves, the kernel is migrating one on average. 0: none.
     pub migrates: u64,
+    /// The time that it takes to read all mappings.
+    pub reading: Duration,
     /// The page whose every event is printed.
     page: Option<usize>,
 }
@@ -92,6 +94,7 @@ impl World {
             events: VecDeque::new(),
             merges,
             migrates,
+            reading: Duration::ZERO,
             page: number("WEIR_SIMULATOR_PAGE").map(|page| page as usize),
         }
     }

@@ -57,6 +57,10 @@ const WAITS: usize = 8;
 const STUCK: Duration = Duration::from_millis(20);
 /// Least time between two looks for new memory.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// After a look for new memory, the pager makes no other one for this many times as long, unless a
+/// thread asks for it. In a process with many mappings a look takes long, and the pager's thread
+/// may have a higher priority than the program's.
+const LOOK_REST: u32 = 10;
 
 /// The address space changes: the kernel's events must be read first.
 #[derive(Debug)]
@@ -111,6 +115,8 @@ pub(super) struct Work<K: Kernel, S> {
     mappings: Vec<Mapping>,
     mappings_of_now: Vec<Mapping>,
     looked: Duration,
+    /// The time before which the pager makes no other look.
+    look_again: Duration,
     /// The bell of the call for which the pager has looked for new memory already.
     looked_for: Option<usize>,
     /// Pages of the address space at the last search for new memory, or 0 if that search has left
@@ -225,6 +231,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             scope,
             shared,
             looked,
+            look_again: Duration::ZERO,
             looked_for: None,
             seen: 0,
             beside: 0,

@@ -300,11 +300,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Looks for new memory if the size of the address space has changed since the last look, or if
-    /// that look has left memory for another one. Then counts the memory that is not managed.
+    /// that look has left memory for another one, but not soon after a long look. Then counts the
+    /// memory that is not managed.
     pub(super) fn look_if_changed(&mut self) {
         self.looked = self.kernel.now();
-        if self.kernel.size().mapped != self.seen {
+        if self.kernel.size().mapped != self.seen && self.looked >= self.look_again {
             self.look();
+            let now = self.kernel.now();
+            self.look_again = now + (now - self.looked) * LOOK_REST;
         }
         if self.scope == Scope::Process {
             self.beside = self.kernel.size().anonymous.saturating_sub(self.managed());
@@ -532,6 +535,25 @@ mod tests {
     }
 
     #[test]
+    fn looks_for_new_memory_take_a_tenth_of_the_time_at_most() {
+        let (mut work, first) = work_at_rest();
+        work.scope = Scope::Process;
+        work.kernel.world.reading = Duration::from_millis(5);
+        let (mut looks, begun) = (0, work.kernel.world.now);
+        for number in 0..100 {
+            // Small mappings come all the time.
+            work.kernel.world.map(first + 2 * number, first + 2 * number + 1);
+            let before = work.kernel.world.now;
+            work.look_if_changed();
+            looks += u32::from(work.kernel.world.now > before);
+            work.kernel.world.now += LOOK_EVERY;
+        }
+        let all = work.kernel.world.now - begun;
+        assert!(looks > 1, "new memory is found all the same");
+        assert!((looks - 1) * work.kernel.world.reading * LOOK_REST <= all, "{looks} looks in {all:?}");
+    }
+
+    #[test]
     fn memory_that_is_not_managed_counts_though_the_address_space_changes_all_the_time() {
         let (mut work, first) = work_at_rest();
         work.scope = Scope::Process;
@@ -542,6 +564,7 @@ mod tests {
         work.look_if_changed();
         assert_eq!((work.beside, work.spans.len()), (3, 0));
         work.kernel.world.changing = 0;
+        work.kernel.world.now = work.look_again;
         work.look_if_changed();
         assert_eq!(work.spans.len(), 1, "the next look manages it");
     }
