@@ -7,12 +7,13 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 use weir_core::log::{Level, to_stderr};
 use weir_export::{fuse, nbd, share, ublk};
-use weir_share::wire::{VERSION, Welcome};
-use weir_share::{Area, Client, Error, Layout, Options, send};
+use weir_share::wire::{Completed, Op, Spot, Submission, VERSION, Welcome};
+use weir_share::{Area, Client, Error, Layout, Options, Ring, send};
 use weir_store::Host;
 use weir_volume::Volume;
 
@@ -98,7 +99,19 @@ fn a_share_client_says_what_is_wrong_with_its_server() {
     share_server(&path, Some(welcome.encode().to_vec()), descriptors);
     let mut client = Client::connect(&path, Options::default()).unwrap();
     std::fs::remove_file(&path).unwrap();
-    let error = client.take_frames(1, Duration::from_secs(1)).unwrap_err().to_string();
+    for frame in 0..2 {
+        let completed = Completed { tag: 0, status: 0, token: 5 + frame, spot: Spot::Frame(frame) };
+        area.store(Ring::Completions, frame, completed.encode());
+    }
+    area.written(Ring::Completions).store(2, Ordering::Release);
+    let frames = client.take_frames(2, Duration::from_secs(1)).unwrap();
+    // One page is no run.
+    client.ask_write_run(9, 3, &frames, 1, 1).unwrap();
+    let asked = Submission::decode(area.load(Ring::Submissions, 2)).unwrap();
+    assert_eq!(asked, Submission { op: Op::Write, tag: 9, page: 3, token: 6, count: 0 });
+    let error = client.ask_write_run(9, 3, &frames, 0, 2).unwrap_err().to_string();
+    assert!(error.starts_with("the share server is of an earlier version, which knows no runs"), "{error}");
+    let error = client.ask_read_run(9, 3, &frames, 0, 1).unwrap_err().to_string();
     assert!(error.starts_with("the share server is of an earlier version, which knows no runs"), "{error}");
 }
 

@@ -5,6 +5,7 @@
 //! anew. It waits only for as long as `weir run` promises another daemon, and not for ever.
 
 use crate::{BLOCK_PAGES, Ledger, Store};
+use std::array;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
@@ -12,17 +13,20 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
-use weir_share::{Client, Error, Frames, Options};
+use weir_share::{Client, Error, Frames, Lease, Options};
 
 /// Largest number of pages of one request. While the daemon handles a request, this end copies the
-/// pages of the next one.
+/// pages of the next one. Daemons of other versions of Weir may take fewer.
 const RUN: usize = 32;
 /// Number of the connection's frames that are used for writes. They are used in a circle.
 const WRITE_FRAMES: usize = 4 * RUN;
-/// Number of requests for which a read has frames.
-const READS: usize = 4;
+/// Number of frames for reads.
+const READ_FRAMES: usize = 4 * RUN;
+/// Largest number of requests of a read. If the daemon knows no runs, it needs the other half of
+/// these frames for reads, since frames are on their way back to it.
+const READS: usize = READ_FRAMES / 2;
 /// Number of the connection's frames.
-pub(crate) const FRAMES: usize = WRITE_FRAMES + READS * RUN;
+pub(crate) const FRAMES: usize = WRITE_FRAMES + READ_FRAMES;
 /// Number of written pages after which the daemon is told, so that it writes while more pages are
 /// copied.
 const SUBMIT_EVERY: usize = 16;
@@ -36,6 +40,8 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// A connection to a daemon. It has [`FRAMES`] frames, through which pages come and go.
 pub(crate) trait Connection: fmt::Debug + Sized {
     fn pages(&self) -> u64;
+    /// Largest number of pages of one request.
+    fn run_most(&self) -> usize;
     fn in_flight(&self) -> u32;
     /// Asks to read `count` pages from `page` on into the frames from index `at` on.
     fn ask_read(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error>;
@@ -43,6 +49,7 @@ pub(crate) trait Connection: fmt::Debug + Sized {
     fn ask_write(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error>;
     fn submit(&mut self) -> Result<(), Error>;
     fn wait(&mut self) -> Result<Ended, Error>;
+    /// Copies frames. Those of a read have its pages only until the next call of `wait`.
     fn copy_from_frames(&self, at: usize, out: &mut [PageBytes]);
     fn copy_to_frames(&mut self, at: usize, pages: &[PageBytes]);
 }
@@ -79,6 +86,18 @@ pub(crate) trait Run {
 pub(crate) struct Framed {
     client: Client,
     frames: Frames,
+    /// The page of the last read that has ended, if the daemon knows no runs: such a daemon itself
+    /// chooses the frame of each read.
+    brought: Option<Lease>,
+}
+
+impl Framed {
+    /// Takes the frames of a new connection. Each wait takes `longest` at most.
+    fn new(mut client: Client, longest: Duration) -> Result<Self, Error> {
+        let knows_runs = client.run_most() > 0;
+        let frames = client.take_frames(if knows_runs { FRAMES } else { WRITE_FRAMES } as u32, longest)?;
+        Ok(Framed { client, frames, brought: None })
+    }
 }
 
 impl Connection for Framed {
@@ -86,12 +105,19 @@ impl Connection for Framed {
         self.client.pages()
     }
 
+    fn run_most(&self) -> usize {
+        self.client.run_most().max(1) as usize
+    }
+
     fn in_flight(&self) -> u32 {
         self.client.in_flight()
     }
 
     fn ask_read(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error> {
-        self.client.ask_read_run(tag, page, &self.frames, at as u32, count as u32)
+        match self.client.run_most() {
+            0 => self.client.ask_read(tag, page),
+            _ => self.client.ask_read_run(tag, page, &self.frames, at as u32, count as u32),
+        }
     }
 
     fn ask_write(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error> {
@@ -103,11 +129,18 @@ impl Connection for Framed {
     }
 
     fn wait(&mut self) -> Result<Ended, Error> {
-        self.client.wait().map(|completion| (completion.tag, completion.result.map(drop)))
+        if let Some(lease) = self.brought.take() {
+            self.client.give_later(lease)?;
+        }
+        let completion = self.client.wait()?;
+        Ok((completion.tag, completion.result.map(|lease| self.brought = lease)))
     }
 
     fn copy_from_frames(&self, at: usize, out: &mut [PageBytes]) {
-        self.client.copy_from_frames(&self.frames, at, out);
+        match &self.brought {
+            Some(lease) if at >= WRITE_FRAMES => out[0].copy_from_slice(self.client.page(lease)),
+            _ => self.client.copy_from_frames(&self.frames, at, out),
+        }
     }
 
     fn copy_to_frames(&mut self, at: usize, pages: &[PageBytes]) {
@@ -127,12 +160,10 @@ impl Run for OfMachine {
     type Connection = Framed;
 
     fn connect(&mut self, left: &dyn Fn(Duration) -> Duration) -> Result<Framed, Error> {
-        let frames = FRAMES as u32;
         let patience = Some(left(self.now()));
-        let options = Options { frames, entries: 512, patience, ..Options::default() };
-        let mut client = Client::connect_with(&self.path, options, &[self.ledger.witness()])?;
-        let frames = client.take_frames(frames, left(self.now()))?;
-        Ok(Framed { client, frames })
+        let options = Options { frames: FRAMES as u32, entries: 512, patience, ..Options::default() };
+        let client = Client::connect_with(&self.path, options, &[self.ledger.witness()])?;
+        Framed::new(client, left(self.now()))
     }
 
     fn is_promised(&self) -> bool {
@@ -217,6 +248,8 @@ pub(crate) struct Shared<R: Run> {
 #[derive(Debug)]
 struct Link<C: Connection> {
     connection: C,
+    /// Largest number of pages of one request.
+    run: usize,
     /// The writes that are under way, and their frames: those that are neither the oldest one nor
     /// after one under way may have ended.
     writing: VecDeque<Writing>,
@@ -238,7 +271,8 @@ const READ: u32 = 1 << 31;
 
 impl<C: Connection> Link<C> {
     fn new(connection: C) -> Self {
-        Link { connection, writing: VecDeque::new(), first: 0 }
+        let run = connection.run_most().clamp(1, RUN);
+        Link { connection, run, writing: VecDeque::new(), first: 0 }
     }
 
     /// Finds `count` free frames for a write, one after another. They are used in a circle, and no
@@ -259,9 +293,12 @@ impl<C: Connection> Link<C> {
 
     /// Begins to write pages from the frames from index `at` on, which have their content.
     fn write(&mut self, page: u64, at: usize, count: usize) -> Result<(), Error> {
-        let tag = (self.first.wrapping_add(self.writing.len() as u32)) % READ;
-        self.connection.ask_write(tag, page, at, count)?;
-        self.writing.push_back(Writing { page, at, count, has_ended: false });
+        for begun in (0..count).step_by(self.run) {
+            let (page, at, count) = (page + begun as u64, at + begun, self.run.min(count - begun));
+            let tag = (self.first.wrapping_add(self.writing.len() as u32)) % READ;
+            self.connection.ask_write(tag, page, at, count)?;
+            self.writing.push_back(Writing { page, at, count, has_ended: false });
+        }
         Ok(())
     }
 
@@ -366,16 +403,18 @@ impl<R: Run> Shared<R> {
 
     /// Reads pages while nothing else is under way. The outer error is one of the connection.
     fn read_once(&mut self, first: u64, out: &mut [PageBytes]) -> Result<io::Result<()>, Error> {
-        let connection = &mut self.link.connection;
+        let Link { connection, run, .. } = &mut self.link;
+        let run = *run;
         let mut failed = None;
         // For each request its pages, by their index in `out`.
-        let mut asked: [Range<usize>; READS] = Default::default();
-        let frames = |number: usize| WRITE_FRAMES + number * RUN;
+        let mut asked: [Range<usize>; READS] = array::from_fn(|_| 0..0);
+        let asked = &mut asked[..READS.min(READ_FRAMES / run)];
+        let frames = |number: usize| WRITE_FRAMES + number * run;
         let (mut next, mut came) = (0, 0);
         while came < out.len() {
             for (number, pages) in asked.iter_mut().enumerate() {
                 if pages.start == pages.end && next < out.len() {
-                    *pages = next..out.len().min(next + RUN);
+                    *pages = next..out.len().min(next + run);
                     next = pages.end;
                     let (page, tag) = (first + pages.start as u64, READ + number as u32);
                     connection.ask_read(tag, page, frames(number), pages.len())?;
@@ -522,9 +561,17 @@ impl<R: Run> fmt::Debug for Shared<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::io::Errno;
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+    use std::os::fd::{AsFd as _, OwnedFd};
+    use std::sync::atomic::Ordering;
+    use weir_core::copy;
+    use weir_share::wire::{Completed, Hello, Op, Spot, Submission, VERSION, Welcome};
+    use weir_share::{Area, Layout, Ring, peek, receive, ring, send};
 
     /// A run whose daemon refuses everybody.
-    struct Refusing(rustix::io::Errno);
+    struct Refusing(Errno);
 
     impl Run for Refusing {
         type Connection = Framed;
@@ -556,9 +603,163 @@ mod tests {
         }
     }
 
+    /// A daemon of another version: its runs have at most this many pages, or it has none.
+    struct Other {
+        socket: OwnedFd,
+        area: Area,
+        run_most: u32,
+        pages: Vec<PageBytes>,
+        /// The token of each frame that the client has.
+        held: Vec<Option<u32>>,
+        tokens: u32,
+    }
+
+    impl Other {
+        /// Waits for one client.
+        fn accept(server: &OwnedFd, run_most: u32) -> Other {
+            let socket = rustix::net::accept(server).unwrap();
+            let mut bytes = [0; 512];
+            let count = receive(&socket, &mut bytes).unwrap().0;
+            let hello = Hello::decode(&bytes[..count]).unwrap();
+            let (frames, entries) = (hello.frames, hello.entries.min(256));
+            let area = Area::create(Layout::new(frames, entries).unwrap()).unwrap();
+            let bell = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+            let pages = 4 * BLOCK_PAGES as u64;
+            let welcome =
+                Welcome { version: VERSION, status: 0, frames, entries, pages, windows: 0, run_most };
+            send(&socket, &welcome.encode(), &[area.fd().unwrap(), bell.as_fd()]).unwrap();
+            let (pages, held) = (vec![[0; PAGE_SIZE]; pages as usize], vec![None; frames as usize]);
+            Other { socket, area, run_most, pages, held, tokens: 0 }
+        }
+
+        fn hand_out(&mut self) -> Result<(u32, Spot), Errno> {
+            let frame = self.held.iter().position(Option::is_none).ok_or(Errno::NOBUFS)?;
+            self.tokens += 1;
+            self.held[frame] = Some(self.tokens);
+            Ok((self.tokens, Spot::Frame(frame as u32)))
+        }
+
+        fn frame(&self, token: u32) -> Result<u32, Errno> {
+            let frame = self.held.iter().position(|held| *held == Some(token));
+            frame.map(|frame| frame as u32).ok_or(Errno::BADF)
+        }
+
+        fn handle(&mut self, asked: Submission) -> Result<(u32, Spot), Errno> {
+            let first = asked.page as usize;
+            let count = if asked.is_run() { asked.count } else { 1 };
+            if count > self.run_most.max(1) || (asked.is_run() && self.run_most == 0) {
+                return Err(Errno::INVAL);
+            }
+            let (token, spot) = match asked.op {
+                Op::Reserve => return self.hand_out(),
+                Op::Read => self.hand_out()?,
+                _ => (asked.token, Spot::Nowhere),
+            };
+            for at in 0..count {
+                let (frame, page) = (self.frame(token + at)?, &mut self.pages[first + at as usize]);
+                let frame = self.area.frame(frame).cast();
+                // SAFETY: the frame lies in this area, and frames are page-aligned.
+                unsafe {
+                    match asked.op {
+                        Op::Write | Op::WriteRun => copy::page_from_shared(page, frame),
+                        _ => copy::page_to_shared(frame, page),
+                    }
+                }
+            }
+            Ok((token, spot))
+        }
+
+        /// Serves the client until it has gone.
+        fn serve(mut self) {
+            let (mut taken, mut ended) = (0u32, 0u32);
+            while peek(&self.socket, &mut [0]).is_err() {
+                while taken != self.area.written(Ring::Submissions).load(Ordering::Acquire) {
+                    let asked = Submission::decode(self.area.load(Ring::Submissions, taken)).unwrap();
+                    taken = taken.wrapping_add(1);
+                    self.area.read(Ring::Submissions).store(taken, Ordering::Release);
+                    if asked.op == Op::Give {
+                        let given = asked.token..asked.token + asked.count;
+                        let is_given = |held: &Option<u32>| held.is_some_and(|token| given.contains(&token));
+                        self.held.iter_mut().filter(|held| is_given(held)).for_each(|held| *held = None);
+                        continue;
+                    }
+                    let result = self.handle(asked);
+                    let status = result.map_or_else(|errno| -errno.raw_os_error(), |_| 0);
+                    let (token, spot) = result.unwrap_or((0, Spot::Nowhere));
+                    let completed = Completed { tag: asked.tag, status, token, spot };
+                    self.area.store(Ring::Completions, ended, completed.encode());
+                    ended = ended.wrapping_add(1);
+                    self.area.written(Ring::Completions).store(ended, Ordering::Release);
+                }
+                ring(&self.socket);
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+    }
+
+    /// A run of one daemon, which listens at this path.
+    struct OfOther(PathBuf);
+
+    impl Run for OfOther {
+        type Connection = Framed;
+
+        fn connect(&mut self, _: &dyn Fn(Duration) -> Duration) -> Result<Framed, Error> {
+            let options = Options { frames: FRAMES as u32, entries: 512, ..Options::default() };
+            Framed::new(Client::connect(&self.0, options)?, PATIENCE)
+        }
+
+        fn is_promised(&self) -> bool {
+            false
+        }
+
+        fn claim(&mut self, _: usize) -> Option<usize> {
+            Some(1)
+        }
+
+        fn release(&mut self, _: usize) {}
+
+        fn now(&self) -> Duration {
+            Duration::ZERO
+        }
+
+        fn pause(&mut self) {}
+
+        fn tell(&mut self, line: &str) {
+            panic!("{line}");
+        }
+    }
+
+    #[test]
+    fn daemons_whose_runs_are_shorter_or_that_have_none_keep_pages_too() {
+        for run_most in [0, 1, 20, 64] {
+            let path = std::env::temp_dir().join(format!("weir-runs-{run_most}-{}", std::process::id()));
+            let _ = std::fs::remove_file(&path);
+            let server = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            rustix::net::bind(&server, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+            rustix::net::listen(&server, 1).unwrap();
+            let daemon = std::thread::spawn(move || Other::accept(&server, run_most).serve());
+            let mut store = Shared::new(OfOther(path.clone())).unwrap();
+            std::fs::remove_file(&path).unwrap();
+            let first = store.claim().unwrap();
+            let mut read = vec![[0; PAGE_SIZE]; BLOCK_PAGES];
+            for round in 1..3u8 {
+                let page = |at: usize| [round.wrapping_mul(91).wrapping_add(at as u8); PAGE_SIZE];
+                let pages: Vec<PageBytes> = (0..BLOCK_PAGES).map(page).collect();
+                store.write(first, &pages[..100]).unwrap();
+                store.write(first + 100, &pages[100..]).unwrap();
+                store.settle().unwrap();
+                store.read(first, &mut read).unwrap();
+                assert!(read == pages, "{run_most} pages of a run");
+                store.read(first + 7, &mut read[..1]).unwrap();
+                assert!(read[0] == pages[7], "{run_most} pages of a run");
+            }
+            drop(store);
+            daemon.join().unwrap();
+        }
+    }
+
     #[test]
     fn a_process_without_pages_does_not_wait_for_a_daemon_that_refuses_it() {
-        use rustix::io::Errno;
         for errno in [Errno::USERS, Errno::NOMEM, Errno::PROTONOSUPPORT] {
             assert!(matches!(Shared::new(Refusing(errno)), Err(Error::Refused { .. })));
         }

@@ -328,13 +328,10 @@ impl Client {
     /// while nothing else is under way. Each wait takes `longest` at most.
     ///
     /// # Errors
-    /// Fails with [`Error::NoRuns`] if the server is of an earlier version. Fails with
-    /// [`Error::Failed`] if the client may not hold so many frames. Fails with [`Error::Nonsense`]
-    /// if the frames do not follow each other: then this client has held others before.
+    /// Fails with [`Error::Failed`] if the client may not hold so many frames. Fails with
+    /// [`Error::Nonsense`] if the frames do not follow each other: then this client has held others
+    /// before.
     pub fn take_frames(&mut self, count: u32, longest: Duration) -> Result<Frames, Error> {
-        if self.run_most == 0 {
-            return Err(Error::NoRuns);
-        }
         let mut frames: Option<Frames> = None;
         let most = (self.area.layout().entries() / 2).max(1);
         for begun in (0..count).step_by(most as usize) {
@@ -359,7 +356,8 @@ impl Client {
         frames.ok_or(Error::Nonsense { what: "row of frames" })
     }
 
-    /// Largest number of pages of one run; 0 if the server is of an earlier version.
+    /// Largest number of pages of one run. It is 0 if the server is of an earlier version: then ask
+    /// for single pages. Such a server can still write from one of [`Frames`] at a time.
     pub fn run_most(&self) -> u32 {
         self.run_most
     }
@@ -369,7 +367,8 @@ impl Client {
     /// and the frames have any content.
     ///
     /// # Errors
-    /// Fails with [`Error::Full`] when the ring has no room.
+    /// Fails with [`Error::Full`] when the ring has no room, and with [`Error::NoRuns`] if the
+    /// server is of an earlier version.
     ///
     /// # Panics
     /// Panics when there are fewer frames.
@@ -389,7 +388,8 @@ impl Client {
     /// content or its new one.
     ///
     /// # Errors
-    /// Fails with [`Error::Full`] when the ring has no room.
+    /// Fails with [`Error::Full`] when the ring has no room, and with [`Error::NoRuns`] if the
+    /// server is of an earlier version and `count` is not 1.
     ///
     /// # Panics
     /// Panics when there are fewer frames.
@@ -412,7 +412,12 @@ impl Client {
         (frames, at, count): (&Frames, u32, u32),
     ) -> Result<(), Error> {
         assert!(at + count <= frames.count, "frames {at} to {} of {}", at + count, frames.count);
-        self.ask(Submission { op, tag, page, token: frames.token.0.wrapping_add(at), count })
+        let token = frames.token.0.wrapping_add(at);
+        match op {
+            _ if self.run_most > 0 => self.ask(Submission { op, tag, page, token, count }),
+            Op::WriteRun if count == 1 => self.ask(Submission { op: Op::Write, tag, page, token, count: 0 }),
+            _ => Err(Error::NoRuns),
+        }
     }
 
     /// Copies the frames from index `at` on to `out`.

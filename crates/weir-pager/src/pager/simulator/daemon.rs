@@ -94,6 +94,9 @@ impl Request {
 pub struct Simulated {
     kept: Rc<RefCell<Kept>>,
     daemon: u64,
+    /// Largest number of pages of one request. It differs between the daemons of a run, which may
+    /// be of several versions.
+    run_most: usize,
     frames: Vec<PageBytes>,
     asked: Vec<Request>,
     under_way: Vec<Request>,
@@ -107,6 +110,7 @@ impl Simulated {
             assert!(self.has_room(page), "page {page} of the daemon is not the pager's");
         }
         assert!(request.frames().end <= FRAMES && !request.pages.is_empty());
+        assert!(request.frames().len() <= self.run_most, "the daemon takes no request of so many pages");
         assert!(self.is_free(request.frames()), "two requests have the same frames");
         self.asked.push(request);
         self.in_flight += 1;
@@ -156,6 +160,10 @@ impl Simulated {
 impl Connection for Simulated {
     fn pages(&self) -> u64 {
         self.kept.borrow().pages.len() as u64
+    }
+
+    fn run_most(&self) -> usize {
+        self.run_most
     }
 
     fn in_flight(&self) -> u32 {
@@ -252,6 +260,7 @@ impl Run for SimulatedRun {
         Ok(Simulated {
             kept: Rc::clone(&self.0),
             daemon: kept.daemon,
+            run_most: [64, 64, 20, 1][kept.random.below(4) as usize],
             frames: vec![[0; PAGE_SIZE]; FRAMES],
             asked: Vec::new(),
             under_way: Vec::new(),
