@@ -27,6 +27,17 @@ pub enum State {
     Lost,
 }
 
+/// The hashes of a block's pages, by page.
+pub type Hashes = Box<[u64]>;
+
+/// Makes hashes, all unknown. `None` without memory for them.
+pub fn hashes() -> Option<Hashes> {
+    let mut hashes = Vec::new();
+    hashes.try_reserve_exact(BLOCK_PAGES).ok()?;
+    hashes.resize(BLOCK_PAGES, 0);
+    Some(hashes.into_boxed_slice())
+}
+
 /// A block: 2 MiB of address space.
 #[derive(Clone, Debug)]
 pub struct Block {
@@ -40,7 +51,7 @@ pub struct Block {
     pub room: Option<u64>,
     /// For each page the hash of what the room has of it, or 0 if that is unknown. `None`: all are
     /// unknown.
-    pub stored: Option<Box<[u64; BLOCK_PAGES]>>,
+    pub stored: Option<Hashes>,
     /// A bit for each page that is zeros and is not in the store.
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
@@ -82,11 +93,8 @@ impl Block {
     }
 
     /// Notes that the room gets a page with this hash. Returns whether it had such a page already.
-    /// `may_begin` is whether a block without hashes gets memory for them.
-    pub fn stores(&mut self, page: usize, may_begin: bool, hash: impl FnOnce() -> u64) -> bool {
-        if may_begin && self.stored.is_none() {
-            self.stored = Some(Box::new([0; BLOCK_PAGES]));
-        }
+    /// It never has one of a block without hashes.
+    pub fn stores(&mut self, page: usize, hash: impl FnOnce() -> u64) -> bool {
         let Some(stored) = &mut self.stored else { return false };
         let hash = hash();
         std::mem::replace(&mut stored[page], hash) == hash

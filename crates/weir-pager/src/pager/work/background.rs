@@ -144,7 +144,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn write(&mut self) {
         let Some(Transfer { id, slot, next }) = self.writing else { return };
         let from = self.slot(slot);
-        let may_begin = self.rooms <= HASHED_MAX;
+        self.begin_hashes(id);
         let block = self.blocks.get_mut(id);
         let room = block.room.expect("claimed as it began");
         let mut result = Ok(());
@@ -156,7 +156,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 let is_zero = uniform_value(page) == Some(0);
                 block.set_zero(next + at, is_zero);
                 count(&self.shared.counters.zero_pages, u64::from(is_zero));
-                let is_clean = !is_zero && block.stores(next + at, may_begin, || self.key.hash(page));
+                let is_clean = !is_zero && block.stores(next + at, || self.key.hash(page));
                 count(&self.shared.counters.clean_pages, u64::from(is_clean));
                 is_zero || is_clean
             });
@@ -281,6 +281,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.store.claim()
     }
 
+    /// Gives a block memory for hashes. It gets none while all hashes have their share of the
+    /// limit. If the limit was lowered, it loses those that it has.
+    pub(super) fn begin_hashes(&mut self, id: u32) {
+        let limit = self.shared.limit.load(Ordering::Relaxed);
+        let most = (limit.saturating_mul(BLOCK / HASHED_SHARE / HASHES)).min(HASHED_MAX);
+        let stored = &mut self.blocks.get_mut(id).stored;
+        if self.hashed > most {
+            self.hashed -= usize::from(stored.take().is_some());
+        } else if self.hashed < most && stored.is_none() {
+            *stored = hashes();
+            self.hashed += usize::from(stored.is_some());
+        }
+    }
+
     pub(super) fn release_room(&mut self, id: u32) {
         // Settle before the release: the room may get another owner, whose content a late write of
         // this block must not overwrite.
@@ -288,7 +302,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.fail();
         }
         let block = self.blocks.get_mut(id);
-        block.stored = None;
+        self.hashed -= usize::from(block.stored.take().is_some());
         if let Some(room) = block.room.take() {
             self.rooms -= 1;
             self.store.release(room);
@@ -388,6 +402,31 @@ mod tests {
             let word = if has_changed { 7000 + page as u64 } else { page as u64 + 1 };
             assert_eq!(work.kernel.world.word(first + page), word);
         }
+    }
+
+    #[test]
+    fn hashes_take_no_more_than_their_share_of_the_limit() {
+        let (mut work, first) = work_at_rest();
+        let ids = [0, 1].map(|number| work.blocks.add(address(first + number * BLOCK_PAGES), State::Stored));
+        let has = |work: &Work<_, _>, number: usize| work.blocks.get(ids[number]).stored.is_some();
+        // A limit of one block is 2 MiB, of which 64 KiB are for hashes: those of 16 blocks.
+        work.shared.limit.store(1, Ordering::Relaxed);
+        work.hashed = 15;
+        ids.iter().for_each(|&id| work.begin_hashes(id));
+        assert_eq!((has(&work, 0), has(&work, 1), work.hashed), (true, false, 16));
+        work.release_room(ids[0]);
+        work.begin_hashes(ids[1]);
+        assert_eq!((has(&work, 0), has(&work, 1), work.hashed), (false, true, 16));
+        // A block that goes out under a lower limit loses its hashes.
+        work.shared.limit.store(0, Ordering::Relaxed);
+        work.begin_hashes(ids[1]);
+        assert_eq!((has(&work, 1), work.hashed), (false, 15));
+        // However high the limit, hashes take no more than the pager's address space has for them.
+        work.shared.limit.store(usize::MAX, Ordering::Relaxed);
+        work.hashed = HASHED_MAX;
+        work.begin_hashes(ids[1]);
+        assert!(!has(&work, 1));
+        work.hashed = 0;
     }
 
     #[test]

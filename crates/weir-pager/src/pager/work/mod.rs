@@ -9,7 +9,7 @@ mod order;
 mod singles;
 mod space;
 
-use super::blocks::{Block, Blocks, State};
+use super::blocks::{Block, Blocks, State, hashes};
 use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
 use crate::digest::Key;
 use crate::kernel::Kernel;
@@ -41,9 +41,13 @@ const SINGLES_MOST: usize = 64;
 pub(super) const WINDOW: usize = 16;
 /// Mappings of fewer bytes than this are not managed, unless they lie beside managed memory.
 const SMALLEST: usize = 64 << 10;
-/// While more blocks than this have room in the store, no further block gets hashes of its pages.
-/// The hashes take 256 MiB then, which is half of the pager's address space for tables.
-const HASHED_MAX: usize = 64 << 10;
+/// The limit divided by this number is what the hashes of stored pages may take.
+const HASHED_SHARE: usize = 32;
+/// Bytes of the hashes of one block.
+const HASHES: usize = BLOCK_PAGES * size_of::<u64>();
+/// Largest number of blocks that have hashes. They take 128 MiB then: a quarter of the pager's
+/// address space for tables.
+const HASHED_MAX: usize = 32 << 10;
 /// Longest wait for an event. Without it, the order of the events that were read is not certain.
 const PAUSE: Duration = Duration::from_micros(20);
 /// The limit divided by this number is what managed memory may take in any case, however much
@@ -164,6 +168,8 @@ pub(super) struct Work<K: Kernel, S> {
     eviction: Option<Eviction>,
     /// Number of blocks that have room in the store.
     rooms: usize,
+    /// Number of blocks that have hashes.
+    hashed: usize,
     /// Events that were read, and are not handled yet.
     events: VecDeque<Event>,
     /// Number of events, from the first one on, that are in the order of the changes.
@@ -258,6 +264,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             single,
             eviction: None,
             rooms: 0,
+            hashed: 0,
             events: VecDeque::new(),
             ordered: 0,
             views: Vec::new(),

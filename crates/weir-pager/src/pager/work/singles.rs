@@ -295,10 +295,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         for (at, &(id, page)) in gone.iter().enumerate() {
             let bytes = self.kernel.pages(self.staging + slot * BLOCK + at * PAGE_SIZE, 1);
             let is_zero = uniform_value(&bytes[0]) == Some(0);
+            if !is_zero {
+                self.begin_hashes(id);
+            }
+            let bytes = self.kernel.pages(self.staging + slot * BLOCK + at * PAGE_SIZE, 1);
             let block = self.blocks.get_mut(id);
             let room = block.room.expect("what is in the store has room there");
             block.set_zero(page, is_zero);
-            if is_zero || block.stores(page, self.rooms <= HASHED_MAX, || self.key.hash(&bytes[0])) {
+            if is_zero || block.stores(page, || self.key.hash(&bytes[0])) {
                 count(&self.shared.counters.clean_pages, u64::from(!is_zero));
             } else if result.is_ok() {
                 result = self.store.write(room + page as u64, bytes);
