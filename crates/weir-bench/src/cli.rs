@@ -251,8 +251,8 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub spin_us: u32,
 
-    /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may
-    /// be repeated [default: all].
+    /// A device to measure beside the loop device over RAM: host, host-asleep, zram, file, nbdfuse,
+    /// store; may be repeated [default: all].
     #[arg(long, value_name = "DEVICE")]
     pub only: Vec<String>,
 

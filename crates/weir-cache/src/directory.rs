@@ -75,7 +75,8 @@ pub(crate) struct Held {
 pub(crate) enum Closing {
     /// Somebody uses the frame, or the home lacks its content.
     Waits,
-    /// The frame is closed and has no page. Its page of the volume may have content.
+    /// The frame is closed, and no page of the home is in it. The page of the volume that backs the
+    /// frame may still have old content.
     Empty,
     /// The frame's page of the volume has been discarded.
     Vacant,
@@ -124,8 +125,8 @@ impl Directory {
         self.limit.load(Ordering::Acquire)
     }
 
-    /// Sets the number of frames that take pages. Frames behind it leave by
-    /// [`close`](Directory::close).
+    /// Sets the number of frames that may take pages. Frames with a higher number take no new page,
+    /// and [`close`](Directory::close) takes them out of use.
     pub(crate) fn set_limit(&self, frames: u32) {
         self.limit.store(frames.min(self.frames()), Ordering::Release);
     }
@@ -272,8 +273,8 @@ impl Directory {
             .find(|(_, entry)| entry.page() == page && entry.kind() != Kind::Empty)
     }
 
-    /// Shares the page's frame, if it has one. A page that leaves its frame is shared only to read
-    /// what the home lacks.
+    /// Shares the page's frame, if the page has one. While the frame is being taken out of use,
+    /// only readers share it, and only if its page is dirty.
     pub(crate) fn share(&self, page: PageNo, to_write: bool) -> Found {
         let (first, _) = self.place(page);
         loop {

@@ -23,7 +23,7 @@ pub struct Memory {
     start: NonNull<u8>,
     bytes: usize,
     fd: Option<OwnedFd>,
-    /// The parts that have pages and could not be locked, none of which meets another.
+    /// The parts that have pages and could not be locked. No two of them overlap or touch.
     unlocked: Mutex<Vec<Range<usize>>>,
 }
 

@@ -15,7 +15,8 @@ pub struct Resident {
     bytes: usize,
 }
 
-// SAFETY: an address range that is neither read nor written; it belongs to no thread.
+// SAFETY: the value names an address range, and neither reads nor writes it. So any thread may have
+// it.
 unsafe impl Send for Resident {}
 
 impl Resident {

@@ -46,8 +46,8 @@ struct Bound {
     /// The time of the latest request for a report, until the report comes.
     asked: Option<Instant>,
     last: Option<Seen>,
-    /// The report from which the rate of page faults is computed now, and the report from which it
-    /// will be computed next.
+    /// Two earlier reports. The rate of page faults is computed since `then`. Later `next` takes
+    /// its place.
     then: Option<Seen>,
     next: Option<Seen>,
 }

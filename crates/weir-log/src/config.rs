@@ -98,7 +98,7 @@ pub enum LogError {
         /// The reason why the write failed.
         fault: weir_store::Fault,
     },
-    /// The caller's watch ended the work.
+    /// The caller's progress callback asked to stop.
     #[error("stopped before it was done")]
     Stopped(#[source] io::Error),
 }

@@ -77,7 +77,8 @@ pub(crate) trait Kernel {
     /// none.
     fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes];
 
-    /// Makes a system call that changes this thread's rights: its number, and its arguments.
+    /// Makes a system call that changes this thread's rights. `call` has the number of the system
+    /// call and its arguments.
     fn call(&mut self, call: [usize; 6]);
 
     /// The time since a fixed moment.

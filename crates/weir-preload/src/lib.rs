@@ -391,7 +391,8 @@ pub unsafe extern "C" fn vmsplice(
 }
 
 /// # Safety
-/// Does the same as setsockopt(2), and tells the pager if the kernel will read pages later.
+/// Does the same as setsockopt(2). Also tells the pager if the option lets the kernel read the
+/// program's pages after a call has returned.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn setsockopt(
     socket: c_int,

@@ -185,8 +185,8 @@ impl Drop for Lender {
 }
 
 impl Pool {
-    /// Makes the lender of this pool, for `slots` slots at a time. Also returns the memory of the
-    /// first `stores` stores that can lend.
+    /// Makes the lender of this pool. At most `slots` slots can be on loan at the same time. The
+    /// result has the memory windows of those of the first `stores` stores that can lend.
     ///
     /// # Errors
     /// Fails when too little slack is left, the pool has a lender already, or a store's memory

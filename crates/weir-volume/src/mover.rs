@@ -141,7 +141,7 @@ struct Job {
 /// on to the next state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
-    /// Waits until every lane has ended its batch. The epoch is the one in which the wait began.
+    /// Waits until every lane has ended its batch. Holds the epoch in which the wait began.
     Lanes(Option<u64>),
     /// Waits as [`Phase::Lanes`] does, once no page is left in the chunk.
     LastLanes(Option<u64>),

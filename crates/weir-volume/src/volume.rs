@@ -138,8 +138,8 @@ impl Volume {
         if new.is_empty() {
             return Ok(());
         }
-        // Reserve the page numbers first. So nobody waits for the lock of the ranges while memory
-        // is taken and the keeper answers.
+        // Reserve the page numbers first, and release the lock of the ranges. Then nobody waits for
+        // that lock while memory is taken and the keeper answers.
         self.pool.reserve(more, |ranges| match ranges.most(self.first) {
             longest if pages > longest => Err(CreateError::NoRange { pages, longest }),
             _ => {

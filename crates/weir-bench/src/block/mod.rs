@@ -11,10 +11,11 @@
 //!
 //! Before the measurement every page of both servers is written in order, so that none is a hole. A
 //! page that Weir overwrites moves, so the order of the last writes decides whether neighbours lie
-//! side by side. Long requests come first, on a device that was written in order. They come again
-//! at the end (`scattered_read`), after every page was written once more in random order. The
-//! processor time that a server takes for each request is read from `/proc`. It shows whether a
-//! server is fast only because it keeps both processors busy.
+//! side by side. Long requests are measured twice: first on the device that was written in order,
+//! and at the end (`scattered_read`), after every page was written once more in random order.
+//!
+//! The processor time that a server takes for each request is read from `/proc`. It shows whether a
+//! server is fast only because it keeps more than one processor busy.
 
 mod echo;
 mod fio;

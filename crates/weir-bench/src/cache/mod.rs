@@ -78,7 +78,7 @@ struct Case {
     name: &'static str,
     law: Law,
     write: bool,
-    /// The percentage of the disks that is full.
+    /// How full the disks are, in percent.
     full: u32,
     /// The goal for write amplification.
     amplification: f64,
@@ -106,7 +106,7 @@ struct Figures {
 /// Runs every case with every compared device.
 ///
 /// # Errors
-/// Fails when memory is missing, or a request fails.
+/// Fails when memory cannot be allocated, or when a request fails.
 pub fn run(options: &Options) -> Result<Report, CacheBenchError> {
     let mut report = Report::new("cache", options.runs);
     let steps = Steps::new(CASES.len() * options.runs * CONTENDERS.len());

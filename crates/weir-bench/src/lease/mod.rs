@@ -46,7 +46,8 @@ pub struct Plan {
     pub burst: u32,
     /// Bytes of the memory region whose pages the connections reference.
     pub region: u64,
-    /// Numbers of threads, each of which has its share of the connections; each number is a column.
+    /// The numbers of threads to measure, a column for each. The threads divide the connections
+    /// among them.
     pub threads: Vec<u32>,
     /// Number of references taken and returned in a round, over all threads.
     pub pairs: u64,

@@ -114,7 +114,7 @@ pub enum Request {
     },
     /// Keep at most this many bytes of a bounded program resident.
     Limit {
-        /// The number of the program's process.
+        /// The program's process ID.
         pid: u32,
         /// Largest number of bytes that may be resident from now on.
         bytes: u64,

@@ -161,7 +161,7 @@ mod tests {
         let page = Memory::shared("weir-test", PAGE_SIZE).expect("memory");
         let fd = page.fd().expect("shared").as_fd().try_clone_to_owned().expect("a descriptor");
         keeper.0.lock().expect("no panic").insert(format!("{UBLK}a"), fd);
-        // No driver makes a device of this depth.
+        // Every driver refuses a device of depth 0.
         let ublk = Some(Ublk { queues: Some(1), depth: 0 });
         let options = Config { pool: Some(1), ublk, ..Config::default() };
         let (link, mut held) = (keeper.link(), keeper.held());

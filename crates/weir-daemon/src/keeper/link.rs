@@ -201,7 +201,7 @@ impl Link {
 
 #[cfg(test)]
 pub mod played {
-    //! A keeper that a test plays in a thread.
+    //! A test's stand-in for the keeper, which runs in a thread.
 
     use super::super::wire::Message;
     use super::{HashMap, Held, Kind, Line, Link, receive, send, split};

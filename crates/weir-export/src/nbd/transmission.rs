@@ -344,7 +344,7 @@ impl ReplyHead {
     /// Takes a reply's head from the front of `input`; `None` if more bytes are needed.
     ///
     /// # Errors
-    /// Fails when `input` begins with no reply.
+    /// Fails when `input` does not begin with a reply.
     pub fn decode(input: &mut &[u8]) -> Result<Option<ReplyHead>, NotAReply> {
         let Some(magic) = u32_at(input, 0) else {
             return Ok(None);

@@ -39,7 +39,7 @@ pub(super) struct Asked {
     frame: u32,
     /// Number of frames.
     count: u32,
-    /// Whether the client holds the frames already, so that a read hands out none.
+    /// Whether the client already holds the frames. If so, a read hands out none.
     is_held: bool,
 }
 

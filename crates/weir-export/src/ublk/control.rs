@@ -125,8 +125,8 @@ impl Driver for Control {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // If entering the io_uring fails, the command has not begun, or its end will not be
-                // reported: there is no safe way on.
+                // If io_uring_enter fails, either the command has not begun, or its end will never
+                // be reported. Nobody can tell which, so it is not safe to go on.
                 Err(error) => panic!("io_uring_enter on the ublk control ring: {error}"),
             }
             if let Some(completion) = self.ring.completion().next() {

@@ -236,8 +236,8 @@ impl Node {
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
-        // A cluster has one copy of each page, number 0. The slot and its page may have moved to
-        // another node since. Then the write still counts for copy 0.
+        // A cluster has one copy of each page: copy 0. Its hash slot may have moved to another node
+        // since, with the page. The write counts for copy 0 all the same.
         let copy = core.placement.copy_on(slot, self.number).or(core.cluster.is_some().then_some(0));
         if let Some(copy) = copy.filter(|_| is_same) {
             core.ledger.kept(slot, copy, stamp);

@@ -12,7 +12,7 @@ use weir_core::{PAGE_SIZE, PageBytes};
 pub enum Compression {
     /// LZ4, which takes the least time.
     Lz4,
-    /// Zstandard at level 1, which compresses more and takes longer.
+    /// Zstandard at level 1. It compresses more than LZ4, and takes longer.
     Zstd,
 }
 

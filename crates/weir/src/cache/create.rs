@@ -166,7 +166,7 @@ struct Daemon {
     home: Home,
     cache: Arc<Cache>,
     memory: Memory,
-    /// `None` once they have ended.
+    /// `None` once the front ends have ended.
     front: Mutex<Option<FrontEnds>>,
     detaching: Mutex<()>,
     is_detached: AtomicBool,

@@ -228,7 +228,8 @@ pub const BACKING: &str = "/var/lib/weir/backing";
 struct Disk<'a> {
     /// Free room in the file system of a directory; `None` if there is no such directory.
     free: &'a dyn Fn(&Path) -> Option<ByteSize>,
-    /// The room of a backing file that an earlier Weir left because it did not end by `weir off`.
+    /// Bytes that an old backing file takes on the disk. An earlier Weir that did not end by `weir
+    /// off` left the file there.
     left_over: &'a dyn Fn(&Path) -> Option<ByteSize>,
     is_there: &'a dyn Fn(&Path) -> bool,
 }

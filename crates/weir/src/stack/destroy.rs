@@ -123,7 +123,8 @@ fn refuse_used(kernel: &Kernel, state: &State) -> Result<(), Failure> {
 /// Undoes all steps.
 ///
 /// # Errors
-/// Fails at the first step that cannot be undone. The journal then has that step and those before.
+/// Fails at the first step that cannot be undone. The journal then has that step and all steps that
+/// were done before it.
 pub fn undo(
     system: &mut dyn System,
     journal: &mut Journal,

@@ -86,7 +86,7 @@ pub(super) struct Shared {
     chunks: Arc<Pool>,
 }
 
-/// Number of connections that can answer long requests at once without a wait for memory.
+/// Number of connections that can answer long requests at the same time without a wait for memory.
 const LONG_AT_ONCE: usize = 4;
 
 impl Shared {

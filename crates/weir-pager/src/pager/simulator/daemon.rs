@@ -1,5 +1,6 @@
 //! A simulated run, for the store over the share transport: daemons that may die at any request,
-//! and a ledger. The pages outlive each daemon, as under a keeper.
+//! and the ledger that says which pager has which room. The pages outlive each daemon, as under a
+//! keeper.
 
 use super::random::Random;
 use super::store::{Faults, Said, rubbish, set_word, word};

@@ -123,8 +123,8 @@ pub(super) struct Work<K: Kernel, S> {
     look_again: Duration,
     /// The bell of the call for which the pager has looked for new memory already.
     looked_for: Option<usize>,
-    /// Pages of the address space at the last search for new memory, or 0 if that search has left
-    /// some for the next one.
+    /// Size of the address space, in pages, at the last search for new memory. 0 if that search has
+    /// left some memory for the next one.
     seen: usize,
     /// Anonymous pages in memory that are not managed, when the pager looked last. They count
     /// against the limit.

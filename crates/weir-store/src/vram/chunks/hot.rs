@@ -31,7 +31,8 @@ pub struct Gate {
     /// Whether the resident kernel is on the card. Lanes read this only to choose a path: the ring
     /// has its own protocol.
     pub resident: AtomicBool,
-    /// Whether the watching thread sleeps for long: then a lane that moves a page wakes it.
+    /// Whether the watching thread is in a long sleep. If so, a lane that reads or writes a page
+    /// wakes the thread.
     pub asleep: AtomicBool,
     /// Whether the parts that open after the first operations (CUDA's engine and ring) are open.
     /// Then each lane that waits for its own parts takes them.
@@ -190,7 +191,7 @@ impl Site {
         pin.touching.store(chunk as u32 + 1, Ordering::Relaxed);
         compiler_fence(Ordering::SeqCst);
         let host = place.host.load(Ordering::Acquire);
-        // SAFETY: the chunk is at least `offset` and a page long.
+        // SAFETY: the chunk has at least `offset` + `PAGE_SIZE` bytes.
         let result = (!host.is_null()).then(|| use_it(unsafe { host.add(offset) }));
         pin.touching.store(0, Ordering::Release);
         pin.count(Path::Mapped, 1);
