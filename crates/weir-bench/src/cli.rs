@@ -32,7 +32,7 @@ pub enum Bench {
     Block(BenchBlockOptions),
 
     /// Requests of 1 MiB by one job and by four, to a store, with and without a card's window.
-    /// Beside it run nbdkit, nbd-vram and a server that keeps nothing.
+    /// The controls are nbdkit, nbd-vram and a server that keeps nothing.
     Long(BenchLongOptions),
 
     /// The file store beside fio's own io_uring engine on the same disk.

@@ -8,8 +8,8 @@
 //!
 //! After that, pages are replaced at random in two more volumes in turns, each page four times on
 //! average. One volume, the control, never compacts. The other compacts its sparse packs whenever a
-//! daemon's worker would. Both are compared with the packing before the replacements, since no
-//! packing is better.
+//! daemon's worker would. Both are compared with the packing before the replacements, which is the
+//! best packing there can be.
 
 use crate::report::{Report, Row, Runs};
 use crate::steps::Steps;

@@ -288,7 +288,7 @@ impl Directory {
                         self.replace(frame, entry, entry.emptied());
                         continue;
                     }
-                    // Its users soon end, and no new one comes.
+                    // The frame gets no new users, and those that it has will end soon.
                     () if !entry.is_ahead() => return Found::Busy,
                     () => {}
                 }

@@ -176,7 +176,7 @@ impl Reclaimer {
         let new = bytes.div_ceil(unit).saturating_mul(unit).min(there + sum(&away));
         let mut left = there;
         let moved = if new > size {
-            // The last chunk of a store may be smaller. It comes when no other fits.
+            // The last chunk of a store may be smaller. It is chosen only if no other chunk fits.
             away.sort_by_key(|chunk| std::cmp::Reverse(chunk.slots));
             away.retain(|chunk| {
                 let fits = left + bytes_of(chunk) <= there + (new - size);

@@ -679,7 +679,7 @@ mod tests {
         };
         assert_eq!(byte, 9);
         assert_eq!(map(ProtFlags::READ | ProtFlags::WRITE).unwrap_err(), rustix::io::Errno::ACCESS);
-        // SAFETY: this test made the mapping; the call must not change its protection.
+        // SAFETY: this test made the mapping. The call is expected to fail, and to change nothing.
         let raised =
             unsafe { rustix::mm::mprotect(seen.cast(), 4096, MprotectFlags::READ | MprotectFlags::WRITE) };
         assert_eq!(raised.unwrap_err(), rustix::io::Errno::ACCESS);

@@ -76,7 +76,7 @@ impl<F: FnMut(&str)> Outside for F {
     }
 }
 
-/// The [`Outside`] of a pager. A function that prints lines will do.
+/// The surroundings that a pager has been given. A function that prints lines is enough.
 pub type Tell = Box<dyn Outside>;
 
 /// The store of blocks that are not resident. One thread uses it.

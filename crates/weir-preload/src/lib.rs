@@ -28,7 +28,7 @@ use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, direc
 /// Address space for the pager's tables if they describe 1 TiB: 200 bytes for each 2 MiB, and twice
 /// as much again while a table grows.
 const TABLES: usize = 512 << 20;
-/// The pager's table of single pages in place has at most one row for each page of the limit. A row
+/// The pager's table of single pages in place has a row for each page that may be resident. A row
 /// takes up to 48 bytes while the table grows. So one byte for each 64 bytes of the limit is
 /// enough.
 const SINGLES_SHARE: usize = 64;

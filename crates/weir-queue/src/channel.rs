@@ -205,8 +205,8 @@ impl<T: Send> Sender<T> {
             slots: (0..capacity).map(|_| slot()).collect(),
         });
         let raw = Arc::into_raw(Arc::clone(&lane)).cast_mut();
-        // SAFETY: a new lane's link is in no stack. The reference that was turned raw for the
-        // receiver keeps it valid.
+        // SAFETY: a new lane's link is in no stack. The receiver's reference, from `into_raw`,
+        // keeps it valid.
         match unsafe { shared.joining.0.push(NonNull::new_unchecked(raw).cast()) } {
             Pushed::Queued => {}
             Pushed::Asleep => shared.sleeper.wake(),

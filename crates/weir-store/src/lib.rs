@@ -195,8 +195,8 @@ pub trait Lane: Send {
     /// not write that memory itself, and never changes the slot.
     fn prepare(&self, _slot: Slot) {}
 
-    /// Number of side-by-side slots that one operation may name now, to write or to read; 0 if each
-    /// slot needs an operation of its own.
+    /// Largest number of adjacent slots that one read or write may name now; 0 if each slot needs
+    /// an operation of its own.
     fn run_room(&self, _write: bool) -> usize {
         0
     }

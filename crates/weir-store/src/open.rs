@@ -21,8 +21,8 @@ pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
     open_watched(url, Room::Reserved, &mut unwatched)
 }
 
-/// Does the same as [`open`]. `watch` gets the progress while memory is taken or room is written,
-/// and can stop it.
+/// Does the same as [`open`]. `watch` gets the progress while memory is taken or a file's room is
+/// written, and can stop the opening.
 ///
 /// # Errors
 /// Fails as [`open`] does. If `watch` returns an error, fails with that error as its

@@ -65,7 +65,7 @@ pub struct Figure {
 /// One row: every design, measured in the same rounds.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
-    /// Nanoseconds of one reference taken and returned by the design that does nothing.
+    /// Nanoseconds in which the design that does nothing takes and returns one reference.
     pub harness: f64,
     pub owned: Figure,
     pub shared: Figure,

@@ -62,7 +62,7 @@ pub struct Plan {
     pub flows: u32,
     /// Number of workers that serve the flows.
     pub workers: u32,
-    /// Time that each design serves in one round of the end-to-end run.
+    /// Time for which each design serves requests in one round of the end-to-end run.
     pub flow_time: Duration,
     /// Number of rounds of the end-to-end run.
     pub flow_rounds: usize,

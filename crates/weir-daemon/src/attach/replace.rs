@@ -176,7 +176,7 @@ mod tests {
         is_dead: bool,
         /// Whether the server still holds its end of the connection.
         is_served: bool,
-        /// Number of looks after which the reader of a dead connection leaves.
+        /// Number of polls after which the thread that reads from a dead connection ends.
         reader: Option<u32>,
     }
 

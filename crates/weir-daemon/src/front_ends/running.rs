@@ -46,7 +46,7 @@ pub struct FrontEnds {
 #[derive(Debug)]
 struct List {
     all: Vec<Served>,
-    /// Whether the daemon stops. No front end comes from here on: nobody would end it.
+    /// Whether the daemon is stopping. Then no further front end starts, since nobody would end it.
     is_closed: bool,
     /// The volumes that have no front end, because it could not be started so far.
     lacking: Vec<String>,
@@ -79,7 +79,7 @@ impl FrontEnds {
         self.each.is_some() && !self.has(volume)
     }
 
-    /// Whether the daemon stops.
+    /// Whether the daemon is stopping.
     pub fn is_closed(&self) -> bool {
         self.list().is_closed
     }

@@ -240,8 +240,8 @@ pub fn simple_reply(cookie: u64, error: Option<Errno>) -> [u8; SIMPLE_REPLY_BYTE
     bytes
 }
 
-/// Encodes a chunk's header. Behind it the returned array has zeros in place of the first `N - 20`
-/// bytes of the payload, which the caller fills in. `more` bytes of payload follow the array.
+/// Returns an array of a chunk's header, which has 20 bytes, and `N - 20` zeros. The caller puts
+/// the first bytes of the payload in place of the zeros. `more` bytes of payload follow the array.
 fn chunk_header<const N: usize>(cookie: u64, done: bool, kind: u16, more: u32) -> [u8; N] {
     let mut bytes = [0; N];
     bytes[..4].copy_from_slice(&wire::STRUCTURED_REPLY_MAGIC.to_be_bytes());

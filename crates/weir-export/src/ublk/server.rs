@@ -355,7 +355,7 @@ impl Found {
     }
 }
 
-/// The parts that a queue's thread gets when it starts.
+/// All that a queue's thread is given when it starts.
 struct Thread<L> {
     number: u16,
     depth: u16,

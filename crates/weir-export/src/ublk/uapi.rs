@@ -177,7 +177,7 @@ plain! {
         address: u64 = 8,
         /// The command's argument.
         data: u64 = 16,
-        /// A length that only unprivileged devices use.
+        /// Length of the path of a device. Only unprivileged devices have one.
         path_length: u16 = 24,
         /// Reserved: always zero.
         pad: u16 = 26,

@@ -15,10 +15,10 @@ pub enum State {
     Writing(usize),
     /// The block is being read from the store into a slot.
     Filling(usize),
-    /// The whole block is in a slot, and in the store too.
+    /// The whole block is in a slot of the staging memory, and in the store too.
     Ready(usize),
-    /// The whole block is in a slot, and waits to be moved back into place. The store does not have
-    /// it.
+    /// The whole block is in a slot of the staging memory, and waits to be moved back into place.
+    /// The store has no copy of it.
     Back(usize),
     /// The block is in the store. Its single pages, which [`there`](Block::there) marks, are in
     /// place.

@@ -122,8 +122,8 @@ impl FileLane {
             .map_err(|error| OpenError::io(name, "cannot register its files with io_uring", error))?;
         let memory =
             libc::iovec { iov_base: staging.memory().as_ptr().cast(), iov_len: staging.memory().len() };
-        // SAFETY: the memory is a mapping that `staging` owns, and the io_uring is closed before it
-        // (`Drop`).
+        // SAFETY: the memory is a mapping that `staging` owns. `Drop` closes the io_uring before it
+        // unmaps that memory.
         let registered = unsafe { ring.submitter().register_buffers(&[memory]) };
         let is_registered = match registered {
             Ok(()) => true,

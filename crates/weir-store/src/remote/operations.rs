@@ -173,7 +173,7 @@ impl Operations {
     }
 
     /// Answers a job whose node does not serve the page. The lane must then ask another node: node
-    /// `ask`, or without one the node that the placement names now.
+    /// `ask`, or if that is `None` the node that the placement names now.
     pub(super) fn redirect(&self, operation: usize, attempt: u32, ask: Option<usize>) {
         {
             let mut content = hold(&self.cells[operation].content);

@@ -43,7 +43,8 @@ impl Placement {
         Placement { extents: (0..slots.div_ceil(EXTENT)).map(place).collect(), copies, owners: None }
     }
 
-    /// Places `slots` slots of the store with the number `store` by the hash slots of a cluster.
+    /// Decides by a cluster's hash slots on which node each of `slots` slots of a store lies.
+    /// `store` is the number of that store.
     /// `owners` has the node of each hash slot. The cluster has at most `nodes` nodes.
     pub(super) fn of_cluster(store: u64, slots: u32, owners: &[u16], nodes: usize) -> Self {
         let count = |node| owners.iter().filter(|owner| usize::from(**owner) == node).count() as u32;

@@ -80,8 +80,8 @@ impl SlotWait {
         self.phase = match self.phase {
             Phase::Idle => waits(),
             Phase::Until(end) if now < end => self.phase,
-            // If no write asks for a slot until long after the end of the wait, the owner has given
-            // up the write that waited.
+            // If no write has asked for a slot long after the end of the wait, the lane's owner has
+            // given up the write that waited.
             Phase::Until(end) if asked || now < end + SLOT_WAIT => Phase::Due(now + SLOT_WAIT),
             Phase::Refused(until) if asked && now < until => Phase::Refuses(until),
             Phase::Due(until) | Phase::Refuses(until) | Phase::Refused(until) if now < until => self.phase,

@@ -341,7 +341,8 @@ fn unreachable(path: &Path, error: &io::Error) -> Failure {
 mod tests {
     use super::*;
 
-    /// Records more pages than a socket holds, and says when it has given up.
+    /// A test's service. It sends a trace of more pages than a socket holds, and tells when the
+    /// sender has given up.
     struct Large(std::sync::mpsc::Sender<()>);
 
     impl Service for Large {

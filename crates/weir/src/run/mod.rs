@@ -49,7 +49,7 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
     end(status)
 }
 
-/// Ends this process as the program ended.
+/// Ends this process in the way in which the program ended: by its exit code, or that of a signal.
 fn end(status: ExitStatus) -> ! {
     // `exit` runs no destructors, so nothing may be left to clean up.
     std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));

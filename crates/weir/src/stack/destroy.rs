@@ -157,7 +157,7 @@ pub fn undo(
 /// Waits until the machine has come to a state.
 ///
 /// # Errors
-/// Fails with `what` when that takes too long, or with the error of `watch`.
+/// Fails with the message `what` when the wait takes too long, or with the error of `watch`.
 pub fn wait(
     system: &mut dyn System,
     watch: &mut Watch<'_>,

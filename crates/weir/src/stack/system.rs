@@ -26,7 +26,7 @@ pub enum Link {
     Clean,
     /// The cache has pages that the disks lack.
     Dirty,
-    /// It goes on without a cache that had such pages.
+    /// The array goes on without its cache, which had dirty pages.
     Inconsistent,
 }
 
@@ -34,13 +34,14 @@ pub enum Link {
 pub trait System {
     /// Whether a module is loaded, or built in.
     fn has_module(&self, name: &str) -> bool;
-    /// The device of the array with an identity, if it runs. udev may have chosen another one.
+    /// The device of the array with this identity, if the array runs. udev may have given it
+    /// another name than the one that was asked for.
     fn array(&self, uuid: &str) -> Option<PathBuf>;
     /// The identity of the array to which a disk belongs, as the disk says.
     fn member(&self, disk: &Path) -> Option<String>;
     /// The superblock of bcache on a device; `None` if it has none or cannot be read.
     fn superblock(&self, device: &Path) -> Option<Superblock>;
-    /// The state of an array or disk in bcache; `None` if it does not have it.
+    /// The state of an array or disk in bcache; `None` if bcache does not know the device.
     fn backing(&self, device: &Path) -> Option<Backing>;
     /// Whether bcache has this set.
     fn has_set(&self, uuid: &str) -> bool;

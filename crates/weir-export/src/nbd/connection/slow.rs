@@ -162,8 +162,8 @@ impl<L: PageLane> Connection<'_, L> {
     ///
     /// While this lane has operations under way, slots that other lanes free cannot be used again.
     /// So this thread takes completions until none is under way, and only then blocks. Requests
-    /// that finish meanwhile are answered later. `gather` is called again after each look at the
-    /// store, and must add the same bytes.
+    /// that finish meanwhile are answered later. `gather` is called again after each poll of the
+    /// store. Each time it must append the same bytes to the reply.
     pub(super) fn send<const SLICES: usize>(
         &mut self,
         head: &[u8],

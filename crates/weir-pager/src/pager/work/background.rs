@@ -188,8 +188,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 count(&self.shared.counters.writes, 1);
                 self.writing = None;
                 let block = self.blocks.get_mut(id);
-                // A block of zeros needs no room in the store. A program may read a page of each
-                // block of far more memory than the store has room for.
+                // A block of zeros needs no room in the store. This matters for a program that
+                // reads one page in each block of an area far larger than the store.
                 if block.zeros.iter().all(|pages| *pages == u64::MAX) {
                     block.state = State::Empty;
                     self.release_room(id);

@@ -454,10 +454,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.shared.holds.load(Ordering::SeqCst) > 0
     }
 
-    /// Lets child processes inherit mappings that are registered and not managed. When `mremap`
-    /// enlarges a registered mapping, the new part is registered too, and the kernel sends no event
-    /// of it. The program may make that part read-only, or unmap the memory next to it, before the
-    /// pager manages it. `MREMAP_DONTUNMAP` leaves such a mapping too, at the old place.
+    /// Lets child processes inherit mappings that are registered and not managed. Such mappings
+    /// arise in two ways. When `mremap` enlarges a registered mapping, the new part is registered
+    /// too, and the kernel sends no event of it. The program may make that part read-only, or unmap
+    /// the memory next to it, before the pager manages it. And `MREMAP_DONTUNMAP` leaves one at the
+    /// old place.
     fn advise_leftovers(&mut self) -> Result<(), Changed> {
         let mut advised = Vec::new();
         // A mapping may grow between the look and the advice, and the kernel sends no event. What

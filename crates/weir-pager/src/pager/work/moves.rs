@@ -134,8 +134,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Some(at)
     }
 
-    /// Moves a block's pages from their place into a slot. Where the block has no page, the slot
-    /// gets a page of zeros.
+    /// Moves a block's pages from their place into a slot of the staging memory. Where the block
+    /// has no page, the slot gets a page of zeros.
     pub(super) fn move_out(&mut self, at: usize, slot: usize) -> bool {
         let to = self.slot(slot);
         let mut done = 0;
@@ -197,8 +197,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Frees the memory of a slot. Meanwhile the slot is not registered with userfaultfd. Otherwise
-    /// the kernel would wait in the removal until this thread reads an event, and this thread waits
-    /// for the removal.
+    /// this thread would deadlock: `madvise` waits until the event of the removal is read, and only
+    /// this thread reads events.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
         let scrubbed = self.kernel.unregister(start, end).and_then(|()| {

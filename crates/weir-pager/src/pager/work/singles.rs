@@ -108,7 +108,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// The number of pages to bring for a page fault on this page: more with each page fault in a
-    /// row. A partial block never comes as a whole, so its number is larger from the first one on.
+    /// row. A partial block never comes as a whole, so its first page fault already brings more
+    /// pages.
     fn window(&self, id: u32, page: usize) -> usize {
         let block = self.blocks.get(id);
         if block.is_there(page) {

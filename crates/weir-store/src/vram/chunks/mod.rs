@@ -64,7 +64,7 @@ impl Chunks {
         self.hot.places().iter().filter(|place| place.is_shown()).count()
     }
 
-    /// All pins that were ever open.
+    /// All pins that were ever open. Those that are closed now will be used again.
     fn used(&self) -> &[Pin] {
         &self.hot.pins()[..self.hot.gate().pins_used.load(Ordering::Acquire) as usize]
     }
