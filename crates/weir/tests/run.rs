@@ -80,8 +80,8 @@ fn same_in_less(arguments: &[&str], stdin: &Path) {
     let limit = format!("{LIMIT_MIB}MiB");
     let bounded = [&[WEIR, "run", "--resident", &limit, "--store", "host:512MiB", "--"], arguments].concat();
     assert!(alone >= 3 * LIMIT_MIB, "{program} takes {alone} MiB alone: too little to show anything");
-    // The program's code, its libraries and its small mappings are not managed. Nor is new memory
-    // that it touches before the pager has looked for it. A busy machine delays those looks, so one
+    // The program's code and its libraries are not managed. Nor is new memory that it touches
+    // before the pager has looked for it. A busy machine delays those looks, so one
     // run of several must keep the limit.
     let most_allowed = LIMIT_MIB * 105 / 100 + 32;
     let mut least = usize::MAX;

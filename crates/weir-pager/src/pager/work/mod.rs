@@ -162,6 +162,8 @@ pub(super) struct Work<K: Kernel, S> {
     batches: usize,
     /// The time of the last attempt in which no block could make room for single pages.
     stuck: Option<Duration>,
+    /// The time of the last attempt in which no single page could be moved out.
+    stuck_singly: Option<Duration>,
     /// The address of pages of the pager's own, into which single pages are read before they come
     /// into place.
     single: usize,
@@ -261,6 +263,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             due: 0,
             batches: 0,
             stuck: None,
+            stuck_singly: None,
             single,
             eviction: None,
             rooms: 0,

@@ -192,7 +192,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             // Blocks that cannot be moved out may take the whole limit. Then up to `BLOCK_PAGES`
             // single pages may exceed the limit. If only one page could exceed it, every page fault
             // would have to write a page out first.
-            if self.singles_there < BLOCK_PAGES || !self.write_singles() {
+            if self.singles_there < BLOCK_PAGES || self.is_stuck_singly() || !self.write_singles() {
                 count(&self.shared.counters.beyond_limit, 1);
                 return;
             }
@@ -215,6 +215,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// large ones. So among all victims their pages have a small part of the share that they have
     /// of memory, and all of it once they leave little memory to whole blocks.
     pub(super) fn is_turn_of_partial(&mut self) -> bool {
+        if self.is_stuck_singly() {
+            return false;
+        }
         let frames = self.partial_there / BLOCK_PAGES;
         let times = if self.policy.len() > self.limit() / LEAST_SHARE { PARTIAL_EVERY } else { 1 };
         self.due += frames;
@@ -223,6 +226,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.due = 0;
         }
         is_due || self.policy.len() == 0
+    }
+
+    /// Whether no single page could be moved out a moment ago: the program has locked them, or a
+    /// child shares them.
+    fn is_stuck_singly(&self) -> bool {
+        self.stuck_singly.is_some_and(|since| self.kernel.now() - since <= STUCK)
     }
 
     /// Frees the frames that no block uses.
@@ -284,6 +293,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
         }
         if gone.is_empty() {
+            self.stuck_singly = Some(self.kernel.now());
             return false;
         }
         self.slots[slot] = Slot::Busy;
