@@ -259,10 +259,8 @@ fn take_ends(changes: &mut Vec<Change>) {
 impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn hear(&mut self) {
         while let Some(event) = self.kernel.event() {
-            if let Event::Remap(_, to, bytes) = event
-                && self.views.len() < VIEWS_MAX
-                && self.may_be_held(to..to + bytes)
-            {
+            // Memory that the pager does not manage may be at the place too, and registered.
+            if matches!(event, Event::Remap(..)) && self.views.len() < VIEWS_MAX {
                 let mut view = Vec::new();
                 if self.kernel.read_mappings(&mut view) {
                     self.views.push((event, view));
@@ -278,19 +276,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn wait_and_hear(&mut self) {
         self.kernel.wait(Some(PAUSE));
         self.hear();
-    }
-
-    /// Whether the tables may have memory in `range` once all events that were read are handled.
-    fn may_be_held(&self, range: Range<usize>) -> bool {
-        let (mut is_held, mut is_free) = (!held_in(&self.spans, range.clone()).is_empty(), false);
-        for event in &self.events {
-            match *event {
-                Event::Remap(_, to, bytes) => is_held |= meet(&(to..to + bytes), &range),
-                Event::Unmap(start, end) => is_free |= start <= range.start && range.end <= end,
-                _ => {}
-            }
-        }
-        is_held && !is_free
     }
 
     /// Puts the events that were read into the order of the changes. Returns false if there is a
