@@ -39,9 +39,12 @@ impl Engine {
             println!("\nskipped: {test}: redis-tools is not installed");
             return None;
         };
-        let engine = Engine { child, port, directory };
+        let mut engine = Engine { child, port, directory };
+        // Another program may have taken the port meanwhile. Then this server ends.
+        let own = format!("process_id:{}", engine.child.id());
         let begun = Instant::now();
-        while engine.call(&["PING"]) != "PONG" {
+        while !engine.call(&["INFO", "server"]).lines().any(|line| line.trim_end() == own) {
+            assert!(engine.child.try_wait().unwrap().is_none(), "redis-server has ended: is its port taken?");
             assert!(begun.elapsed() < Duration::from_secs(60), "redis-server does not answer");
             thread::sleep(Duration::from_millis(20));
         }
