@@ -2,9 +2,9 @@
 //! daemon takes its pages over.
 //!
 //! All pages are written once. Then threads read and write pages of their own at random, over NBD,
-//! while the daemon gets a SIGKILL. The time counts from there to the first page that a new
-//! connection reads. After each kill every page of the device is read and compared. A page must
-//! have the content of its last acknowledged write, or of the write that was under way.
+//! while the daemon gets a SIGKILL. The measured time lasts from the SIGKILL to the first page that
+//! a new connection reads. After each kill every page of the device is read and compared. A page
+//! must have the content of its last acknowledged write, or of the write that was under way.
 
 use crate::report::{Goal, Report, Row, Runs};
 use crate::steps::Steps;

@@ -6,8 +6,9 @@ use std::time::Duration;
 use weir_cli::seconds_left;
 
 /// A bar on standard error. It has the part of the benchmark that runs, the share of all runs that
-/// have ended, and the time left. It is drawn only when a part begins or a run ends, or by a thread
-/// that waits, so it disturbs no measurement. Dropping it removes the bar.
+/// have ended, and the time left. The bar is drawn when a part begins, when a run ends, and by
+/// threads that only wait. So the drawing disturbs no measurement. Dropping this value removes the
+/// bar.
 pub(crate) struct Steps(ProgressBar);
 
 impl Steps {
@@ -38,7 +39,7 @@ impl Steps {
 fn write_left(state: &ProgressState, out: &mut dyn Write) {
     let left = state.len().unwrap_or(0).saturating_sub(state.pos());
     if let Some(seconds) = seconds_left(state.elapsed(), state.pos(), left) {
-        // If this cannot be written, a part of the bar is missing, and nothing else.
+        // If the write fails, the bar lacks the time left, and nothing else is lost.
         let _ = write!(out, ", {:#} left", HumanDuration(Duration::from_secs(seconds)));
     }
 }

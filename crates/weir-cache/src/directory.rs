@@ -28,7 +28,7 @@ use weir_core::{Memory, PageNo};
 pub const WAYS: u32 = 64;
 /// If a set has more young pages than this, the next page to leave the set is a young one.
 const YOUNG_MAX: u32 = WAYS / 10;
-/// Largest number of entries in the list of sets without room.
+/// Largest number of entries in the list of sets in which a page found no frame.
 const PRESSED: usize = 64;
 
 /// A frame's number, which is also the number of its page in the cache's volume.
@@ -66,14 +66,15 @@ pub(crate) struct Held {
     /// Whether the frame has the page's content.
     pub is_valid: bool,
     pub is_dirty: bool,
-    /// Whether the page only passes by: its content must not be written into the frame.
+    /// Whether the page only goes between the client and the home. If so, no lane may write the
+    /// page's content into the frame.
     pub passes: bool,
 }
 
 /// A frame's state on its way out of use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Closing {
-    /// Somebody uses the frame, or the home lacks its content.
+    /// A lane or the write-back uses the frame, or the home lacks the frame's content.
     Waits,
     /// The frame is closed, and no page of the home is in it. The page of the volume that backs the
     /// frame may still have old content.
@@ -156,8 +157,9 @@ impl Directory {
         entry.is_closed() || self.is_behind(frame)
     }
 
-    /// Brings a frame behind the limit further out of use, as far as its users allow. A frame is
-    /// closed only while nobody has it exclusively. So whoever has it later knows that it is.
+    /// Takes a frame behind the limit out of use, as far as the frame's users allow. A frame
+    /// becomes closed only while no user has the frame exclusively. So each user that has the frame
+    /// exclusively after that sees that the frame is closed.
     pub(crate) fn close(&self, frame: Frame) -> Closing {
         loop {
             let was = self.load(frame);
@@ -208,8 +210,8 @@ impl Directory {
         (0..self.frames()).filter(|frame| self.load(*frame).kind() != Kind::Empty).count() as u32
     }
 
-    /// Changes the policy's state as a read of the page would, if its I/O took no time. Returns
-    /// whether the page was cached. Serves replays of traces.
+    /// Changes the policy's state as a read of the page would, if the read took no time. Returns
+    /// whether the page was cached. A replay of a trace calls this.
     pub fn replay(&self, page: PageNo) -> bool {
         match self.share(page, false) {
             Found::Hit(frame) => {
@@ -281,14 +283,16 @@ impl Directory {
             let Some((frame, entry)) = self.find(first, page) else { return Found::Absent };
             if entry.kind() == Kind::Valid && self.is_leaving(frame, entry) {
                 match () {
-                    // A writer takes the frame exclusively, and its page goes home.
+                    // A writer must take the frame exclusively. It then writes the page to the
+                    // home.
                     () if to_write => return Found::Absent,
                     () if entry.is_evictable() => {
-                        // Another user may be faster. Then look again.
+                        // Another user may have changed the entry before this. Then search for the
+                        // page again.
                         self.replace(frame, entry, entry.emptied());
                         continue;
                     }
-                    // The frame gets no new users, and those that it has will end soon.
+                    // The frame gets no new users, and its present users will end soon.
                     () if !entry.is_ahead() => return Found::Busy,
                     () => {}
                 }
@@ -451,7 +455,8 @@ impl Directory {
 
     /// Removes the page's fingerprint from its set. Returns whether the set had it.
     fn forgive(&self, first: Frame, fingerprint: u16) -> bool {
-        // The first word of a set has no fingerprint. It has the eviction's two clock hands there.
+        // The first word of a set has no fingerprint. In that place it has the set's two clock
+        // hands.
         let is_it = |entry: Entry| entry.ghost() == fingerprint;
         let Some(frame) = (first + 1..first + WAYS).find(|frame| is_it(self.load(*frame))) else {
             return false;
@@ -460,9 +465,9 @@ impl Directory {
         true
     }
 
-    /// Finds the frame that the next page of a set gets. If it gets none, finds a frame without a
-    /// page behind the limit, by which the page can pass. `None`: all frames are used, dirty, or
-    /// being written.
+    /// Finds the frame that the next page of a set gets. If there is none, finds a frame behind the
+    /// limit that has no page. Through that frame a page can go between the client and the home
+    /// without being cached. `None`: all frames are used, dirty, or being written.
     fn victim(&self, first: Frame) -> Option<(Frame, Entry)> {
         let (mut young, mut passing) = (0, None);
         for frame in first..first + WAYS {
@@ -477,9 +482,9 @@ impl Directory {
         queues.into_iter().find_map(|young| self.sweep(first, young)).or(passing)
     }
 
-    /// Finds a frame of a set whose page may leave. Each set has two clock hands: one for pages
-    /// that came lately (young), one for pages that were used again (old). This advances one of
-    /// them.
+    /// Finds a frame of a set whose page may leave. Each set has two clock hands: one for young
+    /// pages, which are new in the cache, and one for old pages, which were used again. This
+    /// function advances one of the two hands.
     fn sweep(&self, first: Frame, young: bool) -> Option<(Frame, Entry)> {
         let shift = if young { 0 } else { 8 };
         let hand = u32::from(self.load(first).ghost() >> shift) % WAYS;

@@ -69,8 +69,8 @@ impl Entry {
         Entry(closed).with(16, 16, self.ghost().into())
     }
 
-    /// Whether the frame is closed. Whoever has a closed frame exclusively leaves no page there,
-    /// except one whose content the home lacks.
+    /// Whether the frame is closed. A user that has a closed frame exclusively leaves no page in
+    /// the frame, except a page whose content the home lacks.
     pub fn is_closed(self) -> bool {
         self.0 & CLOSED != 0
     }
@@ -153,8 +153,8 @@ impl Entry {
         Entry(if set { self.0 | flag } else { self.0 & !flag })
     }
 
-    /// Whether the page is young, which means in the probation queue of S3-FIFO. Pages of closed
-    /// frames are not.
+    /// Whether the page is young, which means in the probation queue of S3-FIFO. A page of a closed
+    /// frame is never young.
     pub fn is_young(self) -> bool {
         self.0 & (CLOSED | YOUNG) == YOUNG
     }

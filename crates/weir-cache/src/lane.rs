@@ -20,16 +20,16 @@ const BUSY_WITHIN: Duration = Duration::from_secs(60);
 /// A lane: one thread's access to a [`Cache`].
 ///
 /// An operation returns [`Progress::Full`] if another user has the page exclusively, or if the
-/// page's set has no free frame. After a minute of that it fails. Other waits have no limit: a
-/// write to a disk that hangs completes when the disk answers.
+/// page's set has no free frame. If that lasts for a minute, the operation fails. Other waits have
+/// no limit: a write to a disk that hangs completes when the disk answers.
 pub struct CacheLane {
     parts: Parts,
     frames: FrameLane,
     home: Box<dyn HomeLane>,
 }
 
-/// The lane without its accesses to the volume and to the home. While these are polled, their
-/// completions change this part, so it is a value of its own.
+/// The lane without its accesses to the volume and to the home. A completion changes this part
+/// while one of these two accesses is borrowed for its poll. So this part is a value of its own.
 struct Parts {
     cache: Arc<Cache>,
     seat: usize,
@@ -323,8 +323,8 @@ impl Parts {
     fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
-        // If `busy_since` is not set, leave it to the next poll. Do not set it to `now` here: that
-        // is the time of the last poll, which may be long ago.
+        // If `busy_since` is not set, the next poll sets it. This function must not set it to
+        // `now`: `now` is the time of the last poll, which may be long ago.
         let (Some(since), Some(now)) = (self.busy_since, self.now) else { return false };
         let is_too_long = now >= since + BUSY_WITHIN;
         if is_too_long {
@@ -551,8 +551,8 @@ impl Parts {
                 self.let_go(held, Outcome::Nothing);
                 self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
             }
-            // The write to the home may still land at any time. Until it has, no other user may
-            // touch the page.
+            // The write to the home may still land at any time. Until the write has ended, no other
+            // user may touch the page.
             (State::WriteHome { held, .. }, _) if result == Err(Fault::Timeout) => {
                 self.operations[usize::from(at)].state = State::WriteHome { held, late: true };
             }
@@ -783,8 +783,8 @@ impl PageLane for CacheLane {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let CacheLane { parts, frames, home } = self;
         parts.now = Some(now);
-        // Each refusal sets `is_busy` again. If none came since the last poll, no caller waits any
-        // more.
+        // Each refusal sets `is_busy` again. If there was no refusal since the last poll, no caller
+        // waits any more.
         parts.busy_since = parts.busy_since.or(Some(now)).filter(|_| parts.is_busy);
         parts.is_busy = false;
         home.poll(now, &mut |home_done| parts.home_answered(&home_done, frames, done));
@@ -872,10 +872,10 @@ impl CacheLane {
 
 impl Drop for CacheLane {
     /// Operations that are still under way take no effect, except for writes that have gone to the
-    /// home. Once the lane is gone, nobody learns when such a write ends. So that page is never
-    /// written home again, and flushes fail. If the page's frame has its content, reads go on
-    /// there. Otherwise the frame stays taken for ever: a read of the home might find half of the
-    /// write.
+    /// home. Once the lane is gone, nothing notices the end of such a write. So the write-back
+    /// never writes that page home again, and flushes fail. If the page's frame has the page's
+    /// content, lanes go on reading the frame. Otherwise the frame stays taken for ever: a read of
+    /// the home might find half of the write.
     fn drop(&mut self) {
         let parts = &self.parts;
         for operation in &parts.operations {

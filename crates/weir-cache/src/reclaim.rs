@@ -6,8 +6,9 @@
 //! are dropped, and the volume promises no slot for them any more. Then the volume empties and
 //! releases chunks. The other frames keep their pages.
 //!
-//! A cache without a frame goes on as a device: each page passes by a closed frame's word, between
-//! the client and the home.
+//! A cache whose frames are all closed still works as a device. Each page then goes between the
+//! client and the home. Meanwhile the lane holds a closed frame's entry exclusively, so that no
+//! other lane uses the page.
 //!
 //! [`Reclaimer::step`] does a bounded piece of work and says what it needs next.
 
@@ -26,8 +27,8 @@ const LOOK: u32 = 1 << 16;
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Time between two steps while the volume waits for its store or its lanes.
 const STEP_AGAIN: Duration = Duration::from_millis(1);
-/// A give-back ends when no page has left for this long. It is twice the time limit of an operation
-/// at the home.
+/// A give-back fails if no page has left its frame for this long. It is twice the time limit of an
+/// operation at the home.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The reason why memory was not given back or taken.
@@ -42,10 +43,11 @@ pub enum ReclaimError {
         #[source]
         error: GiveBackError,
     },
-    /// Pages do not go home, or clients have them without a break.
+    /// Some pages did not leave the cache: the home does not take them, or clients use them without
+    /// a break.
     #[error("{} of pages do not leave the cache", ByteSize(u64::from(*.pages) * PAGE_SIZE as u64))]
     Stuck {
-        /// Number of pages that are still in the way.
+        /// Number of pages that have not left the cache.
         pages: u32,
     },
     /// [`Reclaimer::stop`] ended the job.
@@ -90,11 +92,11 @@ struct Job {
     /// The chunks that the volume has closed. The first one is being emptied.
     closed: Vec<ChunkStatus>,
     phase: Phase,
-    /// Number of frames that this look has found in use.
+    /// Number of frames in use that the present pass over the frames has found.
     waits: u32,
     /// For a resize: the cache's size afterwards, in bytes of its store.
     size: Option<u64>,
-    /// The time since which no page has left.
+    /// The time since which no page has left its frame.
     since: Option<Instant>,
     stops: bool,
 }
@@ -158,12 +160,13 @@ impl Reclaimer {
         self.begin(chunks, Phase::Take);
     }
 
-    /// Begins to make the cache smaller or larger, to `bytes` of its store: rounded up to whole
-    /// chunks, and at most all. It keeps that size: [`fitting`](Reclaimer::fitting) chunks are none
-    /// of those beyond it. Memory that was given back before stays away. Returns the number of
-    /// bytes that go or come; [`step`](Reclaimer::step) does it.
+    /// Begins to make the cache smaller or larger, to `bytes` of its store. The number is rounded
+    /// up to whole chunks, and the store's size is the maximum. A later take of memory does not
+    /// exceed the new size: see [`fitting`](Reclaimer::fitting). A resize does not undo an earlier
+    /// give-back. Returns the number of bytes that [`step`](Reclaimer::step) will give back or
+    /// take.
     ///
-    /// A job that fails leaves the cache as large as it has become.
+    /// If the job fails, the cache keeps the size that it has reached.
     ///
     /// # Panics
     /// Panics when another job is under way.
@@ -201,7 +204,8 @@ impl Reclaimer {
         moved
     }
 
-    /// Those of `chunks`, all of which were given back, that the cache's size allows to take.
+    /// Chooses chunks to take from `chunks`, all of which were given back. Together with the held
+    /// chunks, they do not exceed the cache's size.
     pub fn fitting(&self, mut chunks: Vec<ChunkStatus>) -> Vec<ChunkStatus> {
         let held = self.cache.chunks(ChunkState::Held).iter().map(bytes_of).sum::<u64>();
         let mut room = self.cache.size.load(Ordering::Relaxed).saturating_sub(held);
@@ -280,7 +284,8 @@ impl Reclaimer {
                     return Ok(Reclaim::More);
                 };
                 if job.waits == 0 {
-                    // A member of the store is lost, so that the other chunks have too little room.
+                    // A member of the store is lost. So the other chunks have too few slots for the
+                    // pages.
                     let missing = chunk.slots.saturating_sub(self.cache.frames.spare_slots());
                     return Err(failed(chunk.chunk, GiveBackError::NoRoom { missing }));
                 }
@@ -321,7 +326,8 @@ impl Reclaimer {
         }
     }
 
-    /// Ends a job that fails: what is closed is opened again, as far as there is memory for it.
+    /// Ends a job that fails. Closed chunks are opened again, and then as many frames as the memory
+    /// allows.
     fn give_up(&mut self, job: &mut Job, error: ReclaimError) {
         for chunk in job.closed.drain(..) {
             self.cache.frames.cancel_give_back(0, chunk.chunk);
@@ -376,7 +382,7 @@ impl Reclaimer {
         self.mover.discard(PageNo(base + first), count);
     }
 
-    /// Has the volume close as many chunks as it can do without.
+    /// Has the volume close chunks, as long as its other chunks have enough slots for its pages.
     fn close_chunks(&self, job: &mut Job) -> Result<(), ReclaimError> {
         let volume = &self.cache.frames;
         while let Some(chunk) = job.wanted.first().copied() {
@@ -447,8 +453,9 @@ impl Reclaimer {
         taken.len()
     }
 
-    /// The number of frames for which the memory that is there has room, beside those behind the
-    /// limit that still have pages.
+    /// The new limit: the number of frames that the present memory has slots for. Slots of pages
+    /// that have not left frames behind the old limit are subtracted first. The new limit is never
+    /// lower than the old one.
     fn limit(&self) -> u32 {
         let directory = &self.cache.directory;
         let (frames, limit) = (directory.frames(), directory.limit());
@@ -458,7 +465,8 @@ impl Reclaimer {
         }
     }
 
-    /// The number of frames for which so many slots have room.
+    /// The number of frames for which this number of slots is enough, after the volume's slack is
+    /// subtracted.
     fn room_for(&self, slots: u32) -> u32 {
         slots.saturating_sub(self.cache.frames.config().slack()).min(self.cache.directory.frames())
     }

@@ -55,7 +55,7 @@ pub struct CacheStatus {
     pub store_bytes: u64,
     /// Bytes of its store that the cache may use.
     pub size_bytes: u64,
-    /// Bytes of those that were given back.
+    /// Bytes that were given back, of those that the cache may use.
     pub given_back_bytes: u64,
     /// Number of pages in the cache.
     pub used: u32,

@@ -56,8 +56,8 @@ impl Streams {
         let found = near(row.load(Relaxed)).or_else(enter);
         let (next, length) = found.unwrap_or((page, 0));
         if page.wrapping_sub(next) > AHEAD {
-            // The page comes late, or is read again. Such a page does not continue the stream, nor
-            // belong to it.
+            // The page lies before the expected page: its request is late, or a repeated read. Such
+            // a page does not continue the stream, and does not belong to the stream.
             return false;
         }
         let length = length.saturating_add(1);

@@ -40,8 +40,8 @@ impl Recorder {
         fill(ring, self.put.fetch_add(1, Relaxed), page);
     }
 
-    /// Begins a trace, which takes memory for the ring if it is the first. `None`: another trace is
-    /// being recorded.
+    /// Begins a trace. The first trace of a cache takes memory for the ring. `None`: another trace
+    /// is being recorded.
     pub fn begin(self: &Arc<Self>) -> Option<Trace> {
         self.ring.get_or_init(|| (0..RING).map(|_| AtomicU64::new(0)).collect());
         let at = self.put.load(Relaxed);
@@ -109,8 +109,9 @@ impl Trace {
                 self.at += 1;
                 return Some(PageNo(word as u32));
             }
-            // A lane has the position and has not written the word yet. Or another lane has it in a
-            // later lap, and then the next turn of the loop counts the page as lost.
+            // A lane has taken the position and has not written the word yet. Or a lane has
+            // overwritten the word in a later lap. In that case, the next turn of the loop counts
+            // the page as lost.
             if recorder.put.load(Relaxed) == put {
                 return None;
             }
@@ -215,7 +216,8 @@ mod tests {
         assert_eq!((trace.take(2).count(), trace.is_over()), (2, false));
         assert_eq!((taken(&mut trace), trace.is_over()), (vec![2], true));
         drop(trace);
-        // A page that no lane has written yet is still to come, until it is a lap old.
+        // A trace waits for a page that no lane has written yet, until the page's position is a lap
+        // old.
         let mut trace = cache.trace().unwrap();
         cache.recorder.put.fetch_add(1, Relaxed);
         trace.end();

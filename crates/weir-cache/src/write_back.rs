@@ -31,9 +31,9 @@ use weir_device::{Fault, POLL_EVERY, Progress, Ticket};
 use weir_store::Lane as HomeLane;
 use weir_volume::Lane as FrameLane;
 
-/// Largest number of pages under way together: 4 MiB.
+/// Largest number of pages in a [`Group`]: 4 MiB. The write-back reads and writes them together.
 const GROUP: usize = 1024;
-/// Largest number of pages that one look through the directory finds.
+/// Largest number of pages that one search through the directory finds.
 const BATCH: usize = 16 << 10;
 /// Number of frames that one step looks at. In unit tests it is small, so that a look takes several
 /// steps.
@@ -220,9 +220,9 @@ impl WriteBack {
         }
     }
 
-    /// Whether to search for more pages before the urgent ones are written. That is so if there are
-    /// fewer urgent ones than the number that the home writes best in a row, and a search may find
-    /// others.
+    /// Whether to search for more pages before the urgent ones are written. The search is worth its
+    /// time if the urgent pages are fewer than the home best writes in a row. The search must also
+    /// have a chance to find more pages.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
@@ -289,8 +289,8 @@ impl WriteBack {
     /// Whether a sweep for the watermark has reached the lower watermark, or must stop for a flush.
     fn has_done_enough(&self) -> bool {
         let config = &self.cache.config;
-        // A sweep of pages that are often used stops at the upper watermark, since they soon get
-        // dirty again.
+        // A sweep of pages that are often used stops at the upper watermark, because such pages
+        // soon become dirty again.
         let least = if self.takes_hot { config.dirty_high } else { config.dirty_low };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(least) };
         let is_for_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
@@ -356,8 +356,8 @@ impl WriteBack {
         match self.home.flush(FLUSH) {
             Progress::Done(result) => self.end_flush(wanted, result),
             Progress::Queued => self.home.submit(),
-            // The home refuses the flush. No other flush is under way whose end could be waited
-            // for, since only one sweep runs. So this flush has failed.
+            // The home refuses the flush. Only one sweep runs at a time, so no earlier flush is
+            // under way for which this one could wait. So this flush has failed.
             Progress::Full => self.end_flush(wanted, Err(Fault::Full)),
         }
         Next::Step

@@ -1,6 +1,7 @@
-//! The kernel's clocks, read by the C library. It finds the vDSO as it starts, and calls the kernel
-//! if there is none. rustix, which Weir uses elsewhere, looks for the vDSO at the first call:
-//! before Linux 6.4 that allocates, and on User-Mode Linux 7.2 it panics.
+//! The kernel's clocks, read by the C library. The C library finds the vDSO when the program
+//! starts. Without a vDSO it makes a system call. Weir uses rustix elsewhere, but rustix looks for
+//! the vDSO at the first call. Before Linux 6.4 that look allocates memory, and on User-Mode Linux
+//! 7.2 it panics.
 
 use std::time::Duration;
 

@@ -120,9 +120,9 @@ impl Memory {
     }
 
     /// From here on this process takes memory without a check that the machine has so much free. A
-    /// process calls this if it takes over from a dead process that had as much. When memory is
-    /// short, the check would refuse: `MemAvailable` is then 0, since it leaves out the kernel's
-    /// reserve. A thread that brings swap back may use that reserve
+    /// process calls this function if it takes over from a dead process that had as much memory.
+    /// When memory is short, the check would fail: `MemAvailable` is then 0, since it leaves out
+    /// the kernel's reserve. A thread that brings swap back may use that reserve
     /// ([`reach_reserves`](crate::swap_safety::reach_reserves)).
     pub fn take_over() {
         TAKES_OVER.store(true, Ordering::Relaxed);
@@ -176,8 +176,8 @@ impl Memory {
         in_pieces(bytes, &populate, watch)
     }
 
-    /// Maps the pages of a range that another process has taken. So they are locked here too, and
-    /// none causes a page fault later on an I/O path.
+    /// Maps the pages of a range that another process has taken. So these pages are locked in this
+    /// process too, and accesses on an I/O path cause no page fault later.
     ///
     /// # Errors
     /// Fails with the error of `lseek` or `madvise`.
@@ -188,8 +188,8 @@ impl Memory {
         self.each_part(offset, bytes, |at, bytes| {
             self.lock(at, bytes);
             // Populate by reading, which takes half as long as by writing. A page fault for reading
-            // also maps the pages around its own; one for writing does not. The time matters, since
-            // the kernel may be waiting for this memory.
+            // also maps the neighbouring pages, and a page fault for writing does not. The time
+            // matters, since the kernel may be waiting for this memory.
             self.advise(at, bytes, Advice::LinuxPopulateRead)
         })
     }
@@ -244,8 +244,8 @@ impl Memory {
         self.note(offset..end, locked.is_ok() || locks_all_memory());
     }
 
-    /// Notes that a part has no page that is not locked, or that it has pages which cannot be
-    /// locked.
+    /// Notes whether a part is locked. True: the part has no unlocked page. False: the part has
+    /// pages that cannot be locked.
     fn note(&self, part: Range<usize>, is_locked: bool) {
         let mut unlocked = self.unlocked();
         if is_locked && unlocked.is_empty() {
@@ -257,7 +257,8 @@ impl Memory {
         if !is_locked {
             unlocked.push(part);
         }
-        // Other memories' bytes may be noted meanwhile, so add the difference, also one below 0.
+        // Other threads may count the bytes of other memories meanwhile. So add only the
+        // difference, which may be negative.
         UNLOCKED.fetch_add(bytes_of(&unlocked).wrapping_sub(before), Ordering::Relaxed);
     }
 

@@ -132,8 +132,8 @@ pub fn uniform_value(bytes: &PageBytes) -> Option<u32> {
         return None;
     }
     let word = u64::from_ne_bytes(first);
-    // The end differs more often than the middle (headers repeat, tails vary), so it is checked
-    // next.
+    // Compare the page's last word next. The last word differs more often than a word in the
+    // middle: headers repeat, and ends vary.
     if u64::from_ne_bytes(bytes[PAGE_SIZE - 8..].try_into().expect("8 of 4096 bytes")) != word {
         return None;
     }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ptr::NonNull;
 
-/// The first pages of a file, held in memory until this is dropped.
+/// The first pages of a file, held in memory until this value is dropped.
 ///
 /// The kernel swaps out the pages of a memfd, or of a file on tmpfs, like any other memory. So a
 /// file that must be read while the swap device is down must be held here.

@@ -187,8 +187,8 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared) })
     }
 
-    /// Some parts of stores are opened after the start. Once they are open, logs the outcome and
-    /// calls `then`. Returns at once.
+    /// Calls `then` once those parts of the stores are open that are opened after the start. Before
+    /// each call, logs the outcome. This function itself returns without a wait.
     pub fn when_joined(&self, then: impl Fn() + Send + Sync + 'static) {
         let log = Arc::clone(&self.shared.environment.log);
         let tell: Tell = Arc::new(move |joined: &Joined| {
@@ -336,7 +336,8 @@ impl Service for Shared {
             volumes.create(name, bytes.map(ByteSize), &self.worker)?;
             let served = self.front_ends.serve(volumes, name).map(drop);
             served.map_err(|error| {
-                // Nobody can have the new volume but a client that guessed its name.
+                // Clients do not know the new volume yet. Only a client that guessed its name can
+                // have it, and make this removal fail.
                 let undone = volumes.remove(name, &self.worker, &mut |_| {});
                 let left = || format!("volume {name} stays without a device; weir volume remove {name}");
                 error.unless_undone(undone, left)
@@ -376,7 +377,8 @@ impl Service for Shared {
         let number = device.device;
         self.attachments.attached(device)?;
         if self.front_ends.is_closed() {
-            // Nobody asks any more whether the device is in use.
+            // The daemon is stopping, and does not check again whether a program uses the device.
+            // So the daemon must not have the device.
             self.attachments.detached(number)?;
             return Err(stopping());
         }

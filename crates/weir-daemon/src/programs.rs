@@ -1,6 +1,6 @@
 //! The bounded programs of this daemon: `weir run` limits their RAM, and the volume holds the rest
-//! of their memory. Each has a pager with a socket here. The pager sends reports, and the daemon
-//! sends orders. A pager that does not answer delays no other.
+//! of their memory. Each program has a pager, which connects to a socket of this module. The pager
+//! sends reports, and the daemon sends orders. A pager that does not answer delays no other pager.
 
 use crate::control::{Program, printable};
 use crate::environment::Environment;
@@ -46,8 +46,8 @@ struct Bound {
     /// The time of the latest request for a report, until the report comes.
     asked: Option<Instant>,
     last: Option<Seen>,
-    /// Two earlier reports. The rate of page faults is computed since `then`. Later `next` takes
-    /// its place.
+    /// Two earlier reports. The rate of page faults counts from the report `then`. Later the report
+    /// `next` replaces `then`.
     then: Option<Seen>,
     next: Option<Seen>,
 }

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use weir_pager::{Ledger, directory};
 
-/// Ends this process by a signal once the run has ended: then standard input ends. The run has the
-/// other end of that pipe.
+/// Ends this process by a signal as soon as the run has ended. Standard input is a pipe whose other
+/// end the run holds, so standard input ends with the run.
 ///
 /// # Errors
 /// Fails when the system has no thread left.
@@ -37,7 +37,7 @@ pub fn clear(socket: &Path) {
             let _ = std::fs::remove_file(run.join(name));
         }
         let _ = std::fs::remove_file(ledger);
-        // It stays if anything else is in there.
+        // This call fails if the directory holds anything else. The directory then stays.
         let _ = std::fs::remove_dir(path);
     }
 }

@@ -48,8 +48,8 @@ pub fn run(
     outcome
 }
 
-/// Does the work of [`run`]. Sets `is_first` as soon as it is known: whether this is the first
-/// daemon.
+/// Does the work of [`run`]. Sets `is_first` to whether this is the first daemon, as soon as that
+/// is known.
 fn serve(
     options: &Config,
     file: Option<&Path>,

@@ -168,8 +168,9 @@ impl Volumes {
     /// Makes an empty volume. Without a size, it has all the room that is left.
     ///
     /// # Errors
-    /// Fails when a volume has the name already, the name is not allowed, or the pool has too
-    /// little room. Then nothing has changed, or the error says what is left.
+    /// Fails when another volume has the name, the name is not allowed, or the pool has too little
+    /// room. Then no volume has changed; if the failed creation could not be undone, the error says
+    /// what remains of the new volume.
     pub fn create(&self, name: &str, size: Option<ByteSize>, worker: &Worker) -> Result<(), Error> {
         check_name(name)?;
         let asked = size.map(pages).transpose()?;
@@ -192,7 +193,7 @@ impl Volumes {
         let mut list = self.noted();
         list.push(Noted::of(name, &range));
         if let Err(error) = self.take(&range).and_then(|()| self.note_list(&list)) {
-            // The keeper's list is what it was, so nothing has to be noted.
+            // The keeper still has the old list, so the keeper needs no other one.
             let removal = volume.shrink(0, |_| Ok(())).map_err(|(_, error)| unmade(error));
             let undone = removal.and_then(|removal| worker.discard(removal, &mut |_| {})).map(drop);
             let left = || format!("the room of {name} stays taken until the daemon ends");
@@ -241,7 +242,8 @@ impl Volumes {
         Ok(())
     }
 
-    /// Discards the pages that a volume is to lose. Returns what is left of it.
+    /// Discards the pages that a volume is to lose. Returns the volume with the pages that it
+    /// keeps, or `None` if it keeps no page.
     fn shrunk(
         &self,
         name: &str,
@@ -303,7 +305,7 @@ impl Volumes {
         Ok(volume)
     }
 
-    /// Brings a volume that was taken out back into clients' reach.
+    /// Makes a volume available to clients again, after `take_out`.
     fn put_back(&self, name: &str, volume: Option<Arc<Volume>>) {
         if let Some(named) = self.named().iter_mut().find(|named| named.name == name) {
             named.volume = volume;

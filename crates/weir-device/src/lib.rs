@@ -5,8 +5,8 @@
 //! batches, each operation under a [`Ticket`]. No operation waits. Its steps are these:
 //!
 //! 1. An operation returns [`Progress::Done`] if it was done at once, else [`Progress::Queued`].
-//! 2. [`submit`](PageLane::submit) starts the queued operations. If there are none, and all earlier
-//!    ones were handed over, it ends the present batch.
+//! 2. [`submit`](PageLane::submit) starts the queued operations. If no operation is queued or in
+//!    flight, it ends the present batch.
 //! 3. [`poll`](PageLane::poll) hands over finished operations. Only `poll` is told the time.
 //!
 //! A device may stand on another device. Its lane then has a lane of the other device, and passes
@@ -68,8 +68,8 @@ pub trait PageLane: Send {
     /// been verified.
     fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress;
 
-    /// Reads pages from `first` on into `out`, as many as it can at once. Returns their number.
-    /// Read the others by [`read`](PageLane::read).
+    /// Reads pages from `first` on into `out`, as far as it can without a wait. Returns the number
+    /// of pages read. Read the other pages by [`read`](PageLane::read).
     fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize;
 
     /// Begins to read up to `count` pages from `first` on, as one operation if that is cheaper.
@@ -86,8 +86,9 @@ pub trait PageLane: Send {
     /// comes between, so the rest of the page keeps the latest content.
     fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress;
 
-    /// Writes `pages` to page `first` and the pages after it, until one cannot be written at once.
-    /// Returns the number of pages written. Write the others by [`write`](PageLane::write).
+    /// Writes `pages` to page `first` and the pages after it. Stops before the first page that it
+    /// cannot write without a wait. Returns the number of pages written. Write the other pages by
+    /// [`write`](PageLane::write).
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize;
 
     /// Begins to write `pages` to page `first` and the pages after it, as one operation if that is
@@ -134,8 +135,8 @@ pub trait PageLane: Send {
     /// Whether the page is known to read as zeros, without a look into a store.
     fn known_zero(&self, page: PageNo) -> bool;
 
-    /// Starts the queued operations. If there are none, and all earlier ones were handed over, ends
-    /// the present batch.
+    /// Starts the queued operations. If no operation is queued or in flight, ends the present
+    /// batch.
     fn submit(&mut self);
 
     /// Hands over every finished operation. Never waits. Takes `now` for the present time, and

@@ -77,15 +77,15 @@ impl Record {
         self.present >> position & 1 != 0
     }
 
-    /// The position of the chunk with the cursor, and a mask of those of its slots that this lap
+    /// The position of the cursor's chunk, and a mask of slots of that chunk: those that this lap
     /// has not passed.
     #[inline]
     pub(crate) fn ahead(&self) -> (u32, u64) {
         (u32::from(self.cursor) / CHUNK_SLOTS, !0 << (u32::from(self.cursor) % CHUNK_SLOTS))
     }
 
-    /// The position of the next chunk behind the cursor's chunk that has a free slot, and that this
-    /// lap still reaches.
+    /// The position of the first chunk after the cursor's chunk that has a free slot. This lap
+    /// still comes to that chunk.
     pub(crate) fn later(&self) -> Option<u32> {
         let (position, _) = self.ahead();
         let later = self.open & (!0 << position << 1);

@@ -1,5 +1,5 @@
-//! The image: the part of a table that must survive it. It is a slice of words, in the table's own
-//! memory or in memory shared with a successor.
+//! The image: the part of a table that must survive a crash. It is a slice of words, in the table's
+//! own memory or in memory shared with the next owner.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -21,9 +21,9 @@ pub(crate) const CHUNK_SLOTS: u32 = 64;
 pub struct Geometry {
     /// Largest number of connections that can be open at a time, up to 2^24.
     pub connections: u32,
-    /// Largest number of references that can be out at a time over all connections. Connections get
-    /// slots 64 at a time, so leave room for one partly used chunk of each connection. The number
-    /// is rounded up to 64, and is at most 2^30.
+    /// Largest number of references that all connections together can hold at a time. Connections
+    /// get slots 64 at a time, so leave room for one partly used chunk of each connection. The
+    /// number is rounded up to 64, and is at most 2^30.
     pub references: u32,
     /// The largest quota of a connection, at most [`QUOTA_MAX`].
     pub quota: u32,

@@ -101,6 +101,6 @@ pub use token::{FRAGMENTS_MAX, Place, QUOTA_MAX, REGION_PAGES_MAX, Token, TokenR
 /// Largest number of ranges in one batch: the limit of `SO_DEVMEM_DONTNEED` (Linux,
 /// net/core/sock.c, MAX_DONTNEED_TOKENS).
 pub const BATCH_TOKENS_MAX: usize = 128;
-/// Largest number of references in one batch: the other limit of `SO_DEVMEM_DONTNEED`
-/// (MAX_DONTNEED_FRAGS).
+/// Largest number of references in one batch, over all its ranges. `SO_DEVMEM_DONTNEED` has the
+/// same limit (MAX_DONTNEED_FRAGS).
 pub const BATCH_REFERENCES_MAX: u64 = 1024;

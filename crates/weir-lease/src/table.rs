@@ -549,8 +549,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         let record = &mut self.records[connection as usize];
         record.present |= 1 << position;
         record.open |= 1 << position;
-        // The present lap may have passed this position already, with a chunk that the connection
-        // had there before. Then the new slots belong to the next lap.
+        // The connection may have had another chunk at this position before, and the present lap
+        // may have passed that chunk. Then the new slots belong to the next lap.
         if position < record.ahead().0 {
             self.next_lap(connection);
         }
@@ -589,8 +589,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.refusals.count(if repeated { Refusal::Repeated } else { Refusal::Stale })
     }
 
-    /// Refuses to take a reference to `place`. If the chunk is empty, it was attached for this take
-    /// alone, and is detached again.
+    /// Refuses to take a reference to `place`. If the chunk is empty, it was attached only for this
+    /// take. Then it is detached again.
     #[cold]
     fn refuse_place(&mut self, connection: u32, position: u32, chunk: u32, place: Place) -> TakeError {
         if self.masks[chunk as usize] == !0 {

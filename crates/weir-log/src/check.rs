@@ -72,8 +72,8 @@ impl CheckReport {
 /// log's own. Waits for the disks.
 ///
 /// # Errors
-/// Fails when there is no log, its disks are not in order, memory is missing, or `watch` ends it.
-/// Damage is no error, but is reported.
+/// Fails when there is no log, its disks are not in order, memory is missing, or `watch` ends the
+/// work. Damage is no error, but is reported.
 pub fn check(
     below: &Arc<dyn Store>,
     config: Config,

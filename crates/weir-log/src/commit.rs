@@ -194,8 +194,8 @@ impl Committer {
             gathered = self.gather(log, true);
         }
         if let Err(unfit) = gathered {
-            // To fill its pages, this commit has cleared the marks of changed segments. So the next
-            // one has to look at all segments.
+            // This commit has cleared the marks of changed segments in order to fill its pages. So
+            // the next commit has to look at all segments.
             self.must_checkpoint = true;
             if matches!(unfit, Unfit::Large) {
                 // No half of the journal has room for this commit: too many segments have no

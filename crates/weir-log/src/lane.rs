@@ -166,8 +166,8 @@ impl Parts {
         let bytes = found.unwrap_or(&pages[usize::from(at)]);
         let row = log.rows.get(&log.segments, segment, within);
         if read.is_ok() && [row, *proof].into_iter().flatten().any(|record| record.proves(page, bytes)) {
-            // A read that has asked for a summary also waits for it. Otherwise the summary would
-            // come after the operation has ended.
+            // If a read has also asked for a summary, it waits for the summary. Otherwise the
+            // summary could arrive after the operation has ended.
             return (*summary != Part::Waits).then_some(Ok(()));
         }
         if *summary == Part::Waits {
@@ -316,8 +316,8 @@ impl Lane for LogLane {
         let Some(at) = idle.last().copied() else { return Progress::Full };
         let Some(place) = appender.next(log, 0) else {
             if !appender.has_room() && below.in_flight() == 0 {
-                // The appender has as many segments open as it may. Each has a write that was given
-                // up and may still land, because a disk does not answer.
+                // The appender has its largest number of segments open. Each of them has a write
+                // that was given up and may still land, because a disk does not answer.
                 return Progress::Done(Err(Fault::Io(Errno::TIMEDOUT.raw_os_error())));
             }
             if log.is_full.load(SeqCst) {

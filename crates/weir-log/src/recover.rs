@@ -87,8 +87,8 @@ pub(crate) fn read_superblocks(
             Err(NoSuperblock::Later(version)) => Some(*version),
             _ => None,
         });
-        // A whole copy may belong to another disk, and have been written to the wrong place. The
-        // copy of this disk and this log counts.
+        // A copy may be whole and still be the wrong one, written for another disk or another log.
+        // Choose the copy of this disk and this log.
         let is_right =
             |copy: &&Superblock| copy.member == member && first.is_none_or(|first| first.is_same_log(copy));
         let whole = || copies.iter().filter_map(|copy| copy.as_ref().ok());
@@ -222,7 +222,8 @@ pub(crate) fn read_journal(io: &mut Blocking<'_>, superblock: &Superblock) -> Re
         });
         for page in &pages[..count as usize] {
             let Some((head, entry)) = journal::parse(page, identity) else {
-                // This page was whole when its head was read before.
+                // The page was whole when its head was read earlier in this opening. So it is
+                // damaged now.
                 return Err(LogError::Damaged(DamagedError::Journal { last: chain.commit, seen }));
             };
             table.apply(superblock, &head, &entry).map_err(LogError::Damaged)?;
@@ -433,7 +434,7 @@ impl Log {
         io.write([(superblock.journal_slot(0, 0), &*page)].into_iter()).map_err(failed)?;
         io.flush().map_err(failed)?;
         // Write the superblock's first copies on all members before the second copies. An opening
-        // prefers a first copy, so those of an earlier log must go first.
+        // prefers a first copy. So the first copies of an earlier log must be overwritten first.
         for copy in 0..2 {
             for member in 0..members {
                 Superblock { member, ..superblock }.encode(&mut page);

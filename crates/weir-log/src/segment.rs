@@ -113,14 +113,14 @@ struct Segment {
 /// Bytes of memory for one segment's record.
 pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 
-/// A member's free segments, as a stack. Its head has a tag, which shows that a segment has left
-/// and come back.
+/// A member's free segments, as a stack. The head has a tag against the ABA problem: the same
+/// segment may be taken and pushed again between two accesses.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Stack {
     head: AtomicU64,
-    /// Number of turns that this member still misses, because a write to it failed. The members
-    /// take turns to give a free segment.
+    /// Number of turns for which this member is still skipped, because a write to it failed. The
+    /// members take turns to give a free segment.
     skips: AtomicU32,
     failures: AtomicU32,
 }

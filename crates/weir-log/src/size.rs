@@ -94,8 +94,8 @@ impl Sizes {
         (checkpoint * 2 + open.max(segment_pages * 5)).div_ceil(segment_pages)
     }
 
-    /// Number of segments without pages of the log: those that the cleaner keeps free, and those
-    /// that are open.
+    /// Number of segments that the size of the log does not count: those that the cleaner keeps
+    /// free, and those that are open.
     fn spare(lanes: u32, is_durable: bool) -> u32 {
         let ahead = if is_durable { DURABLE_AHEAD } else { AHEAD };
         (RESERVE + ahead + GENERATIONS as u32).saturating_add(lanes.saturating_mul(2))
@@ -130,8 +130,8 @@ impl Sizes {
     /// Number of pages whose newest version one pass finds while a log is opened. Summaries and
     /// commits take no memory yet at that time, so a pass may use the memory that they will take.
     pub fn pass(&self) -> u64 {
-        // The memory that an opening takes besides the versions: for the map, and for each
-        // segment's record and life.
+        // Memory that an opening takes besides the versions. It is for the map, and for the record
+        // and the life of each segment.
         let taken = u64::from(self.pages) * 4 + u64::from(self.segments) * (SEGMENT_BYTES + 8);
         (self.bound().saturating_sub(taken) / 8).max(PASS_LEAST.min(self.pages.into()))
     }

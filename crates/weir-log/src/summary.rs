@@ -255,8 +255,8 @@ impl Rows {
         }
     }
 
-    /// Takes a row that is free, or else one from the segment that has it. `None`: all rows are
-    /// pinned or in use.
+    /// Takes a row that is free. If none is, takes a row away from another segment. `None`: all
+    /// rows are pinned or in use.
     fn claim(&self, segments: &Segments) -> Option<u32> {
         let count = self.rows.len() as u32;
         for _ in 0..count * 2 {

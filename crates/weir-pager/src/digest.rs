@@ -1,9 +1,10 @@
 //! A keyed hash of a page. By it the pager knows which pages the store has already.
 //!
-//! The hash is NH, as in UMAC (RFC 4418), with words of 64 bits: the sum of the products of pairs
-//! of words, each plus a word of the key. A multiplication by another key folds its 128 bits to 64.
-//! For any two different pages, chosen without the key, three keys in 2^64 at most give equal
-//! hashes. A page is hashed faster than it is copied.
+//! The hash is NH, as in UMAC (RFC 4418), with words of 64 bits. NH adds a word of the key to each
+//! word of the page, multiplies the results in pairs, and sums the products. A multiplication by
+//! another key folds the sum of 128 bits to 64. For any two different pages, chosen without the
+//! key, three keys in 2^64 at most give equal hashes. Hashing a page takes less time than copying
+//! the page.
 
 use rustix::rand::GetRandomFlags;
 use std::io;
@@ -43,7 +44,7 @@ impl Key {
     pub fn hash(&self, page: &PageBytes) -> u64 {
         let (pairs, _) = page.as_chunks::<16>();
         let (keys, _) = self.words.as_chunks::<2>();
-        // Four sums, since one would make each product wait for the one before.
+        // Four sums: with one sum, each product would have to wait for the product before.
         let mut sums = [0u128; 4];
         for (pairs, keys) in pairs.chunks_exact(4).zip(keys.chunks_exact(4)) {
             for at in 0..4 {

@@ -15,8 +15,8 @@ use weir_core::PageBytes;
 /// The pager's requests to userfaultfd have the meaning that `ioctl_userfaultfd(2)` describes. They
 /// only fill missing pages.
 pub(crate) trait Kernel {
-    /// Reserves address space for this thread's own memory, aligned to a block. A child does not
-    /// inherit it.
+    /// Reserves address space for this thread's own memory, aligned to a block. A child process
+    /// does not inherit this memory.
     fn reserve(&mut self, bytes: usize) -> Result<usize, Error>;
 
     fn register(&mut self, start: usize, end: usize) -> Result<(), Errno>;
@@ -211,8 +211,8 @@ impl Kernel for System {
     fn size(&mut self) -> Size {
         let mut text = [0; 128];
         let read = self.size.read_at(&mut text, 0).unwrap_or(0);
-        // `/proc/self/statm`: all pages of the address space, those in memory, and of the latter
-        // those of files.
+        // `/proc/self/statm` begins with three numbers of pages: those of the address space, those
+        // in memory, and those in memory that belong to files.
         let words = str::from_utf8(&text[..read]).unwrap_or_default().split_ascii_whitespace();
         let mut numbers = words.map(|word| word.parse().unwrap_or(0));
         let [mapped, there, files] = [(); 3].map(|()| numbers.next().unwrap_or(0));
@@ -233,7 +233,8 @@ impl Kernel for System {
 
     fn call(&mut self, call: [usize; 6]) {
         let [number, first, second, third, fourth, fifth] = call;
-        // SAFETY: who asks for the call promises that it changes only this thread's rights.
+        // SAFETY: the caller of `Pager::also` promises that the call changes only this thread's
+        // rights.
         unsafe { libc::syscall(number as i64, first, second, third, fourth, fifth) };
     }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// The file offset of the owners' locks: beyond every byte of a ledger.
 const LOCKS: i64 = 1 << 40;
 
-/// The number whose lock `weir run` holds, and no owner.
+/// The number of the lock that `weir run` holds. No owner has this number.
 const RUN: u32 = 0;
 
 /// Largest number of owners at a time.
@@ -21,12 +21,13 @@ pub const OWNERS_MOST: u32 = 64;
 /// A file that all processes of one run map. It holds the number that was given to an owner last,
 /// and then the number of each block's owner.
 ///
-/// An owner is a number that is used once in a run. It holds a lock of its own on the open file
-/// (`F_OFD_SETLK`). The kernel ends that lock with the process, or when the process becomes another
-/// program. Process numbers would not do: two namespaces have the same ones.
+/// Each owner has a number, which is used once in a run. The owner holds the lock of that number on
+/// an open file of its own (`F_OFD_SETLK`). The kernel ends the lock with the process, or when the
+/// process becomes another program. PIDs would not do: processes in two namespaces can have the
+/// same PID.
 ///
-/// The daemon has the owner's open file too. So the lock outlives a
-/// process whose writes are still under way.
+/// The daemon has the owner's open file too. So the lock outlives a process whose writes are still
+/// under way.
 #[derive(Debug)]
 pub struct Ledger {
     lock: File,
@@ -40,7 +41,7 @@ pub struct Ledger {
 unsafe impl Send for Ledger {}
 
 /// The promise of `weir run` to the programs of its run: the daemon is there, or another one comes.
-/// It holds until this is dropped, or the process ends.
+/// The promise ends when this value is dropped, or when the process ends.
 #[derive(Debug)]
 pub struct Promise(File);
 
@@ -72,11 +73,11 @@ fn ask(file: &File, command: i32, numbers: Range<u32>) -> io::Result<libc::flock
 }
 
 fn is_held(file: &File, number: u32) -> bool {
-    // If the system does not tell, assume that somebody holds it.
+    // If the system does not tell, assume that another open file holds the lock.
     held_in(file, number..number + 1).map_or(true, |held| held.is_some())
 }
 
-/// A number among these, which are some, whose lock another open file holds.
+/// Finds one of these numbers whose lock another open file holds. `numbers` must not be empty.
 fn held_in(file: &File, numbers: Range<u32>) -> io::Result<Option<u32>> {
     let lock = ask(file, libc::F_OFD_GETLK, numbers.clone())?;
     let first = lock.l_start.saturating_sub(LOCKS).clamp(numbers.start.into(), i64::from(numbers.end) - 1);
@@ -89,8 +90,8 @@ impl Ledger {
     /// # Errors
     /// Fails with the system's error.
     pub fn create(path: &Path) -> io::Result<Promise> {
-        // Until its lock is held, the file has another name. A daemon of an earlier run in the same
-        // directory would take it for abandoned, and remove it.
+        // Give the file its final name only once its lock is held. A daemon of an earlier run in
+        // the same directory would take a file without a lock for abandoned, and remove it.
         let new = path.with_extension("new");
         let file = File::options().read(true).write(true).create_new(true).open(&new)?;
         ask(&file, libc::F_OFD_SETLK, RUN..RUN + 1)?;
@@ -132,8 +133,9 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// Number of owners that came before this one and have not ended. It stops to count at
-    /// [`OWNERS_MOST`]. A process that waits for its daemon counts too, so nobody takes its place.
+    /// Number of owners that came before this one and have not ended. The count stops at
+    /// [`OWNERS_MOST`]. A process that waits for its daemon counts too, so no later process takes
+    /// its place among the owners.
     fn others(&self) -> u32 {
         let mut count = 0;
         let mut ranges: Vec<_> = std::iter::once(RUN + 1..self.me).collect();
@@ -157,8 +159,9 @@ impl Ledger {
         &self.words()[1..]
     }
 
-    /// The open file that holds this owner's lock. The daemon gets it, and closes it once it has
-    /// ended this process's requests. Until then no other process takes this owner's blocks.
+    /// The open file that holds this owner's lock. The daemon gets a copy of the descriptor, and
+    /// closes the copy once this process's requests have ended. Until then no other process takes
+    /// this owner's blocks.
     pub(crate) fn witness(&self) -> BorrowedFd<'_> {
         self.lock.as_fd()
     }
@@ -227,7 +230,8 @@ mod tests {
                     assert!(!Ledger::is_abandoned(&path));
                 }
             });
-            // The other thread may have opened a file before it went. So all promises stay.
+            // The other thread may have opened a file before this thread removed that file. So keep
+            // all promises until the end.
             let promise = |_| {
                 let promise = Ledger::create(&path).unwrap();
                 std::fs::remove_file(&path).unwrap();

@@ -57,8 +57,8 @@ pub struct Stats {
     pub waited_ns: u64,
     /// Number of evictions that have ended.
     pub evictions: u64,
-    /// Number of page faults on a block that was being written. The pager put such a block back at
-    /// once.
+    /// Number of page faults on a block that was being written. The pager put such a block back in
+    /// place without waiting for the write.
     pub taken_back: u64,
     /// Number of blocks written to the store.
     pub writes: u64,
@@ -117,8 +117,8 @@ pub(crate) struct Shared {
     /// A range to adopt: its first byte, and the byte after its last. A thread that holds the lock
     /// `adopting` writes it; the pager reads it without the lock.
     adopt: [AtomicUsize; 2],
-    /// A system call that the pager's thread is to make too: its number, and its arguments. A
-    /// number of 0 means none. It is written and read as `adopt` is.
+    /// A system call that the pager's thread is to make too: its number, and its arguments. The
+    /// number 0 means none. Threads write and read this field in the same way as `adopt`.
     call: [AtomicUsize; 6],
     /// A range that no child inherits any more, or that children inherit again if `is_inherited` is
     /// true. Written and read as `adopt` is.
@@ -128,7 +128,7 @@ pub(crate) struct Shared {
     process: Pid,
     /// The memory that the pager never manages. It is set when the pager starts.
     excluded: OnceLock<Vec<(usize, usize)>>,
-    /// The number of the pager's thread.
+    /// The thread ID (TID) of the pager's thread.
     thread: AtomicI32,
 }
 
@@ -186,9 +186,9 @@ impl Bells {
 }
 
 /// Gives this thread its own table of descriptors, without those of the program. With a shared
-/// table, this thread would keep a pipe open after the program has closed it. Gives it also a root
-/// and a working directory of its own, so that it finds the next daemon's socket if the program
-/// changes its own.
+/// table, this thread would keep a pipe open after the program has closed it. Also gives this
+/// thread a root and a working directory of its own. So it finds the next daemon's socket even
+/// after the program has changed the program's own directories.
 fn own_descriptors() -> Result<(), Error> {
     // SAFETY: the first call gives this thread a descriptor table and directories of its own. The
     // second closes descriptors in that table alone.
@@ -212,9 +212,9 @@ fn own_descriptors() -> Result<(), Error> {
 pub struct Pager(Arc<Shared>);
 
 impl Pager {
-    /// Starts a pager. `store` is called on the pager's thread, which has descriptors of its own. A
-    /// program that closes all of its descriptors does not close these, and the thread keeps none
-    /// of the program's open.
+    /// Starts a pager. `store` is called on the pager's thread, which has descriptors of its own.
+    /// If the program closes all of its descriptors, those of the thread stay open. The thread
+    /// keeps none of the program's descriptors open.
     ///
     /// # Errors
     /// Fails when userfaultfd is denied or too old, the limit is too small, or the store cannot be
@@ -313,9 +313,10 @@ impl Pager {
         rustix::thread::gettid().as_raw_nonzero().get() == self.0.thread.load(Ordering::Relaxed)
     }
 
-    /// Has the pager's thread make a system call too that this thread has made. Some calls change
-    /// the rights of one thread alone (`capset`, `prctl`). `setuid` and its like change those of
-    /// all threads, and libc ends the process if they succeed in one thread and fail in another.
+    /// Makes the pager's thread repeat a system call that this thread has made. Some calls change
+    /// the rights of one thread alone (`capset`, `prctl`). `setuid` and similar calls change the
+    /// rights of all threads. If such a call succeeds in one thread and fails in another, libc ends
+    /// the process.
     ///
     /// # Safety
     /// The call changes only its thread's rights. Memory that it reads is not managed.
@@ -360,10 +361,10 @@ impl Pager {
         self.look();
     }
 
-    /// From here on the kernel may still read pages of the program after the program's call has
-    /// returned, as for `vmsplice` and `MSG_ZEROCOPY`. The kernel does not pin such pages, so the
-    /// pager may move them out meanwhile. Therefore the pager no longer uses their memory for other
-    /// pages, but frees it.
+    /// Tells the pager that from now on the kernel may read pages of the program after the
+    /// program's call has returned, as for `vmsplice` and `MSG_ZEROCOPY`. The kernel does not pin
+    /// such pages, so the pager may move them out meanwhile. Therefore the pager frees the memory
+    /// of pages that were moved out, and does not use it for other pages.
     pub fn lend(&self) {
         self.0.lends.store(true, Ordering::SeqCst);
     }

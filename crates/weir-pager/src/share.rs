@@ -22,8 +22,9 @@ const RUN: usize = 32;
 const WRITE_FRAMES: usize = 4 * RUN;
 /// Number of frames for reads.
 const READ_FRAMES: usize = 4 * RUN;
-/// Largest number of requests of a read. If the daemon knows no runs, it needs the other half of
-/// these frames for reads, since frames are on their way back to it.
+/// Largest number of requests of one read. If the daemon knows no runs, each of these requests
+/// takes a frame for reads. The other half of these frames are then free for frames that were given
+/// back, and that the daemon has not received yet.
 const READS: usize = READ_FRAMES / 2;
 /// Number of the connection's frames.
 pub(crate) const FRAMES: usize = WRITE_FRAMES + READ_FRAMES;
@@ -37,7 +38,7 @@ const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Pause before the next attempt to connect.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// A connection to a daemon. It has [`FRAMES`] frames, through which pages come and go.
+/// A connection to a daemon. It has [`FRAMES`] frames, through which pages are written and read.
 pub(crate) trait Connection: fmt::Debug + Sized {
     fn pages(&self) -> u64;
     /// Largest number of pages of one request.
@@ -49,7 +50,8 @@ pub(crate) trait Connection: fmt::Debug + Sized {
     fn ask_write(&mut self, tag: u32, page: u64, at: usize, count: usize) -> Result<(), Error>;
     fn submit(&mut self) -> Result<(), Error>;
     fn wait(&mut self) -> Result<Ended, Error>;
-    /// Copies frames. Those of a read have its pages only until the next call of `wait`.
+    /// Copies the content of frames. The frames of a read keep the read pages only until the next
+    /// call of `wait`.
     fn copy_from_frames(&self, at: usize, out: &mut [PageBytes]);
     fn copy_to_frames(&mut self, at: usize, pages: &[PageBytes]);
 }
@@ -61,8 +63,8 @@ pub(crate) type Ended = (u32, io::Result<()>);
 pub(crate) trait Run {
     type Connection: Connection;
 
-    /// Connects to the present daemon. Each wait for it takes as long at most as `left` says of the
-    /// time at which the wait begins.
+    /// Connects to the present daemon. `left` gets the time at which a wait begins, and returns the
+    /// longest time that this wait may take.
     fn connect(&mut self, left: &dyn Fn(Duration) -> Duration) -> Result<Self::Connection, Error>;
 
     /// Whether another daemon comes if the present one dies.
@@ -237,8 +239,8 @@ pub(crate) struct Shared<R: Run> {
     pages: u64,
     unsubmitted: usize,
     failed: Option<io::Error>,
-    /// The time when the last daemon was found dead, until the next one has ended a request. And
-    /// whether a line has said so.
+    /// The time at which the store found the last daemon dead, and whether a line has reported
+    /// this. `None` again once the next daemon has ended a request.
     dead_since: Option<(Duration, bool)>,
     /// Whether the wait for a daemon was given up. Then every request fails.
     is_over: bool,
@@ -250,8 +252,8 @@ struct Link<C: Connection> {
     connection: C,
     /// Largest number of pages of one request.
     run: usize,
-    /// The writes that are under way, and their frames: those that are neither the oldest one nor
-    /// after one under way may have ended.
+    /// The writes that are under way, the oldest one first, with their frames. A write that has
+    /// ended stays in the list until all older writes have ended.
     writing: VecDeque<Writing>,
     /// The tag of the first of these writes. The others have the tags after it.
     first: u32,
@@ -266,7 +268,7 @@ struct Writing {
     has_ended: bool,
 }
 
-/// The tags of reads. Those of writes are below.
+/// The first tag of reads. The tags of writes are smaller.
 const READ: u32 = 1 << 31;
 
 impl<C: Connection> Link<C> {
@@ -275,8 +277,8 @@ impl<C: Connection> Link<C> {
         Link { connection, run, writing: VecDeque::new(), first: 0 }
     }
 
-    /// Finds `count` free frames for a write, one after another. They are used in a circle, and no
-    /// write goes beyond its end.
+    /// Finds `count` free frames for a write, one after another. The write frames are used in a
+    /// circle, and no write crosses the end of the circle.
     fn free(&self, count: usize) -> Option<usize> {
         let (Some(oldest), Some(newest)) = (self.writing.front(), self.writing.back()) else {
             return Some(0);
@@ -321,8 +323,8 @@ impl<R: Run> Shared<R> {
         let link = loop {
             match connect(&mut run, since) {
                 Ok(link) => break link,
-                // Only a dead daemon is waited for. This process has no pages yet, so it may as
-                // well go without a pager.
+                // Wait only for a daemon that has died. After any other error this process can go
+                // without a pager, since it has no pages in the store yet.
                 Err(error) if is_death(&error) && !is_shortage(&error) && waits(&mut run, &mut since) => {}
                 Err(error) => return Err(error),
             }
@@ -331,9 +333,9 @@ impl<R: Run> Shared<R> {
         Ok(Shared { run, link, pages, unsubmitted: 0, failed: None, dead_since: None, is_over: false })
     }
 
-    /// Handles an error of the connection. If the daemon has died, waits for the next one, and
-    /// sends it the writes that were under way. Their frames still have the content: the memory of
-    /// a connection lasts as long as this end has it.
+    /// Handles an error of the connection. If the daemon has died, waits for the next daemon, and
+    /// sends it the writes that were under way. The old frames still have the content: the memory
+    /// of a connection lasts as long as this process maps it.
     ///
     /// # Errors
     /// Fails if no daemon comes, or for any other error. From then on every request fails.
@@ -346,7 +348,8 @@ impl<R: Run> Shared<R> {
                     Ok(()) => return Ok(()),
                     Err(new) => (is_passing, error) = (is_death(&new), new),
                 },
-                // Nothing was sent, so a shortage does no harm, and it may pass.
+                // No write was sent to the new daemon, so a shortage does no harm. Try again, since
+                // the shortage may pass.
                 Err(new) => (is_passing, error) = (is_death(&new) || is_shortage(&new), new),
             }
         }
@@ -401,7 +404,8 @@ impl<R: Run> Shared<R> {
         Ok(())
     }
 
-    /// Reads pages while nothing else is under way. The outer error is one of the connection.
+    /// Reads pages while nothing else is under way. The outer `Result` has errors of the
+    /// connection, and the inner one has errors of the read.
     fn read_once(&mut self, first: u64, out: &mut [PageBytes]) -> Result<io::Result<()>, Error> {
         let Link { connection, run, .. } = &mut self.link;
         let run = *run;
@@ -434,8 +438,8 @@ impl<R: Run> Shared<R> {
     }
 }
 
-/// Connects to the present daemon. It may listen and stand still. So the first wait is short, to
-/// have the line of [`waits`] said. Later ones end with [`PATIENCE`].
+/// Connects to the present daemon, which may be listening and never answer. So the first wait is
+/// short, so that [`waits`] can then print its line. Later waits end with [`PATIENCE`].
 fn connect<R: Run>(run: &mut R, since: Option<(Duration, bool)>) -> Result<Link<R::Connection>, Error> {
     let left = |now: Duration| match since {
         Some((begun, true)) => (begun + PATIENCE).saturating_sub(now).max(PAUSE),
@@ -532,7 +536,7 @@ impl<R: Run> Store for Shared<R> {
     }
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
-        // Wait for all writes first, since a read takes each completion for its own.
+        // Wait for all writes first, since a read takes every completion for one of its own.
         self.end_writes()?;
         loop {
             if self.is_over {
@@ -570,7 +574,7 @@ mod tests {
     use weir_share::wire::{Completed, Hello, Op, Spot, Submission, VERSION, Welcome};
     use weir_share::{Area, Layout, Ring, peek, receive, ring, send};
 
-    /// A run whose daemon refuses everybody.
+    /// A run whose daemon refuses every client.
     struct Refusing(Errno);
 
     impl Run for Refusing {
@@ -603,7 +607,8 @@ mod tests {
         }
     }
 
-    /// A daemon of another version: its runs have at most this many pages, or it has none.
+    /// A daemon of another version. Its runs have at most `run_most` pages. With 0 it knows no
+    /// runs.
     struct Other {
         socket: OwnedFd,
         area: Area,

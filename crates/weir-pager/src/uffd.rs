@@ -156,8 +156,9 @@ impl Uffd {
     /// # Errors
     /// Fails with `EAGAIN` while the address space is changing.
     pub fn is_registered(&self, page: usize) -> Result<bool, Errno> {
-        // The kernel refuses this request for anonymous memory with `EINVAL`. Before that it looks
-        // whether the mapping is registered, and refuses others with `ENOENT`.
+        // The kernel refuses this request for anonymous memory with `EINVAL`. Before that, the
+        // kernel checks whether the mapping is registered, and refuses an unregistered one with
+        // `ENOENT`.
         match self.ioctl(UFFDIO_CONTINUE, &mut [page as u64, PAGE_SIZE as u64, 0, 0]) {
             Err(Errno::AGAIN) => Err(Errno::AGAIN),
             Err(Errno::NOENT) => Ok(false),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use talc::TalcLock;
 use talc::source::Claim;
 
-/// Memory of the pager for its start, and for some buffers.
+/// Bytes of memory for the start of the pager, and for some buffers.
 const SIZE: usize = 16 << 20;
 
 struct Arena(TalcLock<RawSpinlock, Claim>);
@@ -15,7 +15,7 @@ struct Arena(TalcLock<RawSpinlock, Claim>);
 static ALLOCATOR: Arena = Arena::new();
 
 /// In a child of a fork: the memory of the child's own allocator, as its first byte and the byte
-/// after its last. Memory of the parent's allocator is never freed there.
+/// after its last. The child never frees memory of the parent's allocator.
 static OF_CHILD: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 impl Arena {
@@ -95,7 +95,7 @@ pub fn renew(bytes: usize) -> Option<(usize, usize)> {
     let (at, bytes) = map(bytes)?;
     let (start, end) = (at.expose_provenance(), at.addr() + bytes);
     // SAFETY: the memory was just mapped, and stays mapped. No other thread of this child uses the
-    // allocator: all of its users are started by this one.
+    // allocator: this thread starts all threads that use it.
     unsafe {
         let new = TalcLock::new(Claim::new(at, bytes));
         std::ptr::write((&raw const ALLOCATOR.0).cast_mut(), new);

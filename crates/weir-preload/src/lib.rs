@@ -6,8 +6,8 @@
 //! seen. The pager also learns of calls after which the kernel still reads pages of the program. It
 //! must not miss any of these calls. If it misses an allocation, it finds the new memory later.
 //!
-//! All memory of the pager is its arena's. It was mapped before the pager began, and is never
-//! managed.
+//! All memory of the pager comes from its arena, which was mapped before the pager began. The pager
+//! never manages the arena.
 
 mod arena;
 mod threads;
@@ -43,14 +43,14 @@ const HEAP_STEP: c_int = 64 << 20;
 /// The pager of this process, which is never freed. It is null in a child of a fork that has no
 /// pager yet.
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
-/// The pager that the process that forked had. The memory that it managed and the memory that it
-/// left alone tell a child's pager what to manage.
+/// In a child of a fork: the parent's pager. The child's pager manages the memory that the parent's
+/// pager managed, and leaves alone the memory that the parent's pager left alone.
 static BEFORE: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
 /// The limit in bytes, and the run's directory. The program may change its environment, so its
 /// children read both from here.
 static RUN: OnceLock<(usize, PathBuf)> = OnceLock::new();
-/// Whether the process has forbidden itself system calls. Then no pager is started from here on:
-/// the system could end the process for a call that the pager needs.
+/// Whether the process has forbidden itself some system calls (seccomp). From then on no pager is
+/// started: the kernel could end the process for a call that the pager needs.
 static IS_FILTERED: AtomicBool = AtomicBool::new(false);
 /// Number of bytes that the program has allocated since the last look for new memory.
 static CAME: AtomicUsize = AtomicUsize::new(0);
@@ -72,7 +72,8 @@ extern "C" fn start() {
     let Some(limit) = std::env::var("WEIR_RUN_RESIDENT").ok().and_then(|limit| limit.parse().ok()) else {
         return;
     };
-    // Tell this before anything that takes time. If the parent ends, this process has another one.
+    // Compare the parent's PID before anything that takes time. If the parent ends meanwhile, this
+    // process gets another parent.
     let parent = std::env::var("WEIR_RUN_PARENT").ok().and_then(|pid| pid.parse().ok());
     let is_first = getppid().map(|pid| pid.as_raw_nonzero().get()) == parent;
     arena::extend(tables(limit));
@@ -101,7 +102,7 @@ extern "C" fn start() {
     }
 }
 
-/// Whether the program calls this object's `malloc`, and that one calls libc's.
+/// Whether the program calls this object's `malloc`, and this object's `malloc` calls libc's.
 fn has_libc_allocator() -> bool {
     // SAFETY: the names end with a zero, and dladdr writes to a structure on the stack.
     unsafe {
@@ -124,8 +125,8 @@ fn options(limit: usize) -> Options {
     Options { limit, scope: Scope::Process }
 }
 
-/// Starts another pager after `before`. `own` is memory that stays unmanaged. Returns false, and
-/// prints the reason, if there is none from here on.
+/// Starts another pager after `before`. `own` is memory that stays unmanaged. If no pager can be
+/// started, prints the reason and returns false.
 fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
     let Some((limit, run)) = RUN.get() else { return false };
     match masked(|| before.start_again(options(*limit), own, || outside(run))) {
@@ -134,8 +135,8 @@ fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
             true
         }
         Err(error) => {
-            // Standard error may be another file by now. So this line goes to `weir run`, if its
-            // socket is within reach.
+            // The program may have replaced its standard error by another file. So this line goes
+            // to `weir run`, if its socket is within reach.
             if let Ok(messages) = messages(run) {
                 tell(&messages, &format!("not bounded from here on: {error}"));
             }
@@ -144,8 +145,8 @@ fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
     }
 }
 
-/// Starts the pager of a child of a fork. It has none until it allocates much, since most children
-/// run another program at once.
+/// Starts the pager of a child of a fork. A child gets a pager only when it allocates much memory,
+/// since most children soon run another program.
 #[cold]
 fn start_in_child() {
     if IS_FILTERED.load(Ordering::Relaxed) {
@@ -158,12 +159,13 @@ fn start_in_child() {
     let Some((limit, _)) = RUN.get() else { return };
     // SAFETY: libc's location of this thread's error number is valid.
     let errno = unsafe { *libc::__errno_location() };
-    // The pager's thread in the parent may have been in the middle of an allocation.
+    // At the fork, the pager's thread in the parent may have been in the middle of an allocation.
+    // So give the child an allocator of its own.
     if let Some(own) = arena::renew(tables(*limit))
         && start_again(before, &[own])
         && let Some(pager) = pager()
     {
-        // The caller is about to fill what it has allocated.
+        // Find the memory that the caller has just allocated, before the caller fills it.
         pager.look();
     }
     // SAFETY: as above.
@@ -220,7 +222,7 @@ fn outside(run: &Path) -> Result<(ShareStore, Tell), String> {
     Ok((share, Box::new(Run { messages, link })))
 }
 
-/// From here on a panic of the pager's thread is a line of this socket, and ends the process.
+/// From here on a panic of the pager's thread sends a line to this socket and ends the process.
 fn say_last_words(messages: &UnixDatagram) {
     static LAST: AtomicI32 = AtomicI32::new(-1);
     static HOOK: Once = Once::new();
@@ -350,8 +352,9 @@ pub unsafe extern "C" fn mmap64(
 /// # Safety
 /// Does the same as madvise(2), except that it has no pages merged with equal ones (KSM): the
 /// kernel does not move merged pages. If a program gives up the content of pages, the kernel tells
-/// the pager. But it does not if the program turns them into a guard region (Linux 6.13), so this
-/// function makes it do so. The pager also learns which memory no child inherits.
+/// the pager. For a guard region (Linux 6.13) the kernel does not tell the pager. So this function
+/// also gives the advice `MADV_DONTNEED`, of which the kernel does tell the pager. The pager also
+/// learns which memory no child inherits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) -> c_int {
     /// Advice that no available crate defines.

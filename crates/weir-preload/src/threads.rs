@@ -1,9 +1,9 @@
 //! Calls that a program with one thread may make, and that the pager's thread would make fail.
 //!
 //! The pager's thread is one more thread of the process. The kernel lets only a process with one
-//! thread enter a user namespace. Some calls change the rights of one thread, and libc ends a
-//! process whose threads have different ones when it changes its user. A process may also be copied
-//! without libc's knowledge.
+//! thread enter a user namespace. Some calls change the rights of one thread. If the threads of a
+//! process have different rights when the process changes its user, libc ends the process. A
+//! process may also be copied without libc's knowledge.
 
 use super::{IS_FILTERED, PAGER, after_fork, after_fork_in_child, before_fork, pager, start_again};
 use libc::{c_int, c_long, c_ulong, c_void};
@@ -51,8 +51,8 @@ unsafe fn call(number: c_long, arguments: [c_ulong; 6]) -> c_long {
     result
 }
 
-/// The pager of this process, for a thread of the program. The pager's own thread makes calls that
-/// the functions below replace, and must not wait for itself.
+/// The pager of this process, for a thread of the program. On the pager's own thread this is
+/// `None`: that thread makes some of the calls below itself, and must not wait for itself.
 fn others_pager() -> Option<&'static Pager> {
     pager().filter(|pager| !pager.is_this_thread())
 }
@@ -168,7 +168,8 @@ pub unsafe extern "C" fn prctl(
     result as c_int
 }
 
-/// Makes a call that copies the process. Before it all memory of the process comes back.
+/// Makes a call that copies the process. Before the call, all memory of the process is brought into
+/// place.
 fn copied(copy: impl FnOnce() -> c_long) -> c_long {
     before_fork();
     match copy() {
@@ -188,7 +189,8 @@ fn copied(copy: impl FnOnce() -> c_long) -> c_long {
 }
 
 /// # Safety
-/// Does the same as syscall(2). Calls that concern the pager go the way of their own functions.
+/// Does the same as syscall(2). A call that concerns the pager is passed to the function in this
+/// file that replaces it.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(
@@ -205,7 +207,8 @@ pub unsafe extern "C" fn syscall(
     let pass = || unsafe { call(number, [first, second, third, fourth, fifth, sixth]) };
     match number {
         libc::SYS_fork => copied(pass),
-        // A call with a stack of its own returns there, and so must not return into this function.
+        // If the caller gives the child a new stack, the child cannot return into this function,
+        // whose frame is on the old stack. Such a call does not use `copied`.
         libc::SYS_clone if !is_shared(first) && second == 0 => copied(pass),
         libc::SYS_clone3 if first != 0 => {
             let arguments = std::ptr::with_exposed_provenance::<c_ulong>(first as usize);

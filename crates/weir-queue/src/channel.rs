@@ -1,12 +1,13 @@
 //! A bounded channel of values, built on the queue's stacks: every sender has its own stacks and
 //! its own slots.
 //!
-//! A slot has room for one value of one sender. It travels in a circle: the sender takes it from
-//! its private list, writes the value, and pushes the slot to a stack of full slots. The receiver
-//! takes that whole stack, reads the values, and pushes the slots to a stack of empty ones. The
-//! sender takes that whole stack when its private list runs out. So a send is one exchange on a
-//! cache line that no other sender touches. Nothing is allocated once a sender was made. Neither
-//! stack has the ABA problem, as both are only ever taken whole.
+//! A slot has room for one value of one sender, and moves in a circle. The sender takes the slot
+//! from its private list, writes the value, and pushes the slot to a stack of full slots. The
+//! receiver takes that whole stack, reads the values, and pushes the slots to a stack of empty
+//! ones. When the sender's private list is empty, the sender takes the whole stack of empty slots.
+//! So a send is one exchange on a cache line that no other sender touches. Nothing is allocated
+//! once a sender was made. Neither stack has the ABA problem, because each is only ever taken as a
+//! whole.
 
 use core::cell::UnsafeCell;
 use core::fmt;

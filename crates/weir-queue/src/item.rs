@@ -14,7 +14,8 @@ use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use crate::stack::Link;
 use crate::sync::AtomicUsize;
 
-/// A place in a queue, embedded in a `T`. A type with several items tells them apart by `ID`.
+/// A field of a `T`, by which a queue links the `T` and runs its work. A type with several items
+/// tells them apart by `ID`.
 #[repr(transparent)]
 pub struct Item<T, const ID: u64 = 0> {
     pub(crate) raw: RawItem,
@@ -239,8 +240,8 @@ impl RawItem {
     /// was placed meanwhile.
     #[cold]
     fn await_place(&self, claimed: usize, unplaced: &Unplaced) {
-        // Count the item before AWAITED is set: a thread that finds AWAITED counts the item down at
-        // once.
+        // Count the item before AWAITED is set: a thread that finds AWAITED subtracts the item from
+        // the count immediately.
         unplaced.fetch_add(1, Relaxed);
         if self.state.compare_exchange(claimed, claimed | AWAITED, AcqRel, Acquire).is_err() {
             // The item has been placed in the queue meanwhile, or another thread has set AWAITED

@@ -48,7 +48,7 @@
 //! For values instead of embedded items there is [`channel`], built on the same stacks: its
 //! [`Receiver::drain`] hands a whole burst to one callback.
 //!
-//! # How it is fast
+//! # Speed
 //!
 //! - **One wake per burst.** The worker marks itself asleep in the same word that a push exchanges.
 //!   So a push knows without another load whether it must wake the worker. While the worker runs,
@@ -62,7 +62,7 @@
 //!   before it looks again. Without that pause, its looks would take the cache line of the stack's
 //!   head from the producers at each push, and halve the throughput.
 //!
-//! # What is checked
+//! # Checks
 //!
 //! [loom](https://docs.rs/loom) explores every interleaving of the stack, the sleeper and the
 //! item's claim, and as many of the whole queue's as time allows. Miri runs every test. Property

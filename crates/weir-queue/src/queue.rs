@@ -176,15 +176,15 @@ impl Queue {
             claim.placed(item, unplaced);
         } else {
             item.release(unplaced);
-            // SAFETY: the clone was turned raw above, and nothing else has it.
+            // SAFETY: `into_raw` above made the pointer. The queue has refused the item, so only
+            // this function has the pointer.
             drop(unsafe { P::from_raw(raw) });
         }
         accepted
     }
 
-    /// Gives `owner` to the queue, to run once. An owned item cannot be pending. So this call needs
-    /// one atomic exchange less than [`Queue::schedule`], and the run of the item needs one less
-    /// too.
+    /// Gives `owner` to the queue, to run once. An owned item cannot be pending. So this call does
+    /// one atomic exchange fewer than [`Queue::schedule`], and so does the later run of the item.
     ///
     /// ```
     /// use std::sync::mpsc;
@@ -229,7 +229,8 @@ impl Queue {
         if unsafe { self.push(item_of::<P::Target, ID>(raw)) } {
             Ok(())
         } else {
-            // SAFETY: the owner was turned raw above, and nothing else has it.
+            // SAFETY: `into_raw` above made the pointer. The queue has refused the item, so only
+            // this function has the pointer.
             Err(unsafe { P::from_raw(raw) })
         }
     }
@@ -255,8 +256,8 @@ impl Queue {
     /// scheduled. So an item that schedules itself once more has run twice. Several threads may
     /// flush at once.
     ///
-    /// If the worker itself calls this, it returns false at once, since the worker would wait for
-    /// itself. Otherwise it returns true.
+    /// A call from the worker itself returns false without waiting: otherwise the worker would wait
+    /// for itself, a deadlock. Any other call returns true.
     pub fn flush(&self) -> bool {
         if thread::current().id() == self.worker {
             return false;

@@ -1,15 +1,15 @@
 //! The request engine: requests for byte ranges of a page device are cut into pages, issued, waited
 //! for, and answered.
 //!
-//! Every front end gives its requests to a [`Requests`], and itself parses, frames and answers
-//! them. A request has a number that its owner chooses ([`Id`]), and an entry that counts its
-//! outstanding operations. All requests of a batch are issued before anything is waited for. A
-//! request that finds the lane full waits in its entry, and goes on when another operation has
-//! ended.
+//! A front end passes its requests to a [`Requests`]. The front end itself parses the requests, and
+//! frames and sends the answers. A request has a number that its owner chooses ([`Id`]), and an
+//! entry that counts its outstanding operations. All requests of a batch are issued before anything
+//! is waited for. A request that finds the lane full waits in its entry, and goes on when another
+//! operation has ended.
 //!
-//! The owner of requests provides their memory ([`RequestMemory`]). Nothing here allocates after
-//! construction, reads a clock, or sleeps; only [`sleep`] and [`wait`] do, which the owner's thread
-//! calls.
+//! The owner of requests provides their memory ([`RequestMemory`]). Nothing here allocates memory
+//! after construction, reads a clock, or sleeps. Only [`sleep`] and [`wait`] are exceptions, and
+//! the owner's thread calls them.
 
 mod errno;
 mod span;
@@ -104,12 +104,13 @@ pub trait RequestMemory {
     /// `at` are not used. If all requests share one buffer, this call copies the bytes into it.
     fn fetch(&mut self, _id: Id, _at: u32) {}
 
-    /// The bytes of a write that has all of them when it begins: at least as many as its span has.
+    /// The bytes of a write that was begun as a whole. There are at least as many bytes as the
+    /// write's span has.
     fn data(&self, id: Id) -> &[u8];
 
     /// Memory into which a read puts pages of its span, one after another from the page at index
-    /// `at` on. Returns memory for one page at least. It may be for more pages than the read has
-    /// left.
+    /// `at` on. Returns memory for at least one page, and possibly for more pages than are left of
+    /// the read.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
 
     /// Notes that `count` pages of a read have been filled, from index `at` on. From then on
@@ -207,8 +208,8 @@ impl<L: PageLane> Requests<L> {
         }));
     }
 
-    /// Begins a request; `id` must be idle. Operations that can be done at once are done when this
-    /// returns. [`submit`](Requests::submit) ends the batch.
+    /// Begins a request; `id` must be idle. Operations that need not wait have ended when this
+    /// function returns. [`submit`](Requests::submit) ends the batch.
     pub fn begin(&mut self, id: Id, request: Request, memory: &mut impl RequestMemory) {
         self.flight.open(id, request);
         // Requests that already wait go first.
@@ -239,8 +240,8 @@ impl<L: PageLane> Requests<L> {
         if at == span.pages() || flight.has_failed(id) { bytes.len() } else { span.piece(at).from as usize }
     }
 
-    /// Ends a write that was [open](Requests::open). `came` is an error if not all of its bytes
-    /// have come, and the write fails then.
+    /// Ends a write that was [open](Requests::open). If not all bytes of the write have come,
+    /// `came` must be an error. The write then fails with that error.
     pub fn close(&mut self, id: Id, came: Result<(), Fault>) {
         if let Err(fault) = came {
             self.flight.fail(id, 0, fault);

@@ -201,9 +201,9 @@ impl Client {
         Self::greet(path, volume, options, &[])
     }
 
-    /// Does the same as [`Client::connect`], and sends the server descriptors with the greeting, at
-    /// most two. The server never looks at them. But the open files behind them stay open until the
-    /// server has ended this client's requests, even if this process ends before.
+    /// Does the same as [`Client::connect`], and sends the server at most two descriptors with the
+    /// greeting. The server does not use these descriptors. But their open files stay open until
+    /// the server has ended this client's requests, even if this process ends earlier.
     ///
     /// # Errors
     /// Fails as [`Client::connect_to`] does.
@@ -222,7 +222,8 @@ impl Client {
         let address = SocketAddrUnix::new(path).map_err(error)?;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(error)?;
-        // These limits hold for all waits in system calls on the socket. Later calls wait in none.
+        // These timeouts hold for each wait in a system call on the socket. After the greeting, no
+        // system call on the socket waits.
         for side in [Timeout::Send, Timeout::Recv] {
             set_socket_timeout(&socket, side, options.patience).map_err(error)?;
         }
@@ -329,8 +330,8 @@ impl Client {
     ///
     /// # Errors
     /// Fails with [`Error::Failed`] if the client may not hold so many frames. Fails with
-    /// [`Error::Nonsense`] if the frames do not follow each other: then this client has held others
-    /// before.
+    /// [`Error::Nonsense`] if the frames do not follow each other, because this client has held
+    /// other frames before.
     pub fn take_frames(&mut self, count: u32, longest: Duration) -> Result<Frames, Error> {
         let mut frames: Option<Frames> = None;
         let most = (self.area.layout().entries() / 2).max(1);
@@ -647,7 +648,7 @@ impl Client {
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
             rustix::io::retry_on_intr(|| {
                 let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-                // Such a time is too long for the system only if it is centuries.
+                // A conversion fails only for a time of centuries. Then the wait has no limit.
                 let left = left.and_then(|left| Timespec::try_from(left).ok());
                 poll(&mut fds, left.as_ref())
             })?;

@@ -30,8 +30,8 @@ pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
     if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// Sends the byte that wakes a client. It never waits, whatever the socket's own flags. If the byte
-/// does not fit, enough others wait there to wake the client.
+/// Sends the byte that wakes a client. The call never blocks, even if the socket is in blocking
+/// mode. If the socket has no room for the byte, earlier bytes in the socket wake the client.
 pub fn ring(socket: impl AsFd) {
     // An error is ignored: if the client has gone, the server notices the end of the socket
     // elsewhere.
@@ -55,9 +55,9 @@ pub fn take_rings(socket: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Looks at the first message and leaves it in the queue. So descriptors in it are not closed here:
-/// the last close of a descriptor can take as long as its owner likes (TCP with `SO_LINGER`).
-/// Returns the message's length, 0 when the other side is gone.
+/// Reads the first message and leaves the message in the queue. So this call does not close the
+/// message's descriptors: the last close of a descriptor can take as long as its owner likes (TCP
+/// with `SO_LINGER`). Returns the message's length, or 0 when the other side is gone.
 ///
 /// # Errors
 /// Fails with the errors of `recv`; with `WouldBlock` when there is no message.
@@ -80,8 +80,9 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<Ow
         })
     };
     let message = match attempt() {
-        // The other side closed before it had read this side's message. The kernel reports that
-        // once. Then it still delivers the message that it holds for this side: a server's refusal.
+        // The other side closed its socket before it had read this side's message. The kernel
+        // reports this error once. Then the kernel still delivers the other side's message: a
+        // server's refusal.
         Err(rustix::io::Errno::CONNRESET) => attempt()?,
         received => received?,
     };

@@ -1,18 +1,19 @@
 //! A thread's turn on a processor, for threads that wait for each other on a busy machine.
 //!
-//! A thread that spins offers its processor to others now and then (`sched_yield`). If other
-//! threads are ready to run, each of them has a whole turn first, of some milliseconds. A thread
-//! that sleeps and is woken need not wait that long: the scheduler lets it run soon, since it has
-//! used little time. So a thread should spin only while nobody takes the offer.
+//! A thread that spins offers its processor to other threads now and then (`sched_yield`). If other
+//! threads are ready to run, each of them runs first, for a whole turn of some milliseconds. A
+//! thread that sleeps and is woken need not wait that long: the scheduler lets it run soon, since
+//! it has used little time. So a thread should spin only while no other thread takes the offer.
 
 use std::time::{Duration, Instant};
 
 /// An offer of the processor that takes longer than this was taken by a thread with other work. The
 /// thread at the other end of a connection answers sooner.
 const TAKEN: Duration = Duration::from_micros(300);
-/// After an offer that was taken, no other is made for this many times as long. So on a busy
-/// machine a thread loses at most a ninth of its time by its offers. With 50 in place of 8, page
-/// faults took longer: a crowd comes and goes, and who sleeps is slower while nobody is there.
+/// After another thread has taken an offer, this thread makes no offer for this many times the
+/// duration of that one. So on a busy machine the offers take at most a ninth of a thread's time.
+/// With 50 in place of 8, page faults took longer. Other threads often stop to need the processor
+/// soon, and from then on a thread that sleeps is slower than one that spins.
 const TIMES: u32 = 8;
 /// Length of a [`short_turns`] turn.
 const SHORT: Duration = Duration::from_micros(100);
@@ -80,19 +81,19 @@ impl Attributes {
     }
 }
 
-/// Gives the calling thread short turns on its processor. Its share of the processor stays the
-/// same, but it begins to run sooner after it was woken. That suits a thread which does a little
-/// work for another thread that waits. Linux before 6.12 knows no turns of a thread's own, and
-/// ignores this. So does this function where the system forbids the call: then the other thread
-/// waits longer on a busy machine, and that is all.
+/// Gives the calling thread short turns on its processor. The thread's share of the processor stays
+/// the same, but the thread begins to run sooner after it was woken. That suits a thread which does
+/// a little work for another thread that waits. Linux before 6.12 has no length of turns for each
+/// thread, and ignores the request. If the system forbids the call, this function does nothing.
+/// Then the other thread waits longer on a busy machine.
 pub fn short_turns() {
     prefer(0);
 }
 
-/// Gives the calling thread short turns, and if this process has the right (`CAP_SYS_NICE`), also a
-/// priority that is higher by ten steps. That suits a thread without which no other thread of its
-/// program goes on. It has that priority for all its work, also for work that nobody waits for. So
-/// it must bound that work itself.
+/// Gives the calling thread short turns. If this process has the right (`CAP_SYS_NICE`), also
+/// raises the thread's priority by ten steps. That suits a thread for which all other threads of
+/// its program wait. The priority holds for all work of the thread, also for work that no thread
+/// waits for. So the thread must limit such work itself.
 pub fn first_turns() {
     prefer(10);
 }
@@ -116,7 +117,7 @@ mod tests {
         let begun = Instant::now();
         offers.note(begun, begun + TAKEN);
         assert!(!offers.is_crowded(), "the other end of the connection may have worked so long");
-        // Such a long turn that this test cannot outlast it.
+        // After an offer of 60 s, the machine counts as crowded for longer than this test takes.
         offers.note(begun, begun + Duration::from_secs(60));
         assert!(offers.is_crowded());
         offers.crowded_until = Some(begun);

@@ -165,8 +165,9 @@ pub enum Op {
     /// of `count` tokens from `token` on, and lie one after another in the area. At most
     /// [`RUN_MAX`] pages.
     ReadRun = 6,
-    /// Writes the content of such frames to `count` pages from `page` on. The client still holds
-    /// the frames, and must not change them until the completion.
+    /// Writes the content of frames to `count` pages from `page` on. `token` and `count` name the
+    /// frames as for [`ReadRun`](Op::ReadRun). The client still holds the frames, and must not
+    /// change them until the completion.
     WriteRun = 7,
 }
 
@@ -186,7 +187,7 @@ pub struct Submission {
 }
 
 impl Submission {
-    /// Whether this is for a run of pages.
+    /// Whether this submission reads or writes a run of pages.
     #[inline]
     pub fn is_run(&self) -> bool {
         matches!(self.op, Op::ReadRun | Op::WriteRun)

@@ -35,7 +35,7 @@ struct Shared {
 }
 
 impl Host {
-    /// The size of a chunk, the least that is given back.
+    /// Bytes of a chunk: memory is given back in whole chunks.
     pub const CHUNK: ByteSize = ByteSize(CHUNK_SLOTS as u64 * PAGE_SIZE as u64);
 
     /// Takes `slots` pages of RAM.

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-/// The clocks of a lane's operations, which have numbers. A lane that has too little time for an
-/// operation answers it as timed out, and goes on counting it as late until its device has ended
-/// it.
+/// The clocks of a lane's operations, which have numbers. When the time of an operation is over,
+/// the lane tells its caller of a timeout. From then on the operation counts as late, until the
+/// device has ended it.
 #[derive(Debug)]
 pub struct Lateness {
     /// The time that the device has for an operation.

@@ -215,8 +215,9 @@ pub trait Lane: Send {
         0
     }
 
-    /// How many writes to queue before the next [`submit`](Lane::submit), and how many before each
-    /// later one, so that a write costs the least. `None`: the numbers make no difference.
+    /// Returns two numbers of writes to queue: before the next [`submit`](Lane::submit), and before
+    /// each later one. With these numbers, a write costs the least. `None`: the numbers make no
+    /// difference.
     fn best_runs(&self) -> Option<(usize, usize)> {
         None
     }

@@ -384,8 +384,9 @@ mod tests {
             for (member, &count) in counts.iter().enumerate() {
                 prop_assert_eq!(deal.units().iter().filter(|it| of(it) == member).count() as u32, count);
             }
-            // While every member has units left, each gets units in proportion to its speed. Its
-            // number of units may be off by as many as there are members.
+            // While every member has units left, each member gets units in proportion to its speed.
+            // A member's number of units differs from its exact proportion by the number of members
+            // at most.
             let least = counts.iter().map(|&count| f64::from(count)).fold(f64::INFINITY, f64::min) as usize;
             let sum: f64 = speeds.iter().sum();
             for (member, &speed) in speeds.iter().enumerate() {

@@ -73,7 +73,7 @@ pub enum UrlProblem {
     /// The text has a key that this kind of store does not know.
     #[error("unknown key {key:?}; accepted: {}", accepted.join(", "))]
     UnknownKey {
-        /// The key that was given.
+        /// The key that this kind of store does not know.
         key: String,
         /// The keys that this kind of store knows.
         accepted: &'static [&'static str],

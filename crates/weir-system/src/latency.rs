@@ -51,8 +51,8 @@ pub struct Bursts {
 pub fn hold_in_bursts() -> io::Result<()> {
     if HOLDER.get().is_none() {
         let holder = Holder::start(Path::new(DEVICE))?;
-        // This fails if another thread has set a holder meanwhile. That holder does the same as
-        // this one would.
+        // This call fails if another thread has set its holder meanwhile. That thread's holder does
+        // the same work as `holder` would.
         let _ = HOLDER.set(holder);
     }
     Ok(())

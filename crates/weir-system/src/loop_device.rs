@@ -204,7 +204,7 @@ impl LoopDevice {
     /// then reads nothing from it, because it looks for no partitions on such a device.
     fn was_made_of(&self, file: &Path) -> bool {
         if file.as_os_str().len() >= Info::EMPTY.file_name.len() {
-            return false; // The kernel has no more than its beginning.
+            return false; // The kernel stores only the beginning of such a name.
         }
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let Ok(opened) = rustix::fs::open(&self.path, flags, Mode::empty()) else { return false };

@@ -1,4 +1,5 @@
-//! The counts of a coming batch by store. A store chooses how to do its part by these counts.
+//! The counts of a coming batch by store. From these counts each store chooses how to do its part
+//! of the batch.
 
 use crate::Volume;
 use crate::entry::{Place, STORES_MAX};
@@ -12,8 +13,8 @@ pub struct BatchCounts<'a> {
     stores: &'a mut [StoreLane],
     reads: [usize; STORES_MAX],
     writes: usize,
-    /// The store of the last claimed slot. Most likely it has the next slot too, unless it becomes
-    /// full.
+    /// The store in which the lane last claimed a slot. Unless this store becomes full, the lane
+    /// most likely claims its next slot there too.
     taker: usize,
 }
 

@@ -215,10 +215,10 @@ impl Pool {
         }
     }
 
-    /// Sets the number of vacant pages. These are pages of volumes that have no content, and that
-    /// their owner does not write for now. The pool promises no slot for them, so more chunks can
-    /// be given back. Only the owner of all volumes of the pool may call this. Before it lowers the
-    /// number, it must take as many slots again.
+    /// Sets the number of vacant pages. A vacant page belongs to a volume and has no content, and
+    /// the volume's owner does not write it for now. The pool promises no slot for a vacant page,
+    /// so more chunks can be given back. Only the owner of all volumes of the pool may call this
+    /// function. To lower the number, the owner must first take as many slots again.
     pub fn set_vacant(&self, pages: u32) {
         self.vacant.store(pages, Ordering::Release);
     }

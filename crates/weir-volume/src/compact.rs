@@ -44,17 +44,18 @@ const FILL_MOST: u32 = 11;
 /// Least number of wasted slots that is worth compaction.
 const WASTE_LEAST: u64 = 32;
 /// Compaction begins when the packs waste at least one in this many of their slots. The first
-/// number is the usual one. The second is for a store with little room, where compaction begins
+/// number is for most stores. The second is for a store with little room, where compaction begins
 /// earlier.
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
 /// A store has little room if fewer than one in this many of its slots are free.
 const ROOM_ONE_IN: u32 = 16;
-/// A look for packs to empty is worthwhile once enough pages have left packs since the last look:
-/// at least [`LEFT_LEAST`], and at least one for each [`LEFT_ONE_IN`] packs.
+/// Another look for packs to empty is worthwhile once enough pages have left packs since the last
+/// look. Enough are at least [`LEFT_LEAST`] pages, and at least one page for each [`LEFT_ONE_IN`]
+/// packs.
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
 
-/// How full a pack is, in sixteenths; `None` for a slot without a pack.
+/// Returns the fullness of a pack, in sixteenths; `None` for a slot without a pack.
 fn fill(occupant: Option<Occupant>) -> Option<u32> {
     let (pages, room) = occupant?.fill()?;
     (pages > 0).then(|| (pages * WHOLE).div_ceil(room))
@@ -73,9 +74,10 @@ impl Pool {
         }
     }
 
-    /// Whether enough pages have left packs since the last look to make another look worthwhile. If
-    /// so, this call counts as the look. `looked` belongs to the caller: `None` at first, then the
-    /// number of pages at the last look.
+    /// Whether enough pages have left packs since the last look for packs to make another look
+    /// worthwhile. If the result is true, this call counts as the last look from then on. `looked`
+    /// belongs to the caller. It is `None` at first, and later the number of pages that had left
+    /// packs at the last look.
     pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
         let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.seats.metrics().fold(0, |sum, lane| sum.wrapping_add(count(lane).get()))

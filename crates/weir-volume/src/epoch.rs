@@ -1,5 +1,5 @@
-//! The epochs, which say when a freed slot may be used again: after every lane that could still
-//! read it has moved on.
+//! The epochs, which say when a freed slot may be used again: once no lane can be reading the slot
+//! any more.
 //!
 //! Epoch-based reclamation (Fraser, "Practical lock-freedom", 2004), reduced to the needs of a
 //! volume: no callbacks. The slot's own record keeps the epoch of its
@@ -67,10 +67,10 @@ impl Epochs {
         now
     }
 
-    /// Returns an epoch for a lane that is pinned already. A slot that the lane finds in the map
-    /// after this call was not retired before that epoch. The reason: in the one order of all
-    /// `SeqCst` operations, such a slot is unlinked after this load, and its epoch is read after
-    /// that.
+    /// Returns the present epoch, for a lane that is pinned already. A slot that the lane finds in
+    /// the map after this call is retired in this epoch or later. The reason is the one order of
+    /// all `SeqCst` operations. There this load comes first, then the unlinking of the slot, and
+    /// then the load of the slot's epoch.
     #[inline]
     pub fn look(&self) -> u64 {
         let now = self.global.load(Ordering::SeqCst);

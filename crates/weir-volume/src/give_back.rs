@@ -13,7 +13,7 @@ use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, PageNo};
 use weir_store::Fault;
 
-/// How long a task waits for the batches of other lanes, or for stores, before it fails.
+/// Time that a task waits for the batches of other lanes, or for stores, before the task fails.
 pub(crate) const LANES_WAIT: Duration = Duration::from_secs(10);
 
 /// The reason why a chunk was not given back.

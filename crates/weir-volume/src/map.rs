@@ -113,8 +113,8 @@ impl Map {
         }
     }
 
-    /// The word of page `at`. With [`PAGES_MAX`], the last word of the map, which counts volumes
-    /// and growths.
+    /// Returns the map's word for page `at`. If `at` is [`PAGES_MAX`], returns the map's last word,
+    /// which counts volumes and growths.
     #[inline]
     fn raw(&self, at: usize) -> &AtomicU64 {
         assert!(at <= PAGES_MAX as usize, "word {at} of {PAGES_MAX}");
@@ -157,7 +157,7 @@ impl Map {
 
 #[cfg(all(test, not(loom)))]
 thread_local! {
-    /// Called before each look of this thread at an entry.
+    /// A callback that runs each time before this thread reads an entry.
     pub(crate) static LOOKS: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
 }
 

@@ -14,8 +14,8 @@ pub(crate) struct Members {
     of_extent: Box<[u32]>,
 }
 
-/// Marks an extent that lies on several members. It counts as being in the worst state of its
-/// store's members.
+/// Stands in place of a member, for an extent that lies on several members. Such an extent has the
+/// state of the store's worst member.
 const SEVERAL: u32 = u32::MAX;
 
 impl Members {

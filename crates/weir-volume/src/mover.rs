@@ -89,8 +89,9 @@ pub enum Awaited {
     Stores,
     /// The ends of batches that other lanes have begun, which mostly take microseconds.
     Lanes,
-    /// The return of lent slots by programs that use them in place. The programs may keep slots as
-    /// long as they like. Each look for slots that are still lent goes through the whole chunk.
+    /// The return of lent slots by programs that read these slots in place. A program may keep a
+    /// slot as long as it likes. A search for slots that are still lent goes through the whole
+    /// chunk.
     Loans,
 }
 

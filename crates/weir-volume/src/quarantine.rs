@@ -12,9 +12,10 @@
 //! another while a disk hangs. Then each may have fewer writes under way at that disk than the one
 //! before. So the slots of all of them fit into that room.
 //!
-//! The room is enough for 32 daemons, see [`Config::quarantine`]. Once it is full, pages can be
-//! read, and a write that needs such a store ends with [`Fault::Timeout`](weir_store::Fault). The
-//! next write after the store has become quiet succeeds again.
+//! This room is enough until 32 daemons have died, see [`Config::quarantine`]. After that, pages
+//! can still be read. But a write that needs a slot of a store with quarantined slots ends with
+//! [`Fault::Timeout`](weir_store::Fault). Once the dead daemons' I/O at that store is over, the
+//! next write succeeds again.
 
 use crate::lane::HINTS;
 use crate::{Config, Pool, Tier};
@@ -67,9 +68,9 @@ impl Tier {
 
 impl Config {
     /// Largest number of slots in quarantine with which every lane may still write a page. The
-    /// first daemon that dies leaves at most [`depth`](Config::depth) slots a lane, and each later
-    /// one adds one slot a lane to these. So this number is not reached before 32 daemons have died
-    /// without an answer from the store.
+    /// first daemon that dies leaves at most [`depth`](Config::depth) slots for each lane. Each
+    /// later daemon that dies adds one slot for each lane. So the quarantine has more slots only
+    /// after 32 daemons have died without an answer from the store.
     pub fn quarantine(&self) -> u32 {
         (self.lanes as u32).saturating_mul((self.depth + HINTS / 2 - 1) as u32)
     }

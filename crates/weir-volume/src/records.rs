@@ -34,8 +34,9 @@ pub(crate) const EXTENT_SLOTS: u32 = 1024;
 /// Largest number of records, and of extents, that one search for a run of free slots looks at.
 const LOOKS_MAX: u32 = 8192;
 const EXTENTS_MAX: u32 = 256;
-// A pack's record names no page. It has one of [`PACKS`] reserved page numbers, and the number
-// tells the pack's room and its count of pages. So there must be a number for each pair of these.
+// A pack's record has one of the [`PACKS`] reserved page numbers in place of a page's number. That
+// number encodes two values: the pack's room, and its count of pages. So there must be a number for
+// each possible pair of these values.
 const _: () = assert!(PACKS == 64 * PACK_COUNTS);
 /// Number of values that a pack's count of pages can have, 0 included.
 const PACK_COUNTS: u32 = 128;
@@ -47,10 +48,11 @@ const ONE_PAGE: u64 = 1 << 32;
 
 const IN_USE: u64 = 1 << 63;
 const PAGE_MASK: u32 = (1 << 31) - 1;
-/// The bit of an extent's count that keeps its slots from being claimed, because its chunk is being
-/// given back.
+/// The bit in an extent's count of free slots that forbids lanes to claim the extent's slots,
+/// because its chunk is being given back.
 const CLOSED: u16 = 1 << 15;
-// An extent's count leaves that bit alone, also while lanes free slots that they count first.
+// Lanes count a slot as free before they free the slot. Even then an extent's count must not reach
+// the bit `CLOSED`.
 const _: () = assert!(EXTENT_SLOTS < CLOSED as u32 / 2);
 
 /// The content of a slot in use, as its record tells.
@@ -111,7 +113,8 @@ pub(crate) struct Records {
     packs: AtomicBool,
 }
 
-/// The slot at which a lane's next search begins. Each lane has its own, so that lanes seldom meet.
+/// The slot at which a lane's next search begins. Each lane has its own, so that two lanes seldom
+/// try to claim the same slot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cursor(u32);
 

@@ -46,8 +46,8 @@ impl Seats {
 
     /// Takes the first free seat, for a lane that has its part of the slack.
     pub fn take(&self) -> usize {
-        // If the seat is taken, the exchange fails. Then it writes nothing to the cache line, which
-        // the seat's lane uses too.
+        // If the seat is taken, the exchange fails. A failed exchange writes nothing to the seat's
+        // cache line, which the lane in that seat uses too.
         let free = |seat: &usize| {
             let taken = &self.seat(*seat).taken;
             taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()

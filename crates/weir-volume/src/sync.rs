@@ -46,17 +46,17 @@ thread_local! {
     static WITHIN_PUBLICATIONS: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
 }
 
-/// Makes each claim of a slot in this thread call `others`. The call comes after the look at the
-/// slot's record, and before the exchange that claims the slot. At that point another processor may
-/// do anything. For simulators; a release build leaves it out.
+/// From now on, each claim of a slot in this thread calls `others`. The claim has then read the
+/// slot's record, and has not yet done the exchange that claims the slot. At that point another
+/// processor may do anything. Simulators use this function; a release build leaves it out.
 #[cfg(all(debug_assertions, not(loom)))]
 pub fn run_within_claims(others: Option<fn()>) {
     WITHIN_CLAIMS.set(others);
 }
 
-/// Makes each publication of a page in this thread call `others`. The call comes where the map
-/// names the page's new slot, and the old slot is not retired yet. For simulators, as
-/// [`run_within_claims`].
+/// From now on, each publication of a page in this thread calls `others`. At that point the map
+/// names the page's new slot, and the old slot is not retired yet. Simulators use this function, as
+/// they use [`run_within_claims`].
 #[cfg(all(debug_assertions, not(loom)))]
 pub fn run_within_publications(others: Option<fn()>) {
     WITHIN_PUBLICATIONS.set(others);

@@ -36,7 +36,8 @@ pub struct Volume {
 }
 
 /// The removal of a volume's last pages, or of all. [`Mover::remove`](crate::Mover::remove)
-/// continues it. If it is dropped before its end, the page numbers stay taken.
+/// continues it. If a `Removal` is dropped before every such page is discarded, the page numbers
+/// stay taken.
 #[derive(Debug)]
 pub struct Removal {
     volume: Arc<Volume>,
@@ -89,8 +90,9 @@ impl Volume {
         u64::from(self.pages()) * PAGE_SIZE as u64
     }
 
-    /// The number in the pool of this page of the volume, for a [lane of all](Pool::lane_of_all)
-    /// volumes. `None`: the volume has not all of the `count` pages from that one on.
+    /// Returns the number that the volume's page `page` has in the pool, for a
+    /// [lane of all](Pool::lane_of_all) volumes. `None`: one of `count` pages from `page` on lies
+    /// behind the volume's end.
     #[inline]
     pub fn page_in_pool(&self, page: u64, count: u32) -> Option<PageNo> {
         let fits = page.checked_add(count.into())? <= u64::from(self.pages());
@@ -337,8 +339,7 @@ impl Removal {
         self.next += count;
         let Range { start, end } = self.volume.range();
         let has_ended = self.next == end;
-        // A call after the last page was discarded frees nothing: another volume may have the range
-        // by then.
+        // Give the page numbers back only once. By a later call, another volume may have them.
         if has_ended && end - start > self.rest {
             let pool = &self.volume.pool;
             self.next = start + self.rest;

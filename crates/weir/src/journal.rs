@@ -41,8 +41,9 @@ struct Directory {
     _lock: Lock,
 }
 
-/// The lock of the directory, which is unlocked explicitly. Closing alone would leave it to a child
-/// that another thread has just started, until that child runs its own program.
+/// The lock of the directory, which is unlocked explicitly. If the descriptor were only closed, the
+/// directory could stay locked. A child that another thread has just started has a copy of the
+/// descriptor, until the child runs its own program.
 #[derive(Debug)]
 struct Lock(fs::File);
 

@@ -146,7 +146,7 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     Ok(report)
 }
 
-/// The rows of Weir beside one control.
+/// The report's rows that compare Weir's figures with those of one control.
 fn rows(case: Case, prefix: &str, weir: &Way, control: &'static str, theirs: &Way) -> Vec<Row> {
     // The rate of a server that failed counts as zero, so that the server misses its goal.
     let rate = |way: &Way| match way.is_empty() {

@@ -1,11 +1,12 @@
 //! `weir bench cache`: random 4 KiB requests on a stripe of disks. They go to the stripe directly,
 //! through a cache over the stripe (`raw`), and through a cache over a log on it.
 //!
-//! The disks are simulated in memory. One model below all contenders limits their operations and
-//! bytes a second. So the figures say nothing about io_uring, the cipher or FUSE. One thread makes
-//! the requests, a fixed number at a time; the cache's write-back and its cleaner have threads of
-//! their own. Each contender is filled and written at random, without limits, until its log is
-//! cleaned at its steady rate. Then the limits apply, and after a while the measurement begins.
+//! The disks are simulated in memory, by one model that all contenders use. The model limits the
+//! disks' operations and bytes a second. So the figures say nothing about io_uring, the cipher or
+//! FUSE. One thread makes the requests, and holds a fixed number of them in flight. The cache's
+//! write-back and the log's cleaner have threads of their own. At first the disks have no limits:
+//! each contender is filled, and then written at random until its log is cleaned at a steady rate.
+//! Then the limits apply, and after a while the measurement begins.
 
 mod disks;
 

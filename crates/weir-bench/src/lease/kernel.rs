@@ -1,18 +1,19 @@
 //! A model of all the work that mainline Linux does for a page reference that a socket hands out
-//! and takes back. The model in [`xarray`](super::xarray) is of the least that such a tree must do.
+//! and takes back. The model in [`xarray`](super::xarray) does only the least work that such a tree
+//! needs.
 //!
 //! The model is written from the data structure's promises (Documentation/core-api/xarray.rst) and
 //! the calls of the devmem code. It does more than the model in `xarray`, because the kernel does
 //! each of these for every reference:
 //!
-//! | cost | who pays it in the kernel |
+//! | cost | the kernel's code |
 //! |---|---|
-//! | each step of a tree operation is a call | `lib/xarray.c` is compiled once for every user; its steps are exported functions |
-//! | an erased entry has all three marks looked at, up the tree | `xas_store()` of NULL: "marks of an empty entry are as those of a new one" |
-//! | a top with one child at index 0 goes, and comes back | `xas_store()` keeps the tree as low as it can be |
-//! | a node's memory is zeroed and rests before it is used again | nodes go through `call_rcu()` to their slab |
-//! | a page's count, in the page's own cache line, by an atomic | `tcp_recvmsg_dmabuf()` adds to `net_iov.pp_ref_count`, `napi_pp_put_page()` takes off |
-//! | the lock is let go for each 16 returns | `sock_devmem_dontneed()` gathers 16 pages under it and puts them outside |
+//! | each step of a tree operation is a function call | `lib/xarray.c` is compiled once for every user; its steps are exported functions |
+//! | an erase tests all three marks of the entry, and of the nodes above it | `xas_store()` of NULL: "marks of an empty entry are as those of a new one" |
+//! | a top node that has only its first child is freed, and is made again later | `xas_store()` keeps the tree as low as it can be |
+//! | a freed node is zeroed, and is used again only after a grace period | nodes go through `call_rcu()` to their slab |
+//! | a page's count changes by atomic operations, in the page's own cache line | `tcp_recvmsg_dmabuf()` adds to `net_iov.pp_ref_count`, `napi_pp_put_page()` subtracts |
+//! | the lock is released after each 16 returns | `sock_devmem_dontneed()` collects 16 pages under the lock, and drops their references after its release |
 //!
 //! [`weir_lease::Table`], which runs beside this model, counts a page's references too. Its counts
 //! are bytes that one owner writes. The kernel has further costs that are not in the model:

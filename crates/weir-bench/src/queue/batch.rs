@@ -1,5 +1,6 @@
-//! The `nv_kthread_q` of pull request 1050. The worker is woken when the count of pending items
-//! leaves 0, and takes the whole list at once. The wait queue is a condition variable here.
+//! The `nv_kthread_q` of pull request 1050. A producer that raises the number of pending items from
+//! 0 wakes the worker, which then takes all items of the list together. A condition variable stands
+//! for the kernel's wait queue.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -23,8 +24,8 @@ struct Shared {
 
 impl Shared {
     fn wake(&self) {
-        // Take the lock as a wait queue does: a worker between its check and its sleep must not
-        // miss the wake-up.
+        // Take the lock before the wake-up, as a wait queue does. The worker holds the lock from
+        // its last check until it sleeps, so it cannot miss the wake-up.
         drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
         self.wait_queue.notify_one();
     }

@@ -62,8 +62,8 @@ pub enum QueueError {
 /// short to compare.
 const SIZE_OF_PROMISES: usize = 3_000_000;
 
-/// The ratios that pull request 1050 states for its own design to the semaphore, with one producer
-/// and with eight.
+/// How many times as fast as the semaphore pull request 1050 calls its own design, with one
+/// producer and with eight.
 const CLAIMED: [f64; 2] = [3.77, 1.61];
 
 /// All designs share the process's one tally, so only one benchmark runs at a time.

@@ -1,6 +1,7 @@
-//! The controls of the store benchmark. One is a copy-engine call for each request and a stream for
-//! each thread, as in nbd-vram, on device memory of its own. The other is the processor's copy
-//! through the card's window, as on the path `mapped`, without a lane around it.
+//! The controls of the store benchmark. One control calls the card's copy engine once for each
+//! request, as nbd-vram does. It has device memory of its own, and a stream for each thread. The
+//! other control is the processor's copy through the card's window, as on the path `mapped`,
+//! without a lane around it.
 
 use super::BenchError;
 use super::content::stamp;

@@ -2,8 +2,8 @@
 //! the changes, whatever ends the child: the end of its work, a signal, a crash. If both are
 //! killed, the next command with a guard undoes them, and so does `weir off`.
 //!
-//! The child's process number is part of the name of everything that it makes. So all that the
-//! child leaves behind can be found.
+//! The child's PID is part of the name of everything that the child makes. So all that the child
+//! leaves behind can be found.
 
 pub mod swap;
 
@@ -100,15 +100,16 @@ pub fn clear_up(elsewhere: Option<&Path>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether process `pid` has ended. If it runs on though its guard has gone, it is killed here, and
-/// counts as ended.
+/// Whether process `pid` has ended. If the process still runs although its guard has gone, this
+/// function kills the process, and the process counts as ended.
 fn is_left(pid: u32) -> Result<bool, Failure> {
     let Some(process) = Pid::from_raw(pid as i32) else { return Ok(true) };
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let mut variables = environment.split(|byte| *byte == 0);
     let guard = variables.find_map(|it| it.strip_prefix(format!("{ENVIRONMENT}=").as_bytes()));
     let guard = guard.and_then(|number| Pid::from_raw(std::str::from_utf8(number).ok()?.parse().ok()?));
-    // If no guard is named, this is another program, which has got the same process number since.
+    // A process whose environment names no guard is another program, which has got the same PID
+    // since.
     if guard.is_some_and(is_gone) || is_exiting(process) {
         end(&[process], Signal::KILL);
         // The process may be in a system call that changes the machine after everything was undone.
@@ -128,8 +129,8 @@ pub fn die_together(command: &mut Command) {
     unsafe {
         command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-            // If the parent died before the system call above, no signal comes. So check that it
-            // still lives.
+            // If the parent died before the system call above, no signal comes. So check that the
+            // parent still lives.
             if rustix::process::getppid() == Some(parent) { Ok(()) } else { Err(Errno::SRCH.into()) }
         });
     }
@@ -236,8 +237,8 @@ fn names(process: Pid, paths: &[PathBuf]) -> bool {
     let is_named = |path: &PathBuf| {
         let path = path.as_os_str().as_bytes();
         let mut at = line.windows(path.len()).enumerate().filter(|(_, window)| *window == path);
-        // Each path of a guarded command ends with its process number. If a digit follows, the
-        // number is longer, and the path belongs to another command.
+        // Each path of a guarded command ends with the command's PID. If a digit follows, the path
+        // has a longer PID, and belongs to another command.
         at.any(|(at, _)| !line.get(at + path.len()).is_some_and(u8::is_ascii_digit))
     };
     paths.iter().any(is_named)

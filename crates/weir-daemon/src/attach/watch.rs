@@ -1,5 +1,5 @@
-//! The daemon's side of an attached device. A list of these devices lies with the keeper. The
-//! daemon connects a device again after a crash, and whenever the kernel has given a connection up.
+//! The daemon's side of an attached device. The keeper holds a list of these devices. The daemon
+//! connects a device again after a crash, and whenever the kernel has given a connection up.
 
 use super::attachment::Attachment;
 use super::device::{DeadLinks, Kernel, Terms};

@@ -259,8 +259,8 @@ struct Refusal {
     stopping: bool,
 }
 
-/// The control socket of a daemon that is probably running: the user's own, or else the one of
-/// `weir on`.
+/// Finds the control socket for a client that names none. It is the socket of the user's own
+/// daemon. If only the socket of `weir on` exists, it is that one.
 pub fn find() -> PathBuf {
     let own = default_path();
     let system = Path::new(SYSTEM).join(SOCKET);

@@ -157,8 +157,8 @@ fn acknowledge(client: &UnixStream, done: Result<(), Error>) -> io::Result<()> {
     }
 }
 
-/// Runs `work` on a thread of its own, and acknowledges it: the keeper may be slow, and other
-/// clients need not wait for that.
+/// Runs `work` on a thread of its own, and then acknowledges the request. The keeper may be slow,
+/// and other clients need not wait for the keeper.
 fn aside(
     client: UnixStream,
     count: &Count,
@@ -178,8 +178,8 @@ fn aside(
 }
 
 /// Runs `work` on a thread of its own. Another thread sends the client the progress and the
-/// outcome. While there is no news, it says the last progress again: the work may wait for other
-/// work, or for a slow keeper.
+/// outcome. While `work` reports nothing, that thread repeats the last progress. A report may be
+/// late, since `work` may wait for other work or for a slow keeper.
 fn at_length(
     client: UnixStream,
     count: &Count,

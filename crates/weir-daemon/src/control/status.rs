@@ -262,7 +262,8 @@ struct Look {
 pub struct Export {
     /// The front end's kind: `nbd`, `ublk`, `fuse` or `share`.
     pub kind: String,
-    /// The name of the volume that it serves, if that is one of a pool.
+    /// The name of the pool's volume that the front end serves. The name is missing if the front
+    /// end serves the daemon's own volume, or every volume by its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume: Option<String>,
     /// The front end's address, as `--nbd`, `--fuse` or `--share` took it, or the block device.

@@ -77,8 +77,9 @@ impl Each {
             let Some((_, volume)) = volumes.find(name.as_bytes()) else { continue };
             let found = self.found.iter().position(|(of, _)| *of == name);
             let found = found.map(|at| self.found.swap_remove(at).1);
-            // The keeper may hold a page for a device's number that has none: the daemon before
-            // died before it had made the device.
+            // A volume without a device may be in `found` too. An earlier daemon hands the keeper a
+            // page for the device's number before it makes the device. That daemon may have died
+            // between these two steps.
             let is_taken_over = found.as_ref().is_some_and(PreparedUblk::is_found)
                 || held.as_ref().is_some_and(|held| held.any(|kept| kept.starts_with(&fuse_prefix(&name))));
             let mut none = Held::default();
@@ -110,8 +111,8 @@ impl Each {
             let prepared =
                 found.map_or_else(|| PreparedUblk::new(options, ublk, &kept, keeper, environment), Ok);
             let started = prepared.and_then(|prepared| prepared.start(volume, &environment.log));
-            // A device that was found is left to the next daemon, which tries again: the keeper
-            // holds all of it.
+            // If the device is an earlier daemon's, the keeper goes on holding its page. The next
+            // daemon then tries again to take the device over.
             if started.is_err() && !is_found {
                 let _ = self.keeper.as_ref().map(|link| link.let_go(&kept));
             }
@@ -155,8 +156,8 @@ mod tests {
         let pool = Pool::create(config, vec![Arc::new(host)]).expect("a pool");
         let volume = pool.volume(8).expect("room");
         let volumes = Volumes::new(&pool, false, vec![("a".to_owned(), volume)], 1, None);
-        // The daemon before died after it had handed over the page for the device's number, and
-        // before it had a device.
+        // The earlier daemon died between two steps. It had handed the keeper the page for the
+        // device's number, and had not made the device yet.
         let keeper = Keeper::default();
         let page = Memory::shared("weir-test", PAGE_SIZE).expect("memory");
         let fd = page.fd().expect("shared").as_fd().try_clone_to_owned().expect("a descriptor");

@@ -50,8 +50,9 @@ pub trait FrontEnd: fmt::Debug + Send {
         None
     }
 
-    /// Does what [`let_go`](FrontEnd::let_go) does, before an [`end`](FrontEnd::end). A file that a
-    /// program has open is served on too.
+    /// Does what [`let_go`](FrontEnd::let_go) does, for a front end that will be
+    /// [ended](FrontEnd::end) while the daemon goes on. If a program has the front end's file open,
+    /// returns the reason, and goes on serving the file.
     fn withdraw(&mut self) -> Option<String> {
         self.let_go()
     }
@@ -60,8 +61,8 @@ pub trait FrontEnd: fmt::Debug + Send {
     /// front end is left in the file system.
     fn stop(self: Box<Self>, grace: Duration);
 
-    /// Does what [`stop`](FrontEnd::stop) does, while the daemon goes on: the keeper holds nothing
-    /// of the front end any more.
+    /// Does what [`stop`](FrontEnd::stop) does, for a daemon that goes on. The keeper then lets go
+    /// of all that it holds of the front end.
     fn end(self: Box<Self>, grace: Duration) {
         self.stop(grace);
     }
@@ -90,8 +91,8 @@ impl Served {
     }
 }
 
-/// Number of lanes that the front ends take together, without ublk and without those that each
-/// volume of a pool has.
+/// Number of lanes that the front ends take together. The lanes of ublk devices do not count, and
+/// neither do those of front ends that each volume of a pool has for itself.
 pub fn lanes(options: &Config) -> usize {
     let nbd = options.nbd.as_ref().map_or(0, |nbd| usize::from(nbd.connections));
     let fuse = options.fuse.as_ref().filter(|_| options.pool.is_none());
@@ -312,8 +313,8 @@ impl FrontEnd for Fuse {
         if self.is_unmounted {
             return None;
         }
-        // The keeper lets go first. If this daemon died after the unmount, the next one could not
-        // take over a connection without a mount.
+        // Make the keeper let go before the unmount. If this daemon died between the two steps, the
+        // next daemon could not take over a connection without a mount.
         self.unkeep();
         let file = self.server.file();
         match self.server.unmount_unused() {
@@ -321,7 +322,7 @@ impl FrontEnd for Fuse {
             Err(error)
                 if error.kind() == std::io::ErrorKind::ResourceBusy || fuse::mount::is_mounted(file) =>
             {
-                // An error is ignored: then the keeper is gone, and no other daemon takes over.
+                // Ignore an error of the keeper: it is gone then, and no other daemon takes over.
                 let _ = self.keep();
                 let file = file.display();
                 Some(format!("{file} is in use ({error}); run fuser -v {file}, and end what it names"))
@@ -364,8 +365,8 @@ fn let_go_in_order(names: &[String], let_go: impl FnMut(&String)) {
     names.iter().rev().for_each(let_go);
 }
 
-/// Number of clients that a run's daemon serves at a time: the owners of its ledger, and some that
-/// have just ended.
+/// Largest number of clients that the daemon of a `weir run` serves at a time. They are the owners
+/// of the run's ledger, and some owners that have just ended.
 const RUN_CLIENTS: u32 = weir_pager::OWNERS_MOST + 16;
 
 /// Pages for local programs, through shared memory. A program may name any volume.

@@ -93,9 +93,9 @@ impl FrontEnds {
         if self.is_closed() { Err(stopping()) } else { Ok(alone) }
     }
 
-    /// Removes all devices, and lets no new one come. If a program keeps a device open, returns its
-    /// name and the next step. Then the devices are served on, until [`reopen`](FrontEnds::reopen)
-    /// without new ones.
+    /// Removes all devices, and lets no new device come. If a program keeps a device open, returns
+    /// the program's name and the next step. The devices that remain are then still served. No new
+    /// device comes until [`reopen`](FrontEnds::reopen).
     pub fn let_go(&self) -> Option<String> {
         self.list().is_closed = true;
         self.each_goes(|it| it.front_end.let_go())
@@ -287,7 +287,8 @@ pub mod tests {
         }
     }
 
-    /// The devices of a test's volumes: how many there are, and how many more cannot be had.
+    /// The devices of a test's volumes: how many exist, and how many of the next attempts to make
+    /// one will fail.
     #[derive(Clone, Debug, Default)]
     pub struct Devices {
         pub count: Arc<AtomicU32>,
@@ -296,7 +297,7 @@ pub mod tests {
         pub making: Making,
     }
 
-    /// A function that a test has called.
+    /// A test's callback.
     #[derive(Clone, Default)]
     pub struct Making(pub Option<Arc<dyn Fn() + Send + Sync>>);
 

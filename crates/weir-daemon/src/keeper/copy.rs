@@ -74,8 +74,9 @@ pub fn run(swap: bool) -> io::Error {
         Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
     let error = become_copy().unwrap_or_else(|error| error);
-    // No copy could be made. Start this program itself again, to give the process its new name. It
-    // comes here once more; then `name` equals `own`, and this function returns.
+    // No copy could be made. Start this program's own file again, to give the process its new name.
+    // The restarted program calls this function once more. There `name` equals `own`, so the
+    // function returns.
     if name != own {
         return named(Path::new("/proc/self/exe")).exec();
     }

@@ -541,8 +541,8 @@ impl Keeper<'_> {
     fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
         self.told_by = None;
         life.owes_answer = true;
-        // A daemon that takes over would first serve, and then end. For a run that is over it need
-        // not.
+        // A daemon that is taking over would end only once it serves. If the run is over, nobody
+        // needs such a daemon, so kill it.
         let signal = if self.is_over && !life.was_ready { Signal::KILL } else { Signal::TERM };
         if let Err(error) = rustix::process::pidfd_send_signal(daemon, signal) {
             (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));

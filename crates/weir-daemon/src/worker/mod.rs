@@ -58,7 +58,8 @@ impl Worker {
         Job::new(&self.workers, JobKind::GiveBack, bytes).run_on(&self.workers, tell)
     }
 
-    /// Gives back all memory that no volume needs. It is no error if no chunk is to spare.
+    /// Gives back all memory that no volume needs. If the volumes need all memory, nothing happens,
+    /// and that is no error.
     ///
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
@@ -93,8 +94,8 @@ impl Worker {
         Job::new(&self.workers, JobKind::Wake, None).run_on(&self.workers, tell)
     }
 
-    /// Discards the pages that a volume is to lose. Calls `tell` while it works. Returns what is
-    /// left of the volume.
+    /// Discards the pages that a volume is to lose. Calls `tell` while it works. Returns the volume
+    /// with the pages that it keeps, or `None` if it keeps no page.
     ///
     /// # Errors
     /// Fails when the daemon stops meanwhile.

@@ -23,7 +23,7 @@ pub trait Discarders: Send + Sync + fmt::Debug {
     /// The queue of the thread that discards.
     fn queue(&self) -> &Queue;
 
-    /// Calls `of` with that thread's mover.
+    /// Calls `of` with the mover of the thread that discards.
     fn with_mover(&self, of: &mut dyn FnMut(&mut Mover));
 
     /// Whether the threads are to end.
@@ -72,7 +72,8 @@ impl Work for Discard {
     }
 }
 
-/// Discards the pages on one of the threads. Waits for the end of that, and calls `tell` meanwhile.
+/// Has one of the threads discard the pages. Waits until the thread has ended that work, and calls
+/// `tell` meanwhile.
 pub fn discard(
     by: Arc<dyn Discarders>,
     removal: Removal,
@@ -110,8 +111,8 @@ mod tests {
     use weir_store::Host;
     use weir_volume::{Config, Pool};
 
-    /// A thread that sleeps for a turn before it discards pages. Until `job` has run, each of the
-    /// thread's runs queues it again.
+    /// A thread that sleeps for the time of a turn before each turn in which it discards pages.
+    /// Until `job` has run, the thread also schedules `job` in each turn.
     #[derive(Debug)]
     struct Slow {
         queue: Queue,

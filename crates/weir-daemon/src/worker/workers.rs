@@ -526,8 +526,8 @@ fn member(store: &dyn Store, chunk: u32) -> u32 {
     store.reclaim().map_or(0, |it| store.member(Slot(chunk * it.chunk_slots())))
 }
 
-/// Returns the chunks from the first one on, as long as `more` is true. `more` gets the total bytes
-/// of the chunks before, and the next chunk.
+/// Returns chunks from the front of `chunks`, and stops before the first one for which `more` is
+/// false. `more` gets the total bytes of all chunks before, and then the chunk in question.
 fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
     let mut sum = 0;
     let take = |chunk: &&Chunk| {

@@ -92,8 +92,8 @@ impl Reply for Device {
     fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()> {
         loop {
             match rustix::io::writev(&self.0, slices) {
-                // The file system was unmounted meanwhile, or the requesting program was killed.
-                // Neither needs an answer.
+                // The file system was unmounted meanwhile, or the requesting program was killed. In
+                // both cases no program waits for the answer.
                 Ok(_) | Err(Errno::NOENT | Errno::NODEV) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),

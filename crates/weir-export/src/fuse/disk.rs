@@ -218,7 +218,8 @@ impl Disk {
     fn allocate<L: PageLane>(&self, what: &FallocateIn, ranges: &mut Ranges<L>) -> Result<(), Errno> {
         let inside = self.shape.clip(what.offset, what.length);
         match what.mode & !KEEP_SIZE {
-            // Nothing to do: the volume has room for every page of the file from the start.
+            // There is nothing to do: the volume has room for every page of the file from the
+            // start.
             0 if inside == what.length || what.mode & KEEP_SIZE != 0 => Ok(()),
             0 => Err(Errno::FBIG),
             PUNCH_HOLE | ZERO_RANGE if inside == 0 => Ok(()),

@@ -24,7 +24,8 @@ pub(super) struct Pool {
     threads: Box<[OnceLock<Thread>]>,
     /// A bit for each parked thread.
     parked: AtomicU64,
-    /// Number of threads that look for requests now, or will after their present answer.
+    /// Number of threads that look for requests. A thread that is answering a request counts too,
+    /// if it looks for the next one afterwards.
     at_device: AtomicUsize,
     stop: AtomicBool,
     /// An eventfd that becomes readable once the threads are to leave.
@@ -51,7 +52,8 @@ impl Pool {
 
     /// Registers the calling thread as number `number`.
     pub fn join(&self, number: usize) {
-        // Each number belongs to one thread, which joins once. So the cell is empty here.
+        // This call cannot fail. Each number belongs to one thread, and each thread joins once, so
+        // no thread has set this cell before.
         let _ = self.threads[number].set(std::thread::current());
         self.back();
     }

@@ -1,7 +1,8 @@
 //! Reads and writes ranges of bytes in a volume, one request at a time, as FUSE sends them.
 //!
-//! Pages in host memory are sent from where they lie, verified. Pages in a slow store are all
-//! fetched at once, and waited for. Nothing here allocates.
+//! Pages in host memory are verified, and then sent without a copy. All pages of a request that lie
+//! in slow stores are fetched together, and the thread waits for them. Nothing here allocates
+//! memory.
 
 use super::pool::Pool;
 use super::reply::{Reply, SLICES_MAX, header};

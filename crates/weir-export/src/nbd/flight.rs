@@ -54,8 +54,9 @@ pub(super) struct Entry {
     pub cookie: u64,
     /// The first error of the request, and its offset in the export.
     pub error: Option<(Errno, u64)>,
-    /// 1 until the request engine has answered. For a long read: the number of its unfinished
-    /// pieces, plus one until all of them have begun.
+    /// The number of answers that the request still waits for. A long read waits for one answer for
+    /// each unfinished piece that has begun, and counts one more until all pieces have begun. Any
+    /// other request waits for one answer of the request engine.
     left: u32,
     /// The number of the request's first page.
     first: u16,

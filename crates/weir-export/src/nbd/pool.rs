@@ -54,7 +54,8 @@ impl Pool {
 
 impl Loan {
     fn start(&self) -> *mut u8 {
-        // SAFETY: the pool has more buffers than this number.
+        // SAFETY: `number` is that of one of the pool's buffers, which lie one after another in the
+        // pool's memory. So the offset lies within that memory.
         unsafe { self.pool.memory.as_mut_ptr().add(self.number as usize * self.pool.unit) }
     }
 }

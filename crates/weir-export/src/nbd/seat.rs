@@ -67,8 +67,9 @@ pub(super) trait Seating: Send + Sync {
     /// that were still busy some time later, because they wait for a store.
     fn close(&self, grace: Duration) -> usize;
 
-    /// Number of connections that may be the kernel's: all that no other living process made. One
-    /// that this process made counts too, since this process may have made it for the kernel.
+    /// Number of connections that may be the kernel's. A connection does not count if another
+    /// living process made it. A connection that this process made counts, since this process may
+    /// have made it for the kernel.
     fn kernels(&self) -> usize;
 
     /// Ends the connections that may be those of the kernel's NBD client.
@@ -110,7 +111,8 @@ impl<D> Seats<D> {
         self.seats[number].lock().state = State::Idle;
     }
 
-    /// Notes that the thread has left, or will not come. Its connection ends.
+    /// Notes that the seat's thread has left, or that none will come. Ends the seat's connection,
+    /// if there is one.
     pub fn vacate(&self, number: usize) {
         let mut mail = self.seats[number].lock();
         mail.shut(Shutdown::Both);

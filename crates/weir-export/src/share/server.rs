@@ -536,9 +536,10 @@ impl Porter {
         }
     }
 
-    /// Gives a client's socket to the thread that closes it, and lets the client know at once. The
-    /// socket's events must stop too. Closing alone does not stop them while another process has
-    /// the descriptor, and they would then count for the next client in the seat.
+    /// Shuts a client's socket down, which the client notices, and gives the socket to the thread
+    /// that closes it. Also stops the socket's events. Closing alone does not stop them while
+    /// another process has the descriptor. Those events would then count for the next client in the
+    /// seat.
     fn hang_up(&self, socket: OwnedFd) {
         let _ = epoll::delete(&self.epoll, &socket);
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
@@ -645,8 +646,9 @@ impl Porter {
                 while let Some(answer) = self.requests.finished() {
                     self.desk.end_of_left(answer.id);
                 }
-                // Hang up last. The client may have sent descriptors with its greeting. As long as
-                // they are open, the client has requests under way, as far as others can tell.
+                // Hang up last, when no request of the client is under way. The client may have
+                // sent descriptors with its greeting, which close with the socket. Other processes
+                // may take their closing as the end of all requests of the client.
                 self.hang_up(socket);
             }
         }

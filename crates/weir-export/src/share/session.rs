@@ -104,8 +104,9 @@ pub(super) struct Desk {
     pub stats: Arc<Stats>,
 }
 
-/// A session that has ended, of which a store still has requests. It keeps the volume, because a
-/// request may look at the entries of its pages until it has ended.
+/// A session that has ended while some of its requests were under way at a store. This value keeps
+/// the session's volume. Until a request has ended, it may look at the page map's entries of its
+/// pages.
 pub(super) struct Left {
     session: u64,
     /// Number of requests under way.
@@ -369,7 +370,7 @@ impl Session {
         let mut frames = Frames { area: &|_| Some(area), asked: &desk.asked, scratch: &mut desk.scratch };
         let request = Request { op, span, fua: false };
         if count > 1 {
-            // Some stores choose their path by the size of a batch.
+            // Announce the whole run, since some stores choose their path by the size of a batch.
             requests.announce(std::iter::once((id, request)), &frames);
         }
         requests.begin(id, request, &mut frames);

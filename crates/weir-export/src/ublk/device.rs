@@ -57,9 +57,9 @@ impl Shape {
             length: size_of::<Parameters>() as u32,
             types: PARAMETERS_BASIC | if self.clears { PARAMETERS_DISCARD } else { 0 },
             basic: BasicParameters {
-                // With a volatile cache the kernel sends flushes, also after each write that must
-                // be safe at once (FUA). A device without one needs none: an acknowledged page is
-                // as safe as it can be.
+                // The kernel sends flushes to a device with a volatile cache, also after each write
+                // that must be safe at once (FUA). A page device that cannot flush needs none: its
+                // acknowledged pages are already as safe as they can be.
                 attributes: if self.flushes { ATTRIBUTE_VOLATILE_CACHE } else { 0 },
                 logical_shift: page_shift,
                 physical_shift: page_shift,

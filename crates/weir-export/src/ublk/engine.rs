@@ -1,5 +1,6 @@
-//! A queue's requests and its lane of the device, without an io_uring: takes descriptors and
-//! returns results.
+//! The part of a ublk queue that needs no io_uring: the queue's requests, and its lane of the
+//! device. The queue's thread passes request descriptors to an [`Engine`], and takes the results
+//! from it.
 
 use super::request::{Rules, is_swap, success, urgent_first};
 use super::stats::Counters;

@@ -1,4 +1,5 @@
-//! Reference counts of pages: they tell a table when the last reference to a page has come back.
+//! Reference counts of pages. They tell a table that a connection has returned the last reference
+//! to a page.
 
 mod owned;
 mod shared;

@@ -43,14 +43,15 @@ pub fn hashes() -> Option<Hashes> {
 pub struct Block {
     pub at: usize,
     pub state: State,
-    /// Whether some of its address space is not managed memory, or belongs to a whole block that
-    /// begins elsewhere. Such a block begins at a multiple of its size, has only single pages, and
-    /// its state is `Stored`. A page that is not its own is one of zeros, and is not in place.
+    /// Whether the block is partial: a part of its 2 MiB is not managed memory, or belongs to a
+    /// whole block at another address. A partial block begins at a multiple of 2 MiB. It has only
+    /// single pages, and its state is `Stored`. A page of the 2 MiB that is not the block's own is
+    /// marked in `zeros`, and not in `there`.
     pub is_partial: bool,
     /// The number of the first page of the block's room in the store; `None` without room.
     pub room: Option<u64>,
-    /// For each page the hash of what the room has of it, or 0 if that is unknown. `None`: all are
-    /// unknown.
+    /// For each page the hash of its content in the room, or 0 if the pager does not know this
+    /// content. `None`: the pager knows the content of no page.
     pub stored: Option<Hashes>,
     /// A bit for each page that is zeros and is not in the store.
     pub zeros: [u64; BLOCK_PAGES / 64],
@@ -59,9 +60,9 @@ pub struct Block {
     /// A pair: the index of the page that was brought last as a single page, and the number of
     /// pages directly before it that were brought singly too, one after another.
     pub run: (usize, u8),
-    /// Pages whose content the program has dropped, and which the kernel has not removed yet as far
-    /// as the pager knows. The pager writes the block out only once they are removed: otherwise
-    /// their old content would come back.
+    /// A bit for each page whose content the program has dropped, and which the kernel may not have
+    /// removed yet. The pager writes the block out only after the kernel has removed these pages.
+    /// Otherwise their old content would come back.
     pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
 }
 
@@ -84,7 +85,7 @@ impl Block {
         self.ending.as_ref().is_some_and(|ending| ending[page / 64] >> (page % 64) & 1 != 0)
     }
 
-    /// Whether nothing is known about any page of a partial block.
+    /// Whether a partial block has no page in place, none in the store, and none in `ending`.
     pub fn is_nothing(&self) -> bool {
         let is_none = |pages: &[u64; BLOCK_PAGES / 64]| pages.iter().all(|pages| *pages == 0);
         self.zeros.iter().all(|pages| *pages == u64::MAX)
@@ -92,8 +93,8 @@ impl Block {
             && self.ending.as_deref().is_none_or(is_none)
     }
 
-    /// Notes that the room gets a page with this hash. Returns whether it had such a page already.
-    /// It never has one of a block without hashes.
+    /// Notes that the room gets this page with this hash. Returns whether the room already had the
+    /// page with the same hash. Returns false for a block without hashes.
     pub fn stores(&mut self, page: usize, hash: impl FnOnce() -> u64) -> bool {
         let Some(stored) = &mut self.stored else { return false };
         let hash = hash();
@@ -143,8 +144,8 @@ impl Blocks {
         Some(around.find(|&id| !self.get(id).is_partial).unwrap_or(first))
     }
 
-    /// The blocks whose address space contains a byte of `start..end`. Partial ones may have
-    /// nothing there.
+    /// The blocks whose address space contains a byte of `start..end`. A partial block among them
+    /// may have no page in that range.
     pub fn ids_in(&self, start: usize, end: usize) -> impl Iterator<Item = u32> + '_ {
         self.by_address.range((start + 1).saturating_sub(BLOCK)..end).map(|(_, &id)| id)
     }

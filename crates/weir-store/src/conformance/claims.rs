@@ -135,8 +135,8 @@ pub fn a_lane_may_be_dropped_with_operations_in_flight(store: &dyn Store) {
     }
 }
 
-/// A lane that was opened and used on one thread works on another thread too. Each thread reads by
-/// it what the other wrote.
+/// A lane that was opened and used on one thread works on another thread too. Each of the two
+/// threads reads, by that lane, the pages that the other thread wrote.
 pub fn a_lane_may_move_to_another_thread(store: &dyn Store) {
     let mut lane = Watched::open(store, 4);
     let slot = Slot(store.slots() - 1);

@@ -43,27 +43,29 @@ impl<T: Copy + PartialEq> History<T> {
         self.is_written = true;
     }
 
-    /// Ends the write with this index, which was acknowledged at a time, or failed.
+    /// Ends the write with index `at`. `acknowledged` is the time of the write's acknowledgement;
+    /// `None`: the write failed.
     pub fn end(&mut self, at: usize, acknowledged: Option<u64>) {
         self.writes[at].acknowledged = acknowledged;
         self.is_written = false;
     }
 
-    /// The index of the oldest write that a read may find which begins at `time`. It is the last
-    /// one that was acknowledged by then.
+    /// Returns the index of the oldest write that a read may find, if the read begins at `time`.
+    /// This is the last write that was acknowledged by `time`.
     pub fn oldest(&self, time: u64) -> usize {
         let before = |write: &Write<T>| write.acknowledged.is_some_and(|at| at <= time);
         self.writes.iter().rposition(before).unwrap_or(0)
     }
 
-    /// Whether the place may have this content, if no write before the one with index `oldest` can
-    /// be there.
+    /// Whether the place may hold `value`, if it holds the write with index `oldest` or a later
+    /// write.
     pub fn allows(&self, value: T, oldest: usize) -> bool {
         self.writes[oldest..].iter().any(|write| write.value == value)
     }
 }
 
-/// The word that these bytes repeat. `None`: they have several, as after a write that was torn.
+/// Returns the 8-byte word that `bytes` repeats. `None`: `bytes` has different words, as after a
+/// torn write.
 ///
 /// # Panics
 /// Panics when there are fewer than 8 bytes.
@@ -72,7 +74,7 @@ pub fn repeated(bytes: &[u8]) -> Option<u64> {
     bytes.chunks_exact(8).all(|other| other == word.to_ne_bytes()).then_some(word)
 }
 
-/// The writes of a place by several writers at once, which may be under way together.
+/// The writes of a place by several writers, which may write at the same time.
 #[derive(Clone, Debug)]
 pub struct Race {
     writes: Vec<Interval>,
@@ -84,9 +86,11 @@ struct Interval {
     number: u64,
     value: u64,
     began: u64,
-    /// The time from which on it takes no effect any more; `None`: it may still take effect.
+    /// The time from which on the write cannot take effect any more; `None`: the write may still
+    /// take effect.
     over: Option<u64>,
-    /// The time by which it had certainly taken effect, since it was acknowledged or read.
+    /// A time by which the write had certainly taken effect: it was acknowledged then, or a read
+    /// had found it.
     seen: Option<u64>,
 }
 
@@ -97,7 +101,7 @@ impl Race {
         Race { writes: vec![first] }
     }
 
-    /// Begins a write with this number. No read is under way that began before `oldest`.
+    /// Begins a write with this number. Every read that is under way began at `oldest` or later.
     pub fn begin(&mut self, number: u64, value: u64, time: u64, oldest: u64) {
         let writes = std::mem::take(&mut self.writes);
         let gone = |it: &Interval| writes.iter().any(|other| other.replaces(it, oldest));
@@ -105,8 +109,8 @@ impl Race {
         self.writes.push(Interval { number, value, began: time, over: None, seen: None });
     }
 
-    /// Ends a write, which was acknowledged or takes no effect from here on. A write that has ended
-    /// stays as it is.
+    /// Ends the write with this number at `time`. The write was acknowledged, or it takes no effect
+    /// from then on. A write that has ended already stays as it is.
     pub fn end(&mut self, number: u64, time: u64, acknowledged: bool) {
         let write = self.writes.iter_mut().find(|write| write.number == number && write.over.is_none());
         if let Some(write) = write {
@@ -120,8 +124,9 @@ impl Race {
         self.writes.iter().any(|write| write.over.is_none())
     }
 
-    /// Whether a read that began then, and ends now, may give this content: some write of it may be
-    /// the last one. If only one may be, later reads must not find an older one.
+    /// Whether a read that began at `began`, and ends at `now`, may return `value`. The read may do
+    /// so if some write of `value` was not certainly replaced by a later write. If there is only
+    /// one such write, the read has found it. Then later reads must not find an older write.
     pub fn allows(&mut self, value: u64, began: u64, now: u64) -> bool {
         let replaced = |it: &Interval| self.writes.iter().any(|other| other.replaces(it, began));
         let may = |(_, it): &(usize, &Interval)| it.value == value && !replaced(it);
@@ -135,7 +140,8 @@ impl Race {
 }
 
 impl Interval {
-    /// Whether every read from `time` on finds this write, or a later one, and not `other`.
+    /// Whether every read from `time` on finds this write or a later one, and so cannot find
+    /// `other`.
     fn replaces(&self, other: &Interval, time: u64) -> bool {
         self.seen.is_some_and(|seen| seen <= time) && other.over.is_some_and(|over| over < self.began)
     }

@@ -228,8 +228,8 @@ impl Backing {
         Ok(self)
     }
 
-    /// Takes access to a file from other users: it may hold unencrypted pages. A device belongs to
-    /// the system, which lets its group read it.
+    /// Denies other users access to a file, because the file may hold unencrypted pages. A device
+    /// stays as it is: the system owns the device, and lets a group read it.
     fn make_private(&self, name: &str, path: &Path) -> Result<(), OpenError> {
         let failed = |errno| {
             let what = format!("others may read {0}; chmod 600 {0}, or choose another file", path.display());
@@ -280,8 +280,9 @@ impl Backing {
         Ok(all)
     }
 
-    /// Whether the cause of `error` is O_DIRECT: blocks larger than a page, or a file system that
-    /// refuses O_DIRECT after opening. Then the file goes on without O_DIRECT.
+    /// Whether O_DIRECT is the cause of `error`: the blocks are larger than a page, or the file
+    /// system refuses O_DIRECT after opening. If so, later I/O on the file is done without
+    /// O_DIRECT.
     fn loses_direct(&mut self, error: &std::io::Error) -> bool {
         let lost = self.is_direct && error.raw_os_error() == Some(libc::EINVAL);
         if lost {

@@ -180,7 +180,8 @@ impl FileLane {
     }
 
     /// Takes a staging page of a late operation that the disk has ended meanwhile. If all
-    /// operations of a lane are late, its owner waits for nothing and does not poll it.
+    /// operations of a lane are late, the lane's owner waits for none of them, and does not poll
+    /// the lane. So this function takes the completions itself.
     fn take_late(&mut self) -> Option<usize> {
         if self.in_flight() > 0 {
             return None;

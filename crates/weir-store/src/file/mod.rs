@@ -193,8 +193,8 @@ impl FileStore {
         FileStore { name: StripeUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) }
     }
 
-    /// Gives the disk as much time for an operation as the kernel's block layer does. It is for a
-    /// disk whose users would wait as long without Weir.
+    /// Sets the time limit of the disk's operations to that of the kernel's block layer. Call this
+    /// for a disk whose programs would wait just as long without Weir.
     ///
     /// # Panics
     /// Panics when a lane is open.
@@ -419,8 +419,8 @@ impl Reclaim for FileStore {
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {
-                // Another program has taken room that the chunk needs again. So the chunk counts as
-                // given back, and all its other bytes are given back too.
+                // Another program has taken disk space that this chunk needs again. So the chunk
+                // counts as given back, and its other bytes on these members are given back too.
                 for member in holed {
                     let _ = member.punch(offset, bytes);
                 }

@@ -5,7 +5,8 @@
 //! process's io_urings afterwards, from a work queue (`io_ring_exit_work` in io_uring/io_uring.c).
 //! So every io_uring of a store registers the writing end of one pipe among its files. The kernel
 //! releases these files only when each request of the io_uring is complete. The keeper also holds
-//! the reading end, so this end outlives the daemon. It hangs up once no slot can change any more.
+//! the pipe's reading end, so the reading end outlives the daemon. Once no slot can change any
+//! more, a poll of the reading end reports a hang-up.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::pipe::PipeFlags;

@@ -1,6 +1,6 @@
-//! A file or a block device as it is: slot `n` is bytes `4096 n` to `4096 n + 4095`. It has no
-//! header and no key, and opening changes nothing. Several of
-//! them form a stripe: they take its units in turns.
+//! A file or a block device as it is, called a raw disk: slot `n` is bytes `4096 n` to
+//! `4096 n + 4095`. A raw disk has no header and no key, and opening one changes nothing on it.
+//! Several raw disks can form a stripe, in which they take units in turns.
 
 use super::backing::Backing;
 use super::quiet::Quiet;
@@ -13,17 +13,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Time limit of an operation at a raw disk. It is that of the kernel's own block layer, so
-/// programs wait for the disk as long as without Weir.
+/// Time limit of an operation at a raw disk. The limit is that of the kernel's own block layer, so
+/// programs wait for the disk as long as they would without Weir.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 impl FileStore {
     /// Opens `path` for this process alone. Changes no content, so that other programs can read it
     /// afterwards.
     ///
-    /// # Errors
     /// Fails when `path` does not exist or is in use, or when it is neither a file nor a block
-    /// device. Also fails when its size is no number of whole pages, or is 16 TiB or more.
+    /// device. Also fails when its size is not a whole number of pages, or is 16 TiB or more.
     pub fn open_raw(path: &Path) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         let (member, bytes) = Backing::open_raw(&name, path)?;
@@ -31,12 +30,12 @@ impl FileStore {
         Self::of_members(name, vec![member], pages, 1, std::slice::from_ref(&path.to_owned()))
     }
 
-    /// Looks how large a raw disk is now, and takes what has come to its end. Lanes that are open
-    /// can use it from then on. Returns the number of slots.
+    /// Reads the present size of a raw disk. If the disk has grown, adds the slots at its new end,
+    /// which open lanes can use from then on. Returns the number of slots.
     ///
-    /// # Errors
-    /// Fails if the disk is smaller now, or its size is none that [`open_raw`](Self::open_raw)
-    /// takes. Fails too for a store that is not one disk as it is. Nothing has changed then.
+    /// Fails if the disk is smaller than before, or if [`open_raw`](Self::open_raw) would refuse
+    /// its size. Also fails if the store is not a single raw disk. After an error the store is
+    /// unchanged.
     pub fn grow(&self) -> Result<u32, OpenError> {
         let Shared { members, start, .. } = &*self.shared;
         let refused = |what: String| Err(OpenError::new(OpenErrorKind::Layout, self.name.clone(), what));
@@ -57,8 +56,8 @@ impl FileStore {
     }
 
     /// Opens the files or devices at `paths` for this process alone, as members of a stripe. They
-    /// have no headers, and take pages in turns, `unit` bytes at a time. Each gives as many whole
-    /// units as the smallest one has; the rest of it stays unused.
+    /// have no headers, and take pages in turns, `unit` bytes at a time. Each member gives as many
+    /// whole units as the smallest member has. The rest of a larger member stays unused.
     ///
     /// # Errors
     /// Fails when a path does not exist, is in use, or is neither a file nor a block device. Also
@@ -94,7 +93,7 @@ impl FileStore {
             start: 0,
             cipher: None,
             slots: slots.into(),
-            // It has one chunk, however large it becomes.
+            // The store has one chunk, however large the disk becomes.
             chunk_slots: u32::MAX,
             released: Box::new([AtomicBool::new(false)]),
             quiet,

@@ -1,5 +1,5 @@
-//! The meaning of a node's answers. Everything here is a function of what the node sent, and a node
-//! may send anything.
+//! The meaning of a node's answers. Every result here follows from the node's answer alone, and a
+//! node may answer anything.
 
 use super::operations::Kind;
 use crate::Fault;
@@ -11,23 +11,26 @@ const TEXT_MAX: usize = 300;
 /// The meaning of an answer for one job.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Meaning {
-    /// The node has kept the write, or is there.
+    /// The node has kept the page of a write, or has answered a probe.
     Kept,
-    /// The newest page, or one that is newer still, with its stamp.
+    /// A page with this stamp. The stamp is the one that the job asks for, or a later one.
     Page(u64),
     /// A page of zeros: the slot was never written.
     Zeros,
     /// The node has no page.
     Missing,
-    /// A value that is not the page. `Some`: it is an older page of this slot.
+    /// A value that is not the page which the job asks for. `Some`: an older page of this slot,
+    /// with its stamp. `None`: no page that the store sealed for this slot.
     Wrong(Option<u64>),
-    /// Another node serves the page for good (`MOVED`): the rest of the message.
+    /// Another node serves the page from now on (`MOVED`). The text is the rest of the node's
+    /// message.
     Moved(String),
-    /// Another node serves the page this time (`ASK`): the rest of the message.
+    /// Another node serves the page this time only (`ASK`). The text is the rest of the node's
+    /// message.
     Ask(String),
-    /// The page is not served at present, and other pages of the node are.
+    /// The node does not serve this page at present, but it serves its other pages.
     Later,
-    /// The node does not serve at present: the message.
+    /// The node serves no page at present. The text is the node's message.
     Away(String),
     /// The node refuses the command.
     Refused(Fault),
@@ -43,7 +46,7 @@ pub(super) fn meaning(kind: Kind, value: &Value, open: impl FnOnce(&[u8]) -> Opt
                 "MOVED" => Meaning::Moved(details.to_owned()),
                 "ASK" => Meaning::Ask(details.to_owned()),
                 "TRYAGAIN" => Meaning::Later,
-                // The cluster as a whole is up, and this hash slot has no node.
+                // The cluster as a whole is up, but no node serves this hash slot.
                 "CLUSTERDOWN" if details.starts_with("Hash slot") => Meaning::Later,
                 code if is_passing(code) => Meaning::Away(plain(&format!("{code}: {details}"))),
                 "OOM" => Meaning::Refused(Fault::Io(libc::ENOSPC)),
@@ -67,7 +70,7 @@ pub(super) fn is_passing(code: &str) -> bool {
     ["LOADING", "BUSY", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "MISCONF", "NOREPLICAS"].contains(&code)
 }
 
-/// Finds the run ID in a node's answer to `INFO server`. It is another one for each process.
+/// Finds the run ID in a node's answer to `INFO server`. Each process of a node has another run ID.
 pub(super) fn run_id(about: &str) -> Option<&str> {
     about.lines().find_map(|line| line.strip_prefix("run_id:")).filter(|run| !run.is_empty())
 }

@@ -96,9 +96,9 @@ pub(super) fn process(connection: &mut Connection) -> RedisResult<String> {
     Ok(run_id(&about).unwrap_or_default().to_owned())
 }
 
-/// Sends a command for a key without a value, and fails if the node says that it cannot serve at
-/// present. A node that is starting, or is a replica, answers other commands all the same. Other
-/// errors do not matter here.
+/// Sends a command for a key without a value. Fails if the node says that it cannot serve at
+/// present, and ignores other errors. A node that is starting, or that is a replica, shows this
+/// only when it is asked for a key.
 pub(super) fn serves(command: &str, key: &str, connection: &mut Connection) -> RedisResult<()> {
     match redis::cmd(command).arg(key).query::<Value>(connection) {
         Err(error)

@@ -2,7 +2,8 @@
 //!
 //! A cluster may move a hash slot to another node at any time. A node that no longer serves the
 //! slot names its new node (`MOVED`). While a slot moves, its old node names the new one for keys
-//! that have gone (`ASK`). A dead node names none, so the store asks the others for the whole map.
+//! that have gone (`ASK`). A dead node cannot name another node. So the store then asks the other
+//! nodes for the whole map of hash slots.
 
 use super::placement::HASH_SLOTS;
 use redis::{Connection, RedisResult, Value};
@@ -20,8 +21,8 @@ pub(super) fn redirection(details: &str, asked: &str) -> Option<(usize, String)>
     Some((hash, join(host, port, asked)?))
 }
 
-/// Joins a host and a port. `None` if the host is no name and no address. Such a text could change
-/// the terminal on which status shows it.
+/// Joins a host and a port. `None` if the text `host` is neither a name nor an address. Status
+/// shows the host, and a text with other characters could change the terminal.
 fn join(host: &str, port: u16, asked: &str) -> Option<String> {
     let is_host = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%[]".contains(&byte);
     match host {

@@ -1,4 +1,4 @@
-//! Checks that must hold of anything that a node may send, and of any URL. The fuzzer calls them
+//! Checks that must hold for any answer of a node, and for any URL. The fuzzer calls these checks
 //! with bytes of its own, and a test calls them with the fuzzer's seeds.
 
 use super::answers::{Meaning, meaning, plain, run_id};
@@ -19,7 +19,7 @@ const NODES: usize = 10;
 const STAMP: u64 = 41;
 const SLOT: Slot = Slot(3);
 
-/// A store's key, a page that it sealed, and a cluster.
+/// The key of a store, a page that is sealed with this key, and a cluster.
 struct Fixture {
     seal: Seal,
     page: PageBytes,
@@ -45,7 +45,8 @@ impl Fixture {
     }
 }
 
-/// Checks all that is read of one input. The first byte chooses what the rest is.
+/// Runs one of four checks on an input. The first byte of the input chooses the check, and the
+/// check reads the other bytes.
 pub fn remote(bytes: &[u8]) {
     let Some((&what, rest)) = bytes.split_first() else { return };
     FIXTURE.with(|fixture| match what % 4 {
@@ -114,9 +115,10 @@ fn answer(kind: Kind, value: &Value, fixture: &Fixture) {
     }
 }
 
-/// Only what the store sealed for its slot opens. `bytes` has the slot, and then places that are
-/// changed: two bytes with the place, and one with the change. One that is past the end cuts the
-/// value there.
+/// Checks that a sealed page opens only if it is unchanged, and only for its own slot. The first
+/// byte of `bytes` is the slot. Each further group of three bytes changes the sealed page: two
+/// bytes give an offset, and the third one the change. An offset past the end shortens the sealed
+/// page instead.
 fn sealed(bytes: &[u8], fixture: &Fixture) {
     let Some((&slot, changes)) = bytes.split_first() else { return };
     let mut value = fixture.sealed.to_vec();

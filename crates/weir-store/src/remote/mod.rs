@@ -47,10 +47,11 @@ use weir_core::{PAGE_SIZE, Slot};
 /// Largest number of operations that a lane may have in flight.
 const DEPTH_MAX: usize = 1024;
 
-/// Number of times that a store which closes asks a cluster for its map, and deletes what is there.
+/// Number of times that a closing store asks a cluster for its map, and deletes its own values on
+/// the nodes.
 const CLEAN_UPS: u32 = 10;
 
-/// Pause between two of them.
+/// Pause between two of the store's [`CLEAN_UPS`].
 const CLEAN_UP_PAUSE: Duration = Duration::from_millis(200);
 
 /// A store of pages in a fleet.
@@ -285,7 +286,8 @@ impl Store for RemoteStore {
     fn end(&self) {
         if !self.has_ended.swap(true, Ordering::Relaxed) {
             self.stop_rebuild();
-            // A cluster may have moved pages since they were used, and may be moving some.
+            // A cluster may have moved pages since the store last used them, and may be moving some
+            // now. So one pass over the nodes may not find every page.
             let most = if self.core.cluster.is_some() { CLEAN_UPS } else { 1 };
             let mut unclean = Vec::new();
             for turn in 0..most {

@@ -236,8 +236,8 @@ impl Node {
     fn keep(&self, run: &str, slot: Slot, stamp: u64, core: &Core) -> bool {
         let known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = *known == run;
-        // A cluster has one copy of each page: copy 0. Its hash slot may have moved to another node
-        // since, with the page. The write counts for copy 0 all the same.
+        // A cluster has one copy of each page: copy 0. The page's hash slot may have moved to
+        // another node since, and the page with it. The write counts for copy 0 all the same.
         let copy = core.placement.copy_on(slot, self.number).or(core.cluster.is_some().then_some(0));
         if let Some(copy) = copy.filter(|_| is_same) {
             core.ledger.kept(slot, copy, stamp);
@@ -245,8 +245,8 @@ impl Node {
         is_same
     }
 
-    /// Deletes the store's values on this node. Returns whether none is left there. Nobody can read
-    /// a value that stays, since the key that encrypts it is gone.
+    /// Deletes the store's values on this node. Returns true if no value of the store is left
+    /// there. Nobody can read a value that is left, since the key that encrypts it is gone.
     pub(super) fn clean_up(&self, core: &Core) -> bool {
         let mut slots = (0..core.ledger.slots())
             .map(Slot)
@@ -272,7 +272,11 @@ impl Node {
                 unlink.arg(core.key(slot));
             }
             let done: RedisResult<i64> = unlink.query(connection);
-            if done.is_err() || begun.elapsed() > CLEAN_UP_LIMIT {
+            if done.is_err() {
+                // The values of this command are left, even if no other slot follows.
+                return false;
+            }
+            if begun.elapsed() > CLEAN_UP_LIMIT {
                 break;
             }
         }
@@ -482,13 +486,13 @@ impl Worker {
         let name = Name { run: process(&mut connection)?, id };
         let note = self.node.meet(&name.run, &mut connection, &self.core)?;
         if let Some(broken) = broken.filter(|broken| broken.run == name.run) {
-            // The answer is 0 if the node itself has closed that connection already. That is as
-            // good, so the answer does not matter.
+            // The node answers 0 if it has closed that connection already. The connection is closed
+            // in both cases, so the answer does not matter.
             let mut kill = redis::cmd("CLIENT");
             let _: i64 = kill.arg("KILL").arg("ID").arg(broken.id).query(&mut connection)?;
         }
-        // Without this a node that is starting, or that is a replica, would go away again at
-        // the first page.
+        // Check that the node serves pages. Otherwise a node that is starting, or that is a
+        // replica, would count as online now, and as away after the first page.
         let command = if self.thread == READS { "GET" } else { "UNLINK" };
         serves(command, &self.core.no_page(), &mut connection)?;
         connection.set_read_timeout(Some(SILENCE_LIMIT))?;

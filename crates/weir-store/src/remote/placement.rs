@@ -1,6 +1,6 @@
 //! The nodes of each slot, by rendezvous hashing (Thaler and Ravishankar, 1998). Each node has a
-//! score for each extent of slots, and the nodes with the highest scores keep it. When a node is
-//! added or removed, only its own extents move.
+//! score for each extent of slots, and the nodes with the highest scores keep the extent. When a
+//! node is added or removed, only extents of that node move.
 
 use super::url::COPIES_MAX;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};

@@ -1,8 +1,8 @@
 //! The thread that copies pages to nodes that lack them.
 //!
-//! [`Rebuild`] decides which slots are copied. This thread reads a page from a node that has it,
-//! and hands it to the thread that writes to the other node. Only that thread knows whether a newer
-//! write came before; see [`Kind::Copy`].
+//! [`Rebuild`] decides which slots are copied. This thread reads a page from a node that has it.
+//! Then it hands the page to the thread that writes to the node which lacks the page. Only the
+//! writing thread knows whether a newer write came before; see [`Kind::Copy`].
 
 use super::alarm::Call;
 use super::ledger::Entry;

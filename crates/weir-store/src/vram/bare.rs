@@ -1,4 +1,5 @@
-//! The mapped copy without a lane around it, as a control: the difference is the cost of a lane.
+//! Mapped copies without a lane, as a control for the benchmarks. The time that the same copies
+//! take more in a lane is the cost of the lane.
 
 use super::gpu::Gpu;
 use super::mapped::copy::Copies;

@@ -1,10 +1,10 @@
 //! Tries out which path is fastest for the writes of many threads.
 //!
-//! The cost of a path that many threads use is hard to measure in advance: a window may be full, a
-//! link shared with reads, a driver's lock taken. So while several lanes write, each path that the
-//! measured costs do not rule out gets a few milliseconds now and then. The path that moved the
-//! most pages stays. This is a pure function of the watcher's figures, so that tests can run it on
-//! a simulated machine.
+//! The cost of a path that many threads use is hard to measure in advance. A window may be full,
+//! reads may use the same link, or another thread may hold a driver's lock. So while several lanes
+//! write, each path that the measured costs do not rule out gets a few milliseconds now and then.
+//! The path that moved the most pages stays in use. The contest is a pure function of the watching
+//! thread's figures, so that tests can run it on a simulated machine.
 
 use super::table::Path;
 use std::time::Duration;

@@ -52,8 +52,8 @@ struct Near {
     neighbours: u32,
     /// Number of operations that were queued, and whose completions the caller does not have yet.
     flying: u32,
-    /// The load for which the path was chosen: the announced reads and writes, and whether the
-    /// kernel was on the card.
+    /// The load when the lane last chose its paths: the numbers of announced reads and writes, and
+    /// whether the resident kernel was on the card.
     planned: [u32; 2],
     resident: bool,
     reads: Path,

@@ -1,10 +1,11 @@
 //! The late parts of a card. Its first operations do not need them, so they are opened later.
 //!
-//! When a daemon takes over, programs that sleep in page faults wait for it. A page only needs its
-//! chunk's mapping. Other parts take longer to open than all the rest: CUDA's context, its import
-//! of every chunk, the resident kernel, and NVML. So a thread opens them while
-//! lanes already serve through the window. Each lane gets its parts through a [`PartsCell`], and
-//! takes them between two operations, without allocating.
+//! When a daemon takes over, programs that sleep in page faults wait for it. To serve a page, a
+//! lane only needs the mapping of the page's chunk. The late parts are CUDA's context, CUDA's
+//! import of every chunk, the resident kernel, and NVML. These parts take longer to open than
+//! everything else. So a thread opens them while lanes already serve through the window. Each lane
+//! gets its parts through a [`PartsCell`], and takes them between two operations, without
+//! allocating.
 //!
 //! The opening of these parts begins once all chunks are mapped. To begin earlier would gain
 //! nothing: in most of the calls that map chunks or open these parts, the driver serves one thread

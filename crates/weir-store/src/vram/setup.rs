@@ -25,7 +25,7 @@ use weir_core::{ByteSize, PAGE_SIZE};
 
 /// The largest size of a chunk, in bytes.
 const CHUNK_MAX: u64 = 4 << 30;
-/// Bytes of the memory with which an import is tried.
+/// Bytes of the memory that CUDA imports as a test, before the store takes its own memory.
 const PROBE: u64 = 2 << 20;
 
 /// A card that was found, before memory is taken.

@@ -15,8 +15,8 @@ impl Lane {
             store.lane.submit();
         }
         self.leave();
-        // The stores polled here have nothing in flight, so no deadline depends on the exact time:
-        // that of the last poll is good enough.
+        // `settle_idle` polls only stores where this lane has nothing in flight. No deadline there
+        // depends on the exact time, so the time of the last poll is good enough.
         if self.unsettled > 0
             && let Some(polled) = self.polled
         {

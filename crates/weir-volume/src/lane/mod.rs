@@ -53,7 +53,7 @@ pub struct Lane {
     volume: Arc<Volume>,
     /// The pool's number of the volume's first page.
     first: u32,
-    /// A volume without pages, to which the lane is turned while it has no other.
+    /// A volume without pages. The lane is turned to it while the lane has no other volume.
     nowhere: Arc<Volume>,
     seat: usize,
     /// The lane's pin and its counts, which other threads read.
@@ -262,17 +262,16 @@ impl Lane {
         self.leave();
     }
 
-    /// The pool's number of page `page` of this volume.
+    /// Returns the number that the volume's page `page` has in the pool.
     #[inline]
     pub(crate) fn at(&self, page: PageNo) -> PageNo {
         self.run_at(page, 1)
     }
 
-    /// The pool's number of page `first` of this volume. Checks that `count` pages from there on
-    /// lie in the volume.
+    /// Returns the number that the volume's page `first` has in the pool. Checks that `count` pages
+    /// from `first` on lie in the volume.
     ///
-    /// # Panics
-    /// Panics when the pages do not all lie in the volume. The pages behind it belong to other
+    /// Panics when one of these pages lies behind the volume's end. Pages there belong to other
     /// volumes.
     #[inline]
     pub(crate) fn run_at(&self, first: PageNo, count: usize) -> PageNo {

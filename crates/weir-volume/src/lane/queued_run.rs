@@ -15,7 +15,7 @@ use weir_store::{Done, Fault, Ticket};
 pub(super) const RUNS: usize = 16;
 /// Largest number of pages of a run: as many as [`Run::late`] has bits.
 const RUN_PAGES: usize = u64::BITS as usize;
-/// How many pages ahead of the present one a page is prefetched.
+/// Distance, in pages, from the page that is handled now to the page that is prefetched meanwhile.
 const AHEAD: usize = 2;
 
 /// Pages that follow one another, in slots side by side, on their way from or to a store.

@@ -24,7 +24,7 @@ const GROUP: usize = 16;
 /// just as fast.
 pub(crate) const LEAST: usize = 4;
 
-/// How many pages ahead of the present one a page is prefetched.
+/// Distance, in pages, from the page that is handled now to the page that is prefetched meanwhile.
 const AHEAD: usize = 2;
 
 impl Lane {

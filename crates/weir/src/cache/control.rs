@@ -63,7 +63,8 @@ pub enum Request {
     Sleep,
     /// Take again the memory that [`Sleep`](Self::Sleep) gave back.
     Wake,
-    /// Use `bytes` of the store from now on, or all. Ends when the client goes.
+    /// Use `bytes` of the store from now on, or all. If the client disconnects, the cache stops the
+    /// resize.
     Resize {
         /// Number of bytes; `None`: all.
         #[serde(default)]
@@ -223,7 +224,7 @@ fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
     write_line(client, &Answer { schema: SCHEMA, error, ..Answer::default() })
 }
 
-/// The job that a request for memory is.
+/// The job for a request that gives memory back, takes memory or changes the size; else `None`.
 fn job_of(request: &Request) -> Option<Job> {
     match *request {
         Request::GiveBack { bytes } => Some(Job::GiveBack(bytes)),

@@ -122,7 +122,8 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     Ok(())
 }
 
-/// Whether a signal has come. Takes the signal's byte out of the pipe.
+/// Whether a signal handler or another thread has written to the pipe. Takes the bytes out of the
+/// pipe.
 fn is_told(told: &mut UnixStream) -> bool {
     let mut bytes = [0; 64];
     told.read(&mut bytes).is_ok_and(|read| read > 0)
@@ -146,7 +147,8 @@ fn wait(
             };
             fds.get(1).is_some_and(|fd| !fd.revents().is_empty())
         };
-        // The file is unmounted once. Its descriptor stays readable.
+        // The cache is detached once for an unmount. After that, do not poll the descriptor any
+        // more, because it stays readable.
         unmounted = unmounted.filter(|_| !ended);
         is_told(told);
         if daemon.is_detached.load(Ordering::SeqCst) {
@@ -182,8 +184,8 @@ impl Daemon {
     }
 
     /// Writes all dirty pages home and has the home flush. Calls `tell` now and then with the
-    /// number of bytes that are still dirty. Bytes that are dirty afterwards were written
-    /// meanwhile.
+    /// number of bytes that are still dirty. Bytes that are dirty at the end were written during
+    /// the flush.
     fn flush(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         let mut tell = || tell(u64::from(self.cache.dirty()) * PAGE_SIZE as u64);
         tell();
@@ -225,11 +227,11 @@ impl Daemon {
         Ok(())
     }
 
-    /// Ends the front ends if nothing uses them, and brings every page home. May be called again
-    /// after a failure.
+    /// Stops the front ends if no program uses them, and writes every page home. After a failure,
+    /// the caller may call this again.
     fn detach(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
-        // One detach waits for another: this process ends once a detach is done, and the client of
-        // the first one still waits for its answer.
+        // Two detaches must not run at the same time. This process exits when a detach has ended,
+        // and by then the client of the other detach would have no answer.
         let _one_at_a_time = self.detaching.lock().unwrap_or_else(PoisonError::into_inner);
         let mut front = self.front.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(running) = front.as_mut() {

@@ -16,7 +16,7 @@ use weir_export::nbd::Single;
 use weir_export::{fuse, nbd, ublk};
 use weir_system::device_use;
 
-/// Time that the kernel's report of a last use may take.
+/// Longest wait for the kernel to report that no program uses the file any more.
 const REPORT: Duration = Duration::from_secs(1);
 
 /// The front ends that the options ask for.
@@ -60,10 +60,10 @@ impl Wanted {
         fuse + self.nbd.as_ref().map_or(0, |nbd| usize::from(nbd.connections)) + self.queues
     }
 
-    /// Begins to serve the cache.
+    /// Starts all wanted front ends.
     ///
     /// # Errors
-    /// Fails when a front end cannot start. None is left then.
+    /// Fails when a front end cannot start. The front ends that have started are stopped then.
     pub fn start(&self, cache: &Arc<Cache>, options: &CacheOptions, log: &Log) -> Result<FrontEnds, Failure> {
         let failed = |error: &dyn std::error::Error| Failure::Failed(chain(error));
         let mut front = FrontEnds { fuse: None, nbd: None, ublk: None };
@@ -108,30 +108,33 @@ impl FrontEnds {
         [fuse, nbd, ublk].into_iter().flatten().flatten().collect()
     }
 
-    /// Becomes readable when another program has unmounted the file. `None`: there is no file.
+    /// A descriptor that becomes readable when another program has unmounted the file. `None`: the
+    /// cache serves no file.
     pub fn unmounted(&self) -> std::io::Result<Option<OwnedFd>> {
         self.fuse.as_ref().map(|server| server.unmounted().try_clone_to_owned()).transpose()
     }
 
-    /// Refuses to grow if a front end cannot.
+    /// Fails if a front end cannot change its size.
     ///
     /// # Errors
-    /// The error says which, and the next step.
+    /// The error names the front end that cannot grow, and the next step.
     pub fn refuse_to_grow(&self) -> Result<(), String> {
         self.ublk.as_ref().map_or(Ok(()), |server| Err(keeps_size(&server.device().to_string())))
     }
 
-    /// Makes the front ends `bytes` bytes long. NBD clients see it once they connect again.
+    /// Changes the size of the front ends to `bytes`. NBD clients see the new size only after they
+    /// have connected again.
     pub fn grow(&self, bytes: u64) {
         if let Some(server) = &self.fuse {
             server.grow(bytes);
         }
     }
 
-    /// Takes the file and the block device away, if no program uses the cache.
+    /// Removes the file and the block device, if no program uses the cache.
     ///
     /// # Errors
-    /// The error says what uses the cache, and the next step. The front ends go on then.
+    /// The error says which program uses the cache, and the next step. The front ends that were not
+    /// removed go on serving.
     pub fn withdraw(&mut self) -> Result<(), String> {
         if let Some(server) = &self.nbd {
             refuse_clients(server.stats().connected, server.addresses())?;
@@ -153,7 +156,7 @@ impl FrontEnds {
         Ok(())
     }
 
-    /// Answers the requests under way for at most `grace`, and ends.
+    /// Waits at most `grace` for the requests under way, and stops all front ends.
     pub fn stop(self, grace: Duration, log: &Log) {
         let FrontEnds { fuse, nbd, ublk } = self;
         if let Some(server) = nbd {
@@ -171,7 +174,7 @@ impl FrontEnds {
     }
 }
 
-/// The refusal to grow a device of the ublk driver, which cannot.
+/// The error for a ublk device: the driver cannot make the device larger.
 fn keeps_size(device: &str) -> String {
     format!(
         "{device} keeps its size; detach the cache and create it with --keep-content, and it is as large as its home"
@@ -191,8 +194,8 @@ fn refuse_clients(clients: u64, addresses: &[nbd::Listen]) -> Result<(), String>
     ))
 }
 
-/// Unmounts the file if no program uses it. A file that somebody else has unmounted must be out of
-/// use too.
+/// Unmounts the file if no program uses it. If another program has already unmounted the file,
+/// checks that no program still uses it.
 fn unmount(server: &fuse::Server) -> Result<(), String> {
     let file = server.file();
     let Err(error) = server.unmount_unused() else { return Ok(()) };
@@ -212,7 +215,7 @@ fn unmount(server: &fuse::Server) -> Result<(), String> {
 }
 
 /// Whether no program uses the unmounted file any more. Waits for the kernel's report, which comes
-/// a moment after the end of the last use.
+/// a moment after the last program has closed the file.
 fn has_ended(server: &fuse::Server) -> bool {
     use rustix::event::{PollFd, PollFlags, Timespec};
     let patience = Timespec::try_from(REPORT).expect("a second");

@@ -236,7 +236,7 @@ fn make_durable(options: &CreateOptions, url: &LogUrl, lanes: u32) -> Result<Arc
         Ok(disks)
     });
     if result.is_err() && size.is_some() {
-        // Leave no file behind that this call has made.
+        // The call has failed, so remove the files that it has made.
         for path in missing {
             let _ = std::fs::remove_file(path);
         }
@@ -248,7 +248,8 @@ fn open_members(paths: &[PathBuf]) -> Result<FileStore, Failure> {
     FileStore::open_members(paths, SEGMENT).map_err(crate::failure::of)
 }
 
-/// Makes a file of this many bytes, all of them set aside, that others cannot read.
+/// Makes a file of this many bytes that only its owner can read. The file system reserves all of
+/// the bytes.
 fn make_file(path: &Path, bytes: u64) -> Result<(), Failure> {
     let shown = path.display();
     let failed = |error: std::io::Error| {

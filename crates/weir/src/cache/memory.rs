@@ -65,8 +65,8 @@ impl Memory {
         self.ends.store(true, Ordering::SeqCst);
     }
 
-    /// Does a request after those before it. Calls `tell` with the progress. If that returns false,
-    /// a resize ends soon, and all others go on.
+    /// Does a request after all earlier requests have ended. Calls `tell` with the progress. If
+    /// `tell` returns false, the client has gone: a resize ends soon, and any other job goes on.
     ///
     /// # Errors
     /// Fails with one line: what is in the way, and the next step.
@@ -145,7 +145,8 @@ impl Memory {
         };
         match job {
             Job::Sleep => desk.slept.extend(wanted.iter().map(|chunk| chunk.chunk)),
-            // All of the memory is to stay away, also what is away for a sleep.
+            // The user wants all of the memory to stay given back. So the memory that was given
+            // back for a sleep is not taken after the sleep.
             Job::GiveBack(None) => desk.slept.clear(),
             _ => {}
         }
@@ -192,8 +193,9 @@ impl Memory {
         })
     }
 
-    /// Has the job go on until it ends. `ends_with_client` tells whether it ends when `tell`
-    /// returns false. After an error, returns the bytes that were moved too.
+    /// Runs the job's steps until the job ends. With `ends_with_client`, the job stops when `tell`
+    /// returns false. After an error, also returns the number of bytes that were given back or
+    /// taken before the error.
     fn drive(
         &self,
         desk: &mut Desk,
@@ -228,7 +230,7 @@ impl Memory {
     }
 }
 
-/// The first chunks that have so many bytes together.
+/// The first chunks of the list, as many as are needed for this number of bytes.
 fn upto(mut chunks: Vec<ChunkStatus>, bytes: u64) -> Vec<ChunkStatus> {
     let mut sum = 0;
     chunks.retain(|chunk| {
@@ -359,7 +361,7 @@ mod tests {
     fn a_resize_whose_client_goes_ends_and_the_cache_keeps_the_size_that_it_has_then() {
         let memory = chunks(8);
         let mut lane = weir_device::PageDevice::open(&memory.cache).unwrap();
-        // A dirty page that nobody takes home keeps the last frames.
+        // Nothing writes the dirty pages home in this test, so their frames cannot be closed.
         for page in 0..64 {
             let bytes = std::array::from_fn(|at| (at / 64 + page) as u8);
             let _ = weir_device::PageLane::write(&mut lane, 0, weir_core::PageNo(page as u32), &bytes);

@@ -56,7 +56,8 @@ pub fn run(command: &CacheCommand) -> Result<(), Failure> {
 fn resize(control: &options::Control, bytes: Option<u64>) -> Result<(), Failure> {
     let mut shown = Shown::new("resizing", |far, left| eprintln!("resizing: {far}{left}"));
     let outcome = control::resize(&control.path(), bytes, &mut |far| {
-        // While another request is served, the lines only show that this one waits.
+        // While this request waits for an earlier one, `total_bytes` is 0, and there is no progress
+        // to show.
         if far.total_bytes > 0 {
             shown.show(far.bytes, far.total_bytes);
         }

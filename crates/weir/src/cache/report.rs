@@ -33,7 +33,7 @@ pub struct Report {
     /// Bytes of the store that the cache may use.
     #[serde(default)]
     size_bytes: u64,
-    /// Bytes of those that were given back.
+    /// Bytes that were given back, of those that the cache may use.
     #[serde(default)]
     given_back_bytes: u64,
     used_bytes: u64,
@@ -112,7 +112,7 @@ impl Report {
         (self.size_bytes, self.store_bytes)
     }
 
-    /// The status of a cache. `names` are the names of its parts.
+    /// The status of a cache. The two names are those of the home and of the store.
     pub fn new(
         status: &CacheStatus,
         [home, store]: [String; 2],
@@ -183,7 +183,7 @@ impl Report {
     }
 }
 
-/// `part` of `part + rest`, in per cent.
+/// The share of `part` in the sum `part + rest`, in per cent.
 fn share(part: u64, rest: u64) -> f64 {
     100.0 * part as f64 / ((part + rest).max(1)) as f64
 }

@@ -103,7 +103,7 @@ mod tests {
         let _ = lane.write(0, PageNo(1), &[1; PAGE_SIZE]);
         let lane = RefCell::new(lane);
         let (count, many) = (Cell::new(0), LINE as usize * 2 + 5);
-        // All of it comes between a look and the end.
+        // All reads happen between two calls of `take`, and the trace ends right after them.
         let ends = || {
             let mut page = [0; PAGE_SIZE];
             while count.get() < many {

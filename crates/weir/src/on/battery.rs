@@ -1,6 +1,6 @@
 //! `weir battery`: turns Weir off when the battery runs low, and on again with mains. A timer and a
-//! udev rule on power_supply call it (`weir-power.service` of the package). It looks once, does
-//! what is due, and ends.
+//! udev rule on power_supply call the command (`weir-power.service` of the package). The command
+//! checks the battery, does the action that is due, and exits.
 
 use super::again;
 use super::options::{BatteryOptions, OffOptions};
@@ -43,9 +43,9 @@ impl Power {
         power
     }
 
-    /// Decides what is due. Below `threshold` percent and without mains, Weir goes off; with mains,
-    /// it comes back on. If the user turned it off, it stays off. A machine without a battery is
-    /// left alone.
+    /// Decides which action is due. Below `threshold` percent and without mains, Weir is to be
+    /// turned off. With mains, Weir is to be turned on again, unless the user turned it off. A
+    /// machine without a battery needs no action.
     fn verdict(self, threshold: u8, is_on: bool, went_off: bool) -> Verdict {
         match (self.percent, is_on) {
             (Some(percent), true) if !self.mains && percent < threshold => Verdict::Off,

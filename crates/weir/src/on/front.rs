@@ -112,8 +112,8 @@ impl Front {
 const FUSE_RISK: &str = "the kernel's loop and FUSE drivers take memory for each page that goes out and wait for it like anybody, so the \
      machine may freeze once no memory is free at all";
 
-/// Connections that the daemon serves besides those of the kernel. They are room for dead
-/// connections that it has not noticed yet, and for another client, such as nbdinfo.
+/// Connections that the daemon serves besides those of the kernel. One may be a dead connection
+/// that the daemon has not noticed yet. Another is for a second client, such as nbdinfo.
 const SPARE_CONNECTIONS: u16 = 2;
 
 /// The front end that was chosen.
@@ -201,8 +201,8 @@ pub fn modprobe(arguments: &[&str]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Makes the block device that shows the pages of a volume of a daemon. Without a `volume`, it is
-/// the daemon's own. `directory` has the daemon's sockets. Returns the device's name.
+/// Makes a block device of a daemon's volume. If `volume` is `None`, that is the daemon's own
+/// volume. `directory` has the daemon's sockets. Returns the device's name.
 ///
 /// # Errors
 /// Fails with the kernel's error.
@@ -267,7 +267,8 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -
     }
 }
 
-/// Checks that a device is gone after its daemon has ended. It stays if the keeper was killed too.
+/// Checks that a device is gone after its daemon has ended. If the keeper was killed too, the
+/// device is still there.
 fn check_gone(device: &Path) -> Result<(), Failure> {
     let is_there = device.file_name().is_some_and(|name| Path::new("/sys/block").join(name).exists());
     if !is_there {

@@ -81,8 +81,9 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     drain::check_room(&devices)?;
     let state = journal.state();
     if !state.steps.is_empty() {
-        // Write no note for a device that was not on, so that it does not come back. If an earlier
-        // command turned off the last swap device, that command decided whether to write the note.
+        // Write no note for a device that was not on, so that nothing turns the device on later. If
+        // an earlier command turned off the last swap device, that command decided whether to write
+        // the note.
         let note = note.filter(|_| state.phase == Phase::On || !devices.is_empty());
         // If the journal cannot be written (the file system is full), the steps are undone all the
         // same. After a crash in the middle, some are then undone twice, which is harmless.

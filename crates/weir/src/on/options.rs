@@ -155,7 +155,7 @@ pub struct BatteryOptions {
 /// The daemon to watch.
 #[derive(Debug, Clone, Args)]
 pub struct TopOptions {
-    /// Print one look as lines, and end.
+    /// Print the daemon's present state once, as lines, and exit.
     #[arg(long)]
     pub once: bool,
 

@@ -18,8 +18,8 @@ use weir_daemon::ErrorKind;
 use weir_daemon::control::{self, Moved, Request, Status};
 use weir_system::swaps::{self, Swap};
 
-/// Time for which a request is repeated that no daemon answers. A daemon that died has a successor
-/// by then.
+/// Time for which a request is repeated while no daemon answers. After a crash, the keeper has
+/// started the next daemon within this time.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time between two tries of a request.
 const LOOK: Duration = Duration::from_millis(20);
@@ -79,7 +79,7 @@ fn listing(state: &State, find: impl Fn(&Path) -> Option<Swap>) -> String {
     format!("{first}\n{}", lines.iter().map(line).collect::<String>())
 }
 
-/// The next step for a user whose device an earlier weir made.
+/// The next step for a user whose parts were made by an earlier version of Weir.
 const NEW: &str = "weir off, then weir on makes them parts of one";
 
 /// The number of a part, by its volume's name.
@@ -184,8 +184,8 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     // the device.
     let _ = weir_core::swap_safety::lock_all_memory();
     if matches!(amount, Some(Amount::All)) {
-        // The user asked for all of the memory, so a part that is away for a sleep stays away after
-        // it.
+        // The user asked to give back all of the memory. So a part that was turned off for a sleep
+        // stays off after the sleep.
         journal.revise(|step| {
             if let Step::Away { asleep, .. } = step {
                 *asleep = false;
@@ -348,8 +348,8 @@ fn undo(journal: &mut Journal, directory: &Path, which: impl Fn(&Step) -> bool) 
     if let Step::Device { path, front: Front::Nbd, .. } = &step
         && let Some(number) = path.to_str().and_then(|path| path.strip_prefix("/dev/nbd")?.parse().ok())
     {
-        // A daemon that died meanwhile has not heard of it, and the next one would keep the volume
-        // for the device.
+        // A daemon that died meanwhile did not get this message. Without the message, the next
+        // daemon would keep the volume for the device.
         until(|| control::detached(&service::control_socket(directory), number))?;
     }
     journal.remove(|other| *other == step)
@@ -407,12 +407,12 @@ fn turn_on(
     })
 }
 
-/// Sends the daemon a request that takes long.
+/// Sends the daemon a request that takes long, and waits for the answer.
 fn ask(directory: &Path, request: Request) -> Result<Moved, weir_daemon::Error> {
     control::ask_for(&service::control_socket(directory), request, |_| {})
 }
 
-/// Repeats `work` while no daemon answers: one that died has a successor soon.
+/// Repeats `work` while no daemon answers. After a crash, the keeper soon starts the next daemon.
 fn until<T>(work: impl Fn() -> Result<T, weir_daemon::Error>) -> Result<T, Failure> {
     let begun = Instant::now();
     let mut waiting = Waiting::new("a daemon that answers".to_owned(), PATIENCE);

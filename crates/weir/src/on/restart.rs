@@ -18,8 +18,8 @@ use weir_system::Machine;
 
 /// Time that a new daemon may take to answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Time for which a new daemon must answer. One that dies earlier counts as one that does not
-/// serve, also for its keeper.
+/// A new daemon counts as serving only after it has answered for this time. The keeper also counts
+/// a daemon that dies earlier as one that does not serve.
 const HOLDS: Duration = Duration::from_millis(1200);
 
 /// Replaces the daemon. An earlier weir made one for each part. These are replaced one after

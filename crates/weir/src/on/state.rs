@@ -199,7 +199,7 @@ impl journal::Record for State {
 pub type Journal = journal::Journal<State>;
 
 impl Journal {
-    /// Strikes steps out that are undone.
+    /// Removes steps from the journal, because they are undone.
     pub fn remove(&mut self, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
         self.change(|state| state.steps.retain(|step| !which(step)))
     }

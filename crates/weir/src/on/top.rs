@@ -45,8 +45,8 @@ struct Source {
 }
 
 impl Source {
-    /// The daemon at `control`; `None`: the one that [`control::find`] names, or else that of a
-    /// bounded program.
+    /// The daemon at `control`. `None`: the daemon that [`control::find`] names, or else the daemon
+    /// of a bounded program.
     fn new(control: Option<&Path>) -> Self {
         let found = || {
             let path = control::find();
@@ -400,9 +400,9 @@ mod tests {
         for (columns, rows) in [(80, 24), (200, 60)] {
             let text = screen(columns, rows);
             assert!(text.contains("in, last minutes") && text.contains("out, last minutes"), "{text}");
-            // The burst of 4096 pages a second is 16 MiB/s. Since then 60 looks at the daemon were
-            // taken. A terminal of 80 columns shows the last 58 looks, so the burst is past its
-            // left edge. The ramp ends at 17.2 MiB/s, after 44 looks.
+            // The burst of 4096 pages a second is 16 MiB/s. After the burst, the test took 60 looks
+            // at the daemon. A terminal of 80 columns shows only the last 58 looks, so the burst is
+            // not visible there. The ramp ends at 17.2 MiB/s, after 44 looks.
             let highest = if columns == 80 { "at most 0.2 MiB/s" } else { "at most 16.0 MiB/s" };
             assert!(text.contains(highest) && text.contains("at most 17.2 MiB/s"), "{text}");
             let full: Vec<&str> =

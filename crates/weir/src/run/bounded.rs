@@ -30,8 +30,8 @@ pub fn all() -> Vec<Program> {
     programs
 }
 
-/// The control socket of a bounded program's daemon. If there are several programs, it is that of
-/// the program with the lowest process number.
+/// The control socket of a bounded program's daemon. If there are several programs, returns the
+/// socket for the lowest PID.
 pub fn first_control() -> Option<PathBuf> {
     found().into_iter().min_by_key(|(_, program)| program.pid).map(|(path, _)| path)
 }
@@ -101,7 +101,7 @@ fn wait(socket: &Path, pid: u32, is_done: impl Fn(&Program) -> bool) -> Result<P
     loop {
         let programs = match control::programs(socket) {
             Ok((_, programs)) => programs,
-            // The process has ended, and its run with it.
+            // The process has ended, and so has the `weir run` that started it.
             Err(_) if !Path::new(&format!("/proc/{pid}")).exists() => Vec::new(),
             // The daemon may have died. The next one knows the process once its pager has found it.
             Err(_) if begun.elapsed() <= PATIENCE => {
@@ -142,7 +142,8 @@ fn find(pid: u32) -> Result<(PathBuf, Program), Failure> {
     })
 }
 
-/// Asks every run at once, so that several runs that do not answer cost no more time than one.
+/// Asks the daemons of all runs in parallel. So several daemons that do not answer cost no more
+/// time than one.
 fn found() -> Vec<(PathBuf, Program)> {
     let sockets = fs::read_to_string("/proc/net/unix").map(|text| sockets(&text)).unwrap_or_default();
     let ask = |socket: PathBuf| {

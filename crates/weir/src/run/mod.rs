@@ -35,7 +35,7 @@ use weir_store::StoreUrl;
 
 /// The object that is preloaded into the program.
 const OBJECT: &str = "libweir_preload.so";
-/// The name of a run's directory begins with this, and the number of its process follows. Other
+/// The start of the name of a run's directory. The PID of the `weir run` process follows. Other
 /// processes find the run by that name, and by the daemon's control socket in the directory.
 const DIRECTORY: &str = "weir-run-";
 /// Time that background processes may go on before a line reports them.
@@ -131,8 +131,9 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<E
     status
 }
 
-/// The children of this process other than the daemon's. If the keeper was killed, its daemon has
-/// become a child of this process. All of the daemon's are in one process group.
+/// The children of this process that do not belong to the daemon. If the keeper was killed, its
+/// daemon has become a child of this process. The keeper and its daemons are all in one process
+/// group.
 fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
     let children = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
@@ -183,8 +184,9 @@ struct Daemon {
 }
 
 /// Prints the lines of the pagers; an empty line ends the thread. A pager must not write to
-/// standard error itself. That may be a pipe, to which another thread is just writing from memory
-/// that is moved out. Then the pager would wait for that thread, and the thread for the pager.
+/// standard error itself, because standard error may be a pipe. Another thread may be in the middle
+/// of a write to that pipe, from memory that is moved out. The pager would wait for that thread,
+/// and that thread for the pager: a deadlock.
 fn relay(messages: &UnixDatagram) {
     let mut line = [0; 512];
     while let Ok(bytes @ 1..) = messages.recv(&mut line) {
@@ -274,7 +276,8 @@ impl Daemon {
         self.process.as_ref().map(Pid::from_child)
     }
 
-    /// Holds the promise of another daemon until the process that would start one has ended.
+    /// Keeps the promise of a next daemon valid until the keeper, which would start that daemon,
+    /// has ended.
     fn hold(&self, promise: Promise) -> io::Result<()> {
         let process = Pid::from_child(self.process.as_ref().expect("just started"));
         let ended = rustix::process::pidfd_open(process, PidfdFlags::empty())?;
@@ -308,7 +311,8 @@ impl Drop for Daemon {
             let group = Pid::from_child(process);
             let _ = rustix::process::kill_process(group, Signal::TERM);
             let _ = process.wait();
-            // If the keeper was killed, its daemon ends by the end of its standard input.
+            // If the keeper was killed, its daemon reads the end of its standard input and exits.
+            // Wait for that too.
             while let Ok(Some(_)) = rustix::process::waitpgid(group, WaitOptions::empty()) {}
         }
         if let Some((relay, path)) = self.relay.take() {

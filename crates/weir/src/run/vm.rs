@@ -1,8 +1,8 @@
 //! `weir vm`: runs QEMU as `weir run` does, and makes sure that its guest's memory is bounded.
 //!
-//! QEMU's guest memory is a private anonymous mapping, unless its options say otherwise. Options
-//! that take that away are refused before anything starts. What the options do not show is seen in
-//! the mappings of the process, as soon as QEMU has made the guest's memory.
+//! QEMU's guest memory is a private anonymous mapping, unless an option changes that. `weir vm`
+//! refuses such an option before it starts QEMU. Other obstacles show only in the mappings of the
+//! process. `weir vm` checks these mappings as soon as QEMU has made the guest's memory.
 
 mod memory;
 mod qemu;
@@ -23,7 +23,7 @@ use weir_store::StoreUrl;
 const LOOK: Duration = Duration::from_millis(20);
 const LOOK_MAX: Duration = Duration::from_millis(900);
 
-/// Room of the default store for what QEMU has besides the guest's memory.
+/// Bytes of the default store for QEMU's own memory, beside the guest's memory.
 const BESIDE: u64 = 256 << 20;
 
 /// Runs QEMU to its end, and ends with its exit status.
@@ -63,11 +63,12 @@ pub fn vm(options: VmOptions) -> Result<(), Failure> {
     }
 }
 
-/// Starts a thread that looks at QEMU until it has made the guest's memory. If that memory cannot
-/// be bounded, ends QEMU and returns the reason. The guest's firmware has hardly begun by then.
+/// Starts a thread that checks QEMU until QEMU has made the guest's memory. If that memory cannot
+/// be bounded, the thread ends QEMU and returns the reason. By that time the guest's firmware has
+/// hardly begun.
 fn watch(child: &Child, ram: u64) -> JoinHandle<Option<String>> {
     let process = Pid::from_child(child);
-    // The child has not been waited for yet, so this is a descriptor of that process and no other.
+    // No caller has waited for the child yet, so its PID cannot belong to another process.
     let descriptor = pidfd_open(process, PidfdFlags::empty());
     thread::spawn(move || {
         let descriptor = descriptor.ok()?;

@@ -64,7 +64,7 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
         Err(failure) => {
             interrupt::forget();
             if let Err(also) = destroy::finish(journal, Wish::default()) {
-                // The next create or destroy goes on with the undoing.
+                // The journal stays, so the next create or destroy undoes the steps that are left.
                 also.report();
             }
             return Err(failure);
@@ -77,7 +77,7 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Tells the user what the loss of the cache means.
+/// Tells the user which pages a loss of the cache would lose.
 fn told(mode: Mode, cache: &Path) -> String {
     let cache = cache.display();
     match mode {
@@ -93,7 +93,7 @@ fn backing_of(plan: &Plan) -> PathBuf {
     if plan.homes.len() > 1 { plan.array.clone() } else { plan.homes[0].clone() }
 }
 
-/// Checks the devices, and decides on the rest.
+/// Checks the devices, and chooses the values that no option gives.
 fn plan(options: &CreateOptions, kernel: &Kernel) -> Result<Plan, Failure> {
     kernel::check_programs(options.homes.len() > 1)?;
     let homes = options.homes.iter().map(|path| device(path)).collect::<Result<Vec<_>, _>>()?;
@@ -155,8 +155,8 @@ fn backing_settings(options: &CreateOptions) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The settings of bcache for the set. A busy cache would be passed by: that is for a cache that is
-/// slower than the disks.
+/// The settings of bcache for the set. Zero turns off a limit at which requests bypass a busy
+/// cache. That limit is for a cache that is slower than the disks.
 fn set_settings() -> Vec<(&'static str, String)> {
     ["congested_read_threshold_us", "congested_write_threshold_us"].map(|name| (name, "0".to_owned())).into()
 }
@@ -168,7 +168,7 @@ fn identity() -> Result<String, Failure> {
     Ok(superblock::written(&bytes))
 }
 
-/// The device at a path, by the kernel's own name for it.
+/// Resolves a path to a block device, by the kernel's own name for the device.
 fn device(path: &Path) -> Result<PathBuf, Failure> {
     let shown = path.display();
     let real = path.canonicalize().map_err(|error| {
@@ -187,7 +187,7 @@ fn erase(options: &CreateOptions, plan: &Plan) -> Result<(), Failure> {
     all.filter(|path| named.contains(path)).try_for_each(|path| marks::wipe(path))
 }
 
-/// Does the steps. Each is in the journal before it is done.
+/// Does the steps. The journal records each step before the step is done.
 pub fn build(
     system: &mut dyn System,
     journal: &mut Journal,
@@ -206,8 +206,8 @@ pub fn build(
         let (path, uuid, members) = (plan.array.clone(), colons(&plan.uuids.0), plan.homes.clone());
         journal.intend(Step::Array { path: path.clone(), uuid: uuid.clone(), members })?;
         system.make_array(&path, &uuid, &plan.homes)?;
-        // The disks may have been a stripe of the same shape before. What that carried shows up in
-        // the new one, and udev may have handed it to bcache.
+        // The disks may have been a stripe of the same shape before. Then the new stripe shows the
+        // old stripe's content, and udev may have given that old bcache superblock to bcache.
         destroy::stop_backing(system, &path, watch)?;
         system.erase_marks(&path)?;
     }

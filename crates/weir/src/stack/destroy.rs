@@ -1,5 +1,5 @@
-//! `weir stack destroy`: brings home what the cache alone has, then undoes the steps of the
-//! journal, the last first. Each step can be undone again after an interruption.
+//! `weir stack destroy`: brings home the pages that only the cache has. Then undoes the steps of
+//! the journal, the last step first. After an interruption, each step can be undone again.
 
 use super::kernel::Kernel;
 use super::options::DestroyOptions;
@@ -17,10 +17,10 @@ use weir_system::loop_device::LoopDevice;
 
 /// Time between two looks at the machine.
 const LOOK: Duration = Duration::from_millis(100);
-/// Number of looks after which a device that does not come or go is given up.
+/// Number of looks after which `destroy` stops waiting for a device to appear or disappear.
 const LOOKS: u32 = 300;
 
-/// How to undo.
+/// The user's options for the undoing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wish {
     /// Erase the marks on the disks too.
@@ -29,14 +29,15 @@ pub struct Wish {
     pub lose_dirty: bool,
 }
 
-/// The end of a stack.
+/// The result of the undoing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Ended {
-    /// Pages that only the cache had are lost.
+    /// Whether pages are lost that only the cache had.
     pub has_lost: bool,
 }
 
-/// Called while the program waits, with the number of bytes that only the cache has.
+/// A callback for the time while the program waits. It gets the number of bytes that only the cache
+/// has.
 ///
 /// # Errors
 /// Fails when the program is to end.
@@ -96,7 +97,7 @@ pub fn finish(mut journal: Journal, wish: Wish) -> Result<Ended, Failure> {
     let mut watch = |dirty: u64| {
         interrupt::check()?;
         total = dirty.max(total);
-        // A wait for the kernel, without pages, needs no bar.
+        // While no page goes home, `destroy` only waits for the kernel, and the bar is not needed.
         if total > 0 {
             shown.show(total - dirty, total);
         }
@@ -131,7 +132,8 @@ pub fn undo(
     wish: Wish,
     watch: &mut Watch<'_>,
 ) -> Result<Ended, Failure> {
-    // Nobody was told of a stack that was not finished, so its disks hold nothing of the user's.
+    // `create` never told the user the device of an unfinished stack. So the disks hold no data of
+    // the user.
     let wipe = wish.wipe || journal.state().phase == Phase::Creating;
     if journal.state().phase == Phase::Up {
         journal.enter(Phase::Destroying)?;
@@ -154,7 +156,7 @@ pub fn undo(
     Ok(Ended { has_lost: journal.state().has_lost })
 }
 
-/// Waits until the machine has come to a state.
+/// Waits until `is_so` is true of the machine.
 ///
 /// # Errors
 /// Fails with the message `what` when the wait takes too long, or with the error of `watch`.
@@ -172,7 +174,7 @@ pub fn wait(
     })))
 }
 
-/// Whether the machine comes to a state in time.
+/// Waits until `is_so` is true of the machine. Returns false if the time is over before.
 fn comes(
     system: &mut dyn System,
     watch: &mut Watch<'_>,
@@ -188,7 +190,7 @@ fn comes(
     Ok(false)
 }
 
-/// Takes the cache away, once the disks have all that it has.
+/// Removes the cache, once the disks have every page that the cache has.
 fn undo_set(
     system: &mut dyn System,
     journal: &mut Journal,
@@ -200,13 +202,14 @@ fn undo_set(
     let (device, uuid, bytes) = set;
     take_back(system, backing, uuid, lose_dirty, watch)?;
     let dirty = bring_home(system, backing, uuid, watch)?;
-    // If pages are missing now, the set has died with them.
+    // If the disks lack pages now, the set has died, and the pages are lost.
     let has_lost = lacks_pages(system, backing);
     if has_lost && !lose_dirty {
         return Err(lost(device, dirty, bytes));
     }
     if has_lost {
-        // After this nothing on the machine says so.
+        // Record the loss. After the next changes, nothing else on the machine shows that pages are
+        // lost.
         journal.note_lost()?;
     }
     if system.has_set(uuid) {
@@ -214,7 +217,8 @@ fn undo_set(
         let what = format!("{} does not leave bcache", device.display());
         wait(system, watch, &what, &|system| !system.has_set(uuid))?;
     }
-    // A dead device cannot be read, and one that another program has filled meanwhile is not ours.
+    // Do not erase a dead device, which cannot be read. Do not erase a device either on which
+    // another program has written meanwhile.
     if system.superblock(device).is_some_and(|found| found.set == uuid) {
         system.erase_superblock(device)?;
     }
@@ -229,13 +233,14 @@ pub fn is_stopped(system: &dyn System, backing: &Path, uuid: &str) -> bool {
         && system.superblock(backing).is_some_and(|it| it.set == uuid && belongs(it.lack))
 }
 
-/// Whether bcache has an array or disk that belongs to a cache, without that cache.
+/// Whether bcache has the array or disk without its cache, and waits for that cache.
 fn waits_for_cache(system: &dyn System, backing: &Path) -> bool {
     let belongs = |link| matches!(link, Link::Clean | Link::Dirty);
     system.backing(backing).is_some_and(|it| it.device.is_none() && belongs(it.link))
 }
 
-/// Hands an array or disk that bcache has stopped to it again. Its set lives, and has its pages.
+/// Gives an array or disk back to bcache after bcache has stopped it. The set is still alive, and
+/// has its pages.
 fn take_back(
     system: &mut dyn System,
     backing: &Path,
@@ -257,8 +262,8 @@ fn take_back(
     wait(system, watch, &what, &is_back)
 }
 
-/// Has bcache write all dirty pages home and leave the set, and waits until it has, or the set is
-/// dead. Returns how many bytes only the cache had at the last look.
+/// Has bcache write all dirty pages home and leave the set. Waits until bcache has done both, or
+/// the set is dead. Returns the number of bytes that only the cache had at the last look.
 fn bring_home(
     system: &mut dyn System,
     backing: &Path,
@@ -301,7 +306,8 @@ fn lost(device: &Path, dirty: u64, bytes: u64) -> Failure {
     ))
 }
 
-/// Takes an array or disk from bcache. Its superblock then says that it has no cache, or is erased.
+/// Takes an array or disk from bcache. Afterwards its superblock is erased, or says that the device
+/// has no cache.
 fn undo_backing(
     system: &mut dyn System,
     journal: &mut Journal,
@@ -320,7 +326,8 @@ fn undo_backing(
     let found = system.superblock(device);
     let is_plain = found.as_ref().is_some_and(|found| found.lack == Lack::NoCache);
     if !wipe && !is_plain {
-        // The superblock that is made anew has another identity, and is the stack's too.
+        // The new superblock has another identity, which the journal does not know. `None` in the
+        // journal means that any superblock on this device belongs to the stack.
         journal.amend(Step::Backing { device: device.to_owned(), uuid: None })?;
     }
     if found.is_some() && (wipe || !is_plain) {
@@ -328,7 +335,8 @@ fn undo_backing(
     }
     if !wipe && !is_plain {
         system.make_backing(device)?;
-        // udev hands a superblock that appears to bcache. Once bcache has it, udev comes too late.
+        // udev gives a new superblock to bcache, possibly later than this call. Once bcache has the
+        // device, udev's attempt has no effect.
         system.register(device)?;
         comes(system, watch, &|system| system.backing(device).is_some())?;
         stop_backing(system, device, watch)?;
@@ -346,7 +354,8 @@ pub fn stop_backing(system: &mut dyn System, device: &Path, watch: &mut Watch<'_
     wait(system, watch, &what, &|system| system.backing(device).is_none())
 }
 
-/// Stops an array, if it runs. udev may have assembled it at another path, or handed it to bcache.
+/// Stops an array, if it runs. udev may have assembled the array at another path, or given the
+/// array to bcache.
 fn undo_array(
     system: &mut dyn System,
     uuid: &str,

@@ -14,11 +14,12 @@ use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_system::{Machine, program};
 
-/// Longest time that a device may stay busy for no good reason.
+/// Longest time for which a tool is run again because a device is busy.
 const BUSY: Duration = Duration::from_secs(5);
 /// KiB of a stripe's unit.
 const CHUNK_KIB: u32 = 512;
-/// The cache's size from which its buckets are large. A small cache has too few large ones.
+/// From this size on, a cache has large buckets. With large buckets a smaller cache would have too
+/// few of them.
 const LARGE: u64 = 16 << 30;
 
 /// This machine.
@@ -55,7 +56,7 @@ impl Kernel {
         ByteSize(sectors.and_then(|text| text.parse::<u64>().ok()).unwrap_or(0) * 512)
     }
 
-    /// A number that no array has yet, as the path of its device.
+    /// The path `/dev/mdN` with the lowest number N that no array has.
     pub fn free_array(&self) -> PathBuf {
         let is_free = |number: &u32| !Path::new(&format!("/sys/block/md{number}")).exists();
         PathBuf::from(format!("/dev/md{}", (0..).find(is_free).unwrap_or(0)))
@@ -67,8 +68,8 @@ fn base(device: &Path) -> String {
     device.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Runs a program of a Debian package, again while it finds a device busy: udev looks at devices
-/// that change, and bcache closes a device a moment after it has left.
+/// Runs a program of a Debian package. Runs it again while a device is busy: udev opens each device
+/// that changes, and bcache closes a device with a delay.
 fn run(package: &str, words: &[&str], paths: &[&Path]) -> Result<(), Failure> {
     let begun = Instant::now();
     loop {
@@ -91,7 +92,7 @@ fn missing(program: &str, package: &str) -> Failure {
     Failure::Failed(format!("{program} is missing: install the package {package}"))
 }
 
-/// Checks that the programs are there that a stack needs.
+/// Checks that the programs that a stack needs are installed.
 ///
 /// # Errors
 /// Fails with the package of the first one that is missing.
@@ -99,7 +100,8 @@ pub fn check_programs(has_array: bool) -> Result<(), Failure> {
     if has_array {
         run("mdadm", &["mdadm", "--version"], &[])?;
     }
-    // make-bcache knows no option without effect, and ends with an error after its help.
+    // make-bcache has no option that only succeeds: after its help it exits with an error. So any
+    // error counts as success here, except that the program is missing.
     match run("bcache-tools", &["make-bcache", "--help"], &[]) {
         Err(Failure::Failed(error)) if error.contains("is missing") => Err(Failure::Failed(error)),
         _ => Ok(()),
@@ -225,8 +227,8 @@ impl System for Kernel {
     }
 
     fn register(&mut self, device: &Path) -> Result<(), Failure> {
-        // udev may have handed the device over already, and then this is refused. Who calls waits
-        // until bcache has the device.
+        // The kernel refuses the device if udev has already given it to bcache. So ignore an error:
+        // the caller waits until bcache has the device.
         let _ = fs::write("/sys/fs/bcache/register_quiet", device.to_string_lossy().as_bytes());
         Ok(())
     }

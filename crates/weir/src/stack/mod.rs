@@ -1,9 +1,9 @@
 //! `weir stack`: the kernel's own cache (bcache) over its own stripe (md raid0), with a block
 //! device of Weir as the cache.
 //!
-//! The journal records each step before it is done. `destroy` undoes the steps in reverse: what the
-//! cache alone holds goes home before anything else is touched. A create or destroy that was
-//! interrupted is ended by the next one.
+//! The journal records each step before it is done. `destroy` first writes the pages home that only
+//! the cache has. Then it undoes the steps in reverse. If a create or destroy is interrupted, the
+//! next one undoes the remaining steps.
 
 mod create;
 mod destroy;

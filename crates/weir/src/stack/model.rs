@@ -25,12 +25,13 @@ pub struct World {
     caches: BTreeSet<PathBuf>,
     backings: BTreeMap<PathBuf, Registered>,
     sets: BTreeMap<String, PathBuf>,
-    /// Arrays and disks that bcache has stopped, with the pages that their set still has.
+    /// Arrays and disks that bcache has stopped, with the pages that their set still has for them.
     stopped: BTreeMap<PathBuf, Registered>,
-    /// Superblocks of arrays and disks that were made, each with an identity of its own.
+    /// Number of superblocks that were made for arrays and disks. Each superblock gets another
+    /// identity by this number.
     made: u32,
-    /// A udev hands arrays and disks to bcache once their superblock was made, and here are those
-    /// that it will.
+    /// Whether the model has a udev, which gives each new superblock to bcache later. `appeared`
+    /// has the devices that it has not given to bcache yet.
     pub has_udev: bool,
     appeared: BTreeSet<PathBuf>,
     /// The settings that were written.
@@ -46,7 +47,7 @@ pub struct World {
 #[derive(Debug)]
 pub struct Model {
     pub world: World,
-    /// Changes until the process is killed; `None`: it lives.
+    /// Number of changes until the process is killed; `None`: the process is not killed.
     pub left: Option<u32>,
 }
 
@@ -67,7 +68,7 @@ impl Model {
 }
 
 impl World {
-    /// Writes bytes to the device of the stack, which go into the cache alone.
+    /// Writes bytes to the device of the stack. Only the cache has these bytes afterwards.
     pub fn write(&mut self, bytes: u64) {
         for (device, backing) in &mut self.backings {
             backing.shown.dirty += bytes;
@@ -87,14 +88,15 @@ impl World {
         }
     }
 
-    /// A udev assembles the disks of an array that was not finished, and names it itself.
+    /// A udev assembles the disks of an unfinished array, and chooses the array's name itself.
     pub fn assemble(&mut self) {
         if self.arrays.is_empty() {
             self.arrays = self.members.values().map(|uuid| ("/dev/md127".into(), uuid.clone())).collect();
         }
     }
 
-    /// Bcache stops all arrays and disks, as after many I/O errors of theirs. The set lives on.
+    /// Bcache stops all arrays and disks, as it does after many of their requests failed. The set
+    /// stays alive.
     pub fn stop_backings(&mut self) {
         self.stopped.append(&mut self.backings);
     }
@@ -352,9 +354,10 @@ mod tests {
         (model.world, result)
     }
 
-    /// Undoes what a journal with this text has. It is killed after 0 changes, then after 1, and
-    /// so on. After each death `meanwhile` happens, and the stack is undone again without one.
-    /// `check` gets the outcome and the number of changes. Returns the number of deaths.
+    /// Undoes the steps of a journal with this text. The undoing is killed after 0 changes, then in
+    /// another run after 1, and so on. After each kill, `meanwhile` changes the world. Then the
+    /// stack is undone once more, without a kill. `check` gets the outcome and the number of
+    /// changes. Returns the number of kills.
     fn end_killed_anywhere(
         directory: &Path,
         text: &[u8],

@@ -10,7 +10,7 @@ use std::path::Path;
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 
-/// How a stack is.
+/// The condition of a stack.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Condition {
@@ -18,13 +18,14 @@ pub enum Condition {
     Clean,
     /// The cache has pages that the disks lack.
     Dirty,
-    /// The cache is there. Bcache has stopped the array or disk, and can take it back.
+    /// The cache is alive. Bcache has stopped the array or disk, and can take the array or disk
+    /// again.
     BackingStopped,
     /// The cache is gone. It had no page that the disks lack.
     CacheDead,
     /// Pages that only the cache had are lost.
     PagesLost,
-    /// A create or destroy did not come to its end, or is at work.
+    /// A create or destroy was interrupted, or still runs.
     Unfinished,
 }
 
@@ -33,7 +34,7 @@ pub enum Condition {
 struct Report {
     schema: u32,
     condition: Condition,
-    /// The device to use; none while a dead cache keeps it away.
+    /// The device to use. `None`: bcache shows no device, for instance because the cache is dead.
     device: Option<String>,
     bytes: u64,
     /// The stripe, or the single disk.
@@ -71,13 +72,13 @@ pub fn run(directory: &Path, json: bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How the stack of a journal is.
+/// The condition of the stack that a journal describes.
 pub fn condition(system: &dyn System, state: &State) -> Condition {
     let backing = state.backing().unwrap_or(Path::new(""));
     let uuid = state.set().map_or("", |(_, uuid, _)| uuid);
     let link = system.backing(backing).map(|it| it.link);
     let is_there = system.has_set(uuid);
-    // Pages that a cache still has are not lost.
+    // If the cache is alive and still has the pages, they are not lost.
     let can_come = is_there && (link == Some(Link::Dirty) || is_stopped(system, backing, uuid));
     match link {
         _ if !uuid.is_empty() && !can_come && lacks_pages(system, backing) => Condition::PagesLost,

@@ -67,7 +67,7 @@ pub struct State {
     pub phase: Phase,
     /// The steps that were done, in order.
     pub steps: Vec<Step>,
-    /// Pages that only the cache had were given up.
+    /// Whether pages that only the cache had were given up.
     #[serde(default)]
     pub has_lost: bool,
 }
@@ -123,7 +123,7 @@ impl journal::Record for State {
 pub type Journal = journal::Journal<State>;
 
 impl Journal {
-    /// Strikes the last step out, which is undone.
+    /// Removes the last step from the journal, because the step is undone.
     pub fn strike_last(&mut self) -> Result<(), Failure> {
         self.change(|state| drop(state.steps.pop()))
     }

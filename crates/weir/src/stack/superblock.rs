@@ -1,5 +1,6 @@
-//! The superblock of bcache, as far as Weir reads it: whose a device is, and whether a cache has
-//! pages that the device lacks. Its layout is `struct cache_sb` of the kernel's bcache_ondisk.h.
+//! The superblock of bcache, as far as Weir reads it: the set to which a device belongs, and
+//! whether a cache has pages that the device lacks. Its layout is `struct cache_sb` of the kernel's
+//! bcache_ondisk.h.
 
 use std::fs::File;
 use std::io;
@@ -21,7 +22,7 @@ pub enum Lack {
     Clean,
     /// A cache has pages that the device lacks.
     Dirty,
-    /// The device was used without a cache that had such pages.
+    /// The device was used without its cache, while the cache had pages that the device lacks.
     Stale,
 }
 

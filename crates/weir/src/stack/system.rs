@@ -1,5 +1,5 @@
-//! The machine, as far as a stack asks it. One such machine is the kernel with its tools. Another
-//! is a model in memory, in which a test dies after each change.
+//! The interface between a stack and the machine. One implementation calls the kernel and its
+//! tools. The other is a model in memory, in which a test kills the process after each change.
 
 use super::superblock::Superblock;
 use std::path::{Path, PathBuf};
@@ -9,18 +9,19 @@ use weir_cli::failure::Failure;
 /// An array or disk that the kernel's bcache has.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Backing {
-    /// The block device that bcache makes of it, such as `bcache0`; `None` if it waits for a cache.
+    /// The block device that bcache makes of the array or disk, such as `bcache0`. `None`: bcache
+    /// waits for a cache.
     pub device: Option<String>,
-    /// How it stands to its cache.
+    /// The relation between the array or disk and its cache.
     pub link: Link,
     /// Bytes that only the cache has.
     pub dirty: u64,
 }
 
-/// How an array or disk stands to its cache, as sysfs says.
+/// The relation between an array or disk and its cache, as sysfs shows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Link {
-    /// It has no cache.
+    /// The array or disk has no cache.
     NoCache,
     /// The cache has no page that the disks lack.
     Clean,

@@ -7,12 +7,14 @@
 use std::time::Duration;
 use weir_store::Headroom;
 
-/// While free memory falls, Weir gives back more than the floor asks for: as much more as free
-/// memory fell since the last look, but at most this. A program that allocates is likely to go on.
+/// The most memory that Weir gives back beyond what the floor asks for. Weir gives back as much
+/// more as free memory fell since the last look, up to this limit. A program that allocates is
+/// likely to allocate more soon.
 const AHEAD_MOST: u64 = 1 << 30;
 /// Memory may be taken once no program has allocated for this long.
 const QUIET: Duration = Duration::from_secs(5);
-/// As [`QUIET`], on a card with a display, where memory comes and goes with every window.
+/// The limit that replaces [`QUIET`] on a card with a display. There, free memory changes with
+/// every window that opens or closes.
 const QUIET_DISPLAY: Duration = Duration::from_secs(30);
 /// Largest number of chunks taken at a time, and the time between two takes.
 const TAKE_MOST: u32 = 4;

@@ -192,8 +192,8 @@ impl Drop for Mount {
     }
 }
 
-/// Mounts that killed servers may leave at a mount point, for the process that outlives all of
-/// them.
+/// A mount point at which killed servers may leave mounts. The process that outlives all servers
+/// has this value, to remove those mounts.
 #[derive(Debug)]
 pub struct Left {
     point: PathBuf,
@@ -218,8 +218,8 @@ impl Left {
         Left { point: point.to_owned(), vacant: true }
     }
 
-    /// The mounts on files whose name is that of `point` with a dot and more behind. An empty file
-    /// under such a mount counts as one that a server made.
+    /// The mount points beside `point`: files whose name is the name of `point`, a dot, and more
+    /// text. An empty file under such a mount counts as one that a server made.
     pub fn beside(point: &Path) -> Vec<Left> {
         let Some((parent, name)) = point.parent().zip(point.file_name()) else { return Vec::new() };
         let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };

@@ -364,16 +364,18 @@ impl Server {
         &self.file
     }
 
-    /// Makes the file `bytes` bytes long, as long as the page device is now. Who looks at the file
-    /// sees it from then on. A loop device over it stays as it is until it is told (`losetup -c`).
+    /// Makes the file `bytes` bytes long, which is the page device's present size. Programs that
+    /// ask for the file's size get the new one from then on. A loop device over the file keeps its
+    /// old size until a user runs `losetup -c`.
     ///
     /// # Panics
     /// Panics if the server was not started by [`start_device`](Server::start_device).
     pub fn grow(&self, bytes: u64) {
         let shape = self.shape.as_ref().expect("its file can grow");
         shape.bytes.store(bytes, Ordering::Relaxed);
-        // A loop device asks nobody: it takes the size that the kernel has seen last. So have the
-        // kernel see it. It cannot if the file is unmounted, and then nobody else can look.
+        // A loop device does not ask this server: it takes the size that the kernel has seen last.
+        // So make the kernel ask for the size now. This call fails if the file is unmounted, and
+        // then no program can see the file.
         let _ = fs::metadata(&self.file);
     }
 
@@ -453,8 +455,8 @@ impl Server {
         }
         if let Some(mount) = self.mount.take() {
             let point = mount.point().to_owned();
-            // A mount that cannot be removed is dead all the same, as soon as the descriptors are
-            // closed.
+            // Ignore an error. A mount that cannot be removed now still loses its connection, as
+            // soon as the descriptors are closed.
             let _ = mount.unmount();
             if self.made {
                 let _ = fs::remove_file(point);

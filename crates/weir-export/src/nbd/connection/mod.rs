@@ -39,10 +39,10 @@ use weir_store::Fault;
 /// Largest number of bytes of one `recv`: enough for 16 writes of 16 KiB at once. Larger payloads
 /// stream through the buffer.
 const INPUT_BYTES: usize = 256 << 10;
-/// Largest number of payload bytes in one `sendmsg`. It is also the longest piece of a read that is
-/// verified and then sent from where it lies: between the two steps the piece stays in the
-/// second-level cache. Bytes that the client does not take are copied, so a buffer for the whole
-/// piece is borrowed.
+/// Largest number of payload bytes in one `sendmsg`. It is also the length of the longest piece of
+/// a read that the thread verifies and then sends without a copy. Between the two steps, a piece of
+/// this length stays in the processor's second-level cache. The thread borrows a buffer for the
+/// whole piece, since it must copy the bytes that the client does not take.
 const PIECE_MAX: u32 = 512 << 10;
 /// The longest piece of a read that is sent without a borrowed buffer: the size of the connection's
 /// own buffer.

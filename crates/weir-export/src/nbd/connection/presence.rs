@@ -44,7 +44,8 @@ impl<'a> Presence<'a> {
         self.tail[REQUEST_BYTES - new.len()..].copy_from_slice(new);
     }
 
-    /// Notes that the client has sent its last request, and need not be there any more.
+    /// Notes that the client has sent its last request. From then on the client may leave, and the
+    /// requests that it has sent are done all the same.
     pub fn has_said_goodbye(&mut self) {
         self.leaves = true;
     }

@@ -107,7 +107,7 @@ impl<L: PageLane> Connection<'_, L> {
     pub(super) fn make_room(&mut self) -> Result<(), Ending> {
         self.desk.requests.submit();
         let before = self.desk.requests.lane().in_flight();
-        // Any operation that has ended makes room, whether or not its request is finished.
+        // Any operation that has ended makes room in the lane, even if its request is not finished.
         if self.take_completions()? || self.desk.requests.lane().in_flight() < before {
             return Ok(());
         }

@@ -357,7 +357,7 @@ impl<'c, C: Catalog> Handshake<'c, C> {
     fn meta_context(&mut self, option: u32, data: &[u8], output: &mut Vec<u8>) {
         let set = option == option::SET_META_CONTEXT;
         if set {
-            self.allocation = None; // whatever comes of it, the earlier selection is replaced
+            self.allocation = None; // the earlier selection ends, even if this option is refused
         }
         if !self.structured {
             error(output, option, option_reply::ERR_INVALID, "structured replies must be negotiated first");

@@ -1,6 +1,6 @@
-//! A simulated run, for the store over the share transport: daemons that may die at any request,
-//! and the ledger that says which pager has which room. The pages outlive each daemon, as under a
-//! keeper.
+//! Simulated daemons of one run, for the store over the share transport. A daemon may die at any
+//! request. The ledger says which pager has which room. The pages outlive each daemon, as they do
+//! under a keeper.
 
 use super::random::Random;
 use super::store::{Faults, Said, rubbish, set_word, word};
@@ -19,9 +19,9 @@ use weir_share::Error;
 /// The deaths of daemons.
 #[derive(Clone, Copy, Debug)]
 pub struct Deaths {
-    /// A daemon dies in one request of this many.
+    /// One request of this many kills the daemon, on average.
     pub one_in: u64,
-    /// The number of the daemon after which no other comes, if there is one.
+    /// The number of the run's last daemon. `None`: after each dead daemon another one comes.
     pub last: Option<u64>,
 }
 
@@ -50,7 +50,7 @@ impl Kept {
         self.deaths.last.is_none_or(|last| self.daemon < last)
     }
 
-    /// Lets the daemon die now and then. Returns whether this one has died by now.
+    /// Kills the present daemon at random now and then. Returns whether that daemon is dead.
     fn dies(&mut self) -> bool {
         if self.is_alive && self.random.one_in(self.deaths.one_in) {
             self.is_alive = false;
@@ -62,7 +62,8 @@ impl Kept {
         !self.is_alive
     }
 
-    /// The error of a connection for which somebody lacks something for a moment.
+    /// The error of an attempt to connect while memory, descriptors or seats are short for a
+    /// moment.
     fn shortage(&mut self) -> Error {
         match self.random.below(4) {
             0 => Error::System(io::Error::from_raw_os_error(libc::ENOMEM)),
@@ -201,8 +202,8 @@ impl Connection for Simulated {
                 return Err(Error::Gone);
             }
             assert!(!self.under_way.is_empty(), "the client waits for nothing");
-            // Of the requests that are under way some end before the daemon dies. Of some the
-            // client hears that, and of others it does not.
+            // Some of the requests under way end before the daemon dies. The client gets the
+            // completions of some of these, and never gets those of the others.
             let dies = self.kept.borrow_mut().dies();
             let hears = if dies { self.kept.borrow_mut().random.below(3) } else { 1 };
             let ends = if dies { self.kept.borrow_mut().random.below(9) } else { 1 };

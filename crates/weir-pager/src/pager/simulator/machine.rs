@@ -92,7 +92,8 @@ impl Kernel for Machine {
     }
 
     fn unregister(&mut self, start: usize, end: usize) -> Result<(), Errno> {
-        // In a process with as many mappings as it may have, the kernel refuses to split one.
+        // Once a process has as many mappings as the kernel allows, the kernel refuses to split
+        // one.
         let is_edge = |page: usize| self.world.area(page).is_none_or(|(start, _)| start == page);
         assert!(is_edge(page_of(start)) && is_edge(page_of(end)), "the pager's memory would be split");
         self.world.change(page_of(start), page_of(end), |area| area.is_registered = false);

@@ -1,10 +1,11 @@
-//! The pager against a model of the kernel, of a program and of a store, from a seed.
+//! A test of the pager with a simulated kernel, program and store. A seed determines each history.
 //!
-//! Only [`Work`] is real: its tables, its policy, and every decision. The program's threads run
-//! whenever the pager asks the kernel for something, so they run between any two of its steps. A
-//! page must have the content that was written there last. After a failed read of the store it may
-//! be SIGBUS, but it is never zeros or older content. No thread waits for ever. In a part of the
-//! histories the store is a run's, whose daemons die.
+//! Only [`Work`] is real, with its tables, its policy and its decisions. The program's threads run
+//! whenever the pager asks the kernel for something, so they run between any two steps of the
+//! pager. A page must have the content that the program wrote there last. After a failed read of
+//! the store, an access to the page may get SIGBUS, but never zeros or older content. No thread
+//! waits for ever. In some histories the store is the one over the share transport, and its daemons
+//! die.
 //!
 //! `WEIR_SIMULATOR_SEEDS=1000` plays that number of seeds, and `WEIR_SIMULATOR_SEED=7` only that
 //! one. `WEIR_SIMULATOR_PAGE=70000` prints each event of one page. `WEIR_SCALE=full` plays 100,000

@@ -58,9 +58,10 @@ struct Object {
     /// Pages that a thread is dropping or moving, so that no other thread may use them now.
     busy: Range<usize>,
     is_readonly: bool,
-    /// Number of pages by which the last move enlarged the object. They are its last ones.
+    /// Number of pages by which the last move enlarged the object. They are the object's last
+    /// pages.
     grown: usize,
-    /// Whether the object was enlarged where it is, since it was mapped or moved.
+    /// Whether the object has grown at its present address since it was mapped or moved there.
     has_grown_here: bool,
     /// Whether `mremap` with MREMAP_DONTUNMAP is leaving this mapping behind. Until the call is
     /// over, no other thread changes the mapping.
@@ -99,12 +100,12 @@ enum Action {
         lazily: bool,
     },
     Send(Event),
-    /// A change of the address space is over, since the pager has read its event.
+    /// End a change of the address space: the pager has read the event of the change.
     Done,
     Unmapped(usize),
     Moved(usize),
     Left(usize),
-    /// The thread does not run for so many steps.
+    /// Do not run for this many steps.
     Pause(u64),
     Hold(bool),
     Fork,
@@ -151,9 +152,10 @@ pub struct Program {
     bell: usize,
     is_forking: bool,
     is_adopting: bool,
-    /// The old place of the memory that moved last. The pager may not have heard of that move yet.
+    /// The old place of the memory that moved last. The pager may not have read that move's event
+    /// yet.
     left: usize,
-    /// The old places of memory whose move is not said yet.
+    /// The old places of memory that has moved, while the event of the move is not sent yet.
     leaving: Vec<Range<usize>>,
     last: Option<(usize, usize)>,
     sigbus: u64,
@@ -315,8 +317,8 @@ impl Program {
         true
     }
 
-    /// Lets the kernel free and migrate pages, and devices pin them. Neither tells the program or
-    /// the pager.
+    /// Lets the kernel free and migrate pages, and lets devices pin pages. Neither the program nor
+    /// the pager gets notice of this.
     fn background(&mut self, world: &mut World) {
         if world.random.one_in(200) {
             let page = FIRST + world.random.below((PAGES - FIRST) as u64) as usize;
@@ -406,8 +408,8 @@ impl Program {
             {
                 at = area.end;
             }
-            // Try the place that other memory has just left. The pager has not read the end of that
-            // move yet.
+            // Try the place that the last move of memory has made free. The pager may not have read
+            // the event of that move yet.
             if world.random.one_in(6) {
                 at = self.left;
             }
@@ -553,8 +555,8 @@ impl Program {
         }
     }
 
-    /// Makes a thread change an object that it has just changed. Another thread may be paused
-    /// before the event of an earlier change of this place.
+    /// Makes a thread change an object again, directly after a change by the same thread. Another
+    /// thread may have changed the same place earlier, and may be paused before it sends the event.
     fn change_again(&mut self, world: &mut World, thread: usize, number: usize) {
         match world.random.below(4) {
             0 => self.unmap(world, thread, number),
@@ -577,8 +579,8 @@ impl Program {
             })
         });
         let is_locked = world.areas.range(..end).rev().any(|(_, area)| area.end > start && area.is_locked);
-        // The pager would take this memory for the memory that was here before. See the known
-        // defects in docs/pager.md.
+        // If the object has grown to a place that other memory is leaving, the pager would confuse
+        // the object with the other memory. See the known defects in docs/pager.md.
         let is_leaving = self.leaving.iter().any(|range| range.start < end && start < range.end);
         let object = self.object(number);
         if used || is_locked || is_leaving && object.has_grown_here {
@@ -635,8 +637,8 @@ impl Program {
         }
         let mut from = 1 + world.random.below(pages as u64 - 7) as usize;
         let mut to = from + 1 + world.random.below((pages - from - 2).min(698) as u64) as usize;
-        // Of memory that has grown, often nothing stays but the part by which it grew. No event
-        // tells the pager of that part.
+        // If the object has grown, often unmap all of the object but the new part. No event has
+        // told the pager of the new part.
         if object.grown > 0 && world.random.one_in(2) {
             (from, to) = (0, pages - object.grown);
         }

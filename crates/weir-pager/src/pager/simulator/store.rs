@@ -11,9 +11,9 @@ use weir_core::PageBytes;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     pub rooms: u64,
-    /// A write is refused at once.
+    /// One write in this many is refused when it begins.
     pub refused: u64,
-    /// A write is accepted, and fails later.
+    /// One write in this many is accepted, and fails later.
     pub doomed: u64,
     pub unreadable: u64,
     /// The number of reads after which every read fails.

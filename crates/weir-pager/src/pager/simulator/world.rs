@@ -16,7 +16,8 @@ pub const BASE: usize = 1 << 40;
 /// Number of pages in the simulated address space.
 pub const PAGES: usize = OWN + 200 * BLOCK_PAGES;
 
-/// Pages of the pager's own memory. Their bytes are stored, not only a word of each.
+/// Number of pages of the pager's own memory. All bytes of these pages are stored. Of each other
+/// page only one word is stored.
 pub const OWN: usize = 20 * BLOCK_PAGES;
 
 /// A page table entry. The content of the pager's own pages is stored elsewhere.

@@ -38,7 +38,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Moves a batch of single pages out, if it is the turn of partial blocks. Such a turn takes
-    /// several steps, since a page fault waits for the end of a step.
+    /// several short steps, since page faults wait until a step has ended.
     fn write_singles_of_turn(&mut self) -> bool {
         if self.batches == 0 && self.is_turn_of_partial() {
             self.batches = BLOCK_PAGES / singles::BATCH;
@@ -68,16 +68,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.policy.went(id);
                 self.was_tried();
                 self.blocks.get_mut(id).state = State::Writing(slot);
-                // An earlier owner of the room may still have writes under way there. Wait for
-                // them, so that they do not overwrite this block.
+                // Writes of the room's earlier owner may still be under way. Wait for their end, so
+                // that they do not overwrite this block.
                 if self.store.settle().is_err() {
                     self.fail();
                 }
                 self.writing = Some(Transfer { id, slot, next: 0 });
                 return Some(());
             }
-            // A block that stays needs no room. A child may share all of them with its parent, and
-            // other processes need the store too.
+            // A block that stays in place needs no room in the store. If a child shares all blocks
+            // with its parent, all of them stay, and other processes need the store too.
             if is_new {
                 self.release_room(id);
             }
@@ -92,16 +92,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
         None
     }
 
-    /// Claims a room for a block that has none. Returns false if the store is full. For a while
-    /// after that a partial block gets no room, since it uses less of one than a whole block.
+    /// Claims room in the store for a block that has none. Returns false if the store is full. For
+    /// a while after that, partial blocks get no room, since a whole block uses more of its room.
     pub(super) fn claim_room(&mut self, id: u32) -> bool {
         let is_scarce = self.refused.is_some_and(|since| self.kernel.now() - since <= STUCK);
         if is_scarce && self.blocks.get(id).is_partial {
             return false;
         }
         let room = self.store.claim().or_else(|| self.take_spare_room());
-        // A full store has room again with each block that comes back, and none after the next one.
-        // People need no line about each.
+        // A full store gets room when a block comes back, and is full again after the next block.
+        // People do not need a line each time.
         if self.full_at.is_some_and(|rooms| self.rooms < rooms / 4 * 3) {
             self.full_at = None;
         }
@@ -149,7 +149,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let room = block.room.expect("claimed as it began");
         let mut result = Ok(());
         let pages = self.kernel.pages(from + next * PAGE_SIZE, STEP);
-        // Pages before `at` that are still to be written: those after the last page that is not.
+        // The first page that is not written yet. The pages from `first` to `at` are written
+        // together. A page of zeros, or a page that the store has already, is skipped and ends such
+        // a run.
         let mut first = 0;
         for at in 0..=STEP {
             let stays = pages.get(at).is_none_or(|page| {
@@ -281,8 +283,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.store.claim()
     }
 
-    /// Gives a block memory for hashes. It gets none while all hashes have their share of the
-    /// limit. If the limit was lowered, it loses those that it has.
+    /// Gives a block memory for hashes, unless the hashes of all blocks already fill their share of
+    /// the limit. If they exceed their share, because the limit was lowered, the block loses its
+    /// hashes.
     pub(super) fn begin_hashes(&mut self, id: u32) {
         let limit = self.shared.limit.load(Ordering::Relaxed);
         let most = (limit.saturating_mul(BLOCK / HASHED_SHARE / HASHES)).min(HASHED_MAX);
@@ -296,8 +299,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     pub(super) fn release_room(&mut self, id: u32) {
-        // Settle before the release: the room may get another owner, whose content a late write of
-        // this block must not overwrite.
+        // Settle before the release: otherwise a late write of this block could overwrite the
+        // content of the room's next owner.
         if self.blocks.get(id).room.is_some() && self.store.settle().is_err() {
             self.fail();
         }
@@ -348,7 +351,7 @@ mod tests {
             work.policy.came(id);
             id
         });
-        // The first block goes out and comes back. It keeps its room.
+        // The first block moves out and back in. It keeps its room.
         work.begin_write().expect("it can go");
         while work.writing.is_some() {
             work.write();
@@ -356,7 +359,8 @@ mod tests {
         work.bring(ids[0]).unwrap();
         assert!(work.blocks.get(ids[0]).room.is_some());
         while work.store.claim().is_some() {}
-        // The second block goes to that room, and the first one has none any more.
+        // The second block moves out and takes the room of the first block. The first block has no
+        // room then.
         work.begin_write().expect("it can go");
         while work.writing.is_some() {
             work.write();
@@ -379,7 +383,8 @@ mod tests {
         }
         let id = work.blocks.add(address(first), State::Resident);
         let clean = |work: &Work<_, _>| work.shared.counters.clean_pages.load(Ordering::Relaxed);
-        // Each time a page changes that is the first, the last or one between.
+        // In each of the three middle rounds one page changes: the first page, page 100, the last
+        // page.
         for (round, changed) in
             [None, Some(0), Some(100), Some(BLOCK_PAGES - 1), None].into_iter().enumerate()
         {
@@ -473,7 +478,8 @@ mod tests {
         }
         assert!(!work.write_singles());
         assert_eq!(refused(&work) - before, 1);
-        // One room after the other is free for a short time. No partial block takes it.
+        // Release the rooms, one after the other. Each time no partial block takes the free room,
+        // and then a whole block does.
         for (number, &room) in rooms.iter().enumerate() {
             work.store.release(room);
             assert!(!work.write_singles(), "a whole block may need the room");
@@ -484,7 +490,7 @@ mod tests {
             work.rooms -= 1;
         }
         assert_eq!(told.load(Ordering::Relaxed), 1);
-        // Later, partial blocks get what room there is.
+        // After a pause, partial blocks get room too.
         work.kernel.world.now += STUCK + PAUSE;
         let id = work.blocks.at(address(first + 20 * BLOCK_PAGES)).unwrap();
         work.rooms += 1;
@@ -543,7 +549,7 @@ mod tests {
         work.write();
         work.store.doom(0);
         // Release another block's room while a write is failing. The release waits for all writes,
-        // and so it gets the error of that one.
+        // so the release gets the error of the failing write.
         let other = work.blocks.add(address(first + 2 * BLOCK_PAGES), State::Stored);
         work.blocks.get_mut(other).room = work.store.claim();
         work.rooms += 1;

@@ -50,8 +50,8 @@ const HASHES: usize = BLOCK_PAGES * size_of::<u64>();
 const HASHED_MAX: usize = 32 << 10;
 /// Longest wait for an event. Without it, the order of the events that were read is not certain.
 const PAUSE: Duration = Duration::from_micros(20);
-/// The limit divided by this number is what managed memory may take in any case, however much
-/// memory is not managed.
+/// Managed memory may always take the limit divided by this number, however much memory is not
+/// managed.
 const LEAST_SHARE: usize = 4;
 /// The least number of blocks that the pager needs to work with.
 const LEAST: usize = 4;
@@ -61,9 +61,9 @@ const WAITS: usize = 8;
 const STUCK: Duration = Duration::from_millis(20);
 /// Least time between two looks for new memory.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
-/// After a look for new memory, the pager makes no other one for this many times as long, unless a
-/// thread asks for it. In a process with many mappings a look takes long, and the pager's thread
-/// may have a higher priority than the program's.
+/// After a look for new memory, the pager waits for this many times the look's duration before the
+/// next look. If a thread asks for a look, the pager looks earlier. In a process with many mappings
+/// a look takes long, and the pager's thread may have a higher priority than the program's.
 const LOOK_REST: u32 = 10;
 
 /// The address space changes: the kernel's events must be read first.
@@ -111,8 +111,8 @@ pub(super) struct Work<K: Kernel, S> {
     is_full: bool,
     /// The time of the last claim of room that the store has refused.
     refused: Option<Duration>,
-    /// Number of blocks that had room when the pager told people that the store is full. It tells
-    /// that again only once a quarter of them has gone.
+    /// Number of blocks that had room when the pager printed that the store is full. The pager
+    /// prints that line again only after a quarter of these blocks have given up their room.
     full_at: Option<usize>,
     scope: Scope,
     shared: Arc<Shared>,
@@ -155,7 +155,8 @@ pub(super) struct Work<K: Kernel, S> {
     singles_there: usize,
     /// Number of single pages in place that belong to partial blocks.
     partial_there: usize,
-    /// A measure of how long the pages of partial blocks have made no room.
+    /// A sum that grows with each victim while partial blocks have memory. Once it is large enough,
+    /// it is the turn of partial blocks to make room.
     due: usize,
     /// Number of batches of single pages that are still to be moved out in the turn of partial
     /// blocks.
@@ -179,8 +180,8 @@ pub(super) struct Work<K: Kernel, S> {
     /// Moves of memory whose order is not certain, each with the mappings at the time when the
     /// event was read.
     views: Vec<(Event, Vec<Mapping>)>,
-    /// Whether an event is being handled. Meanwhile a block in the tables may have no memory, or
-    /// that of another block.
+    /// Whether the pager is handling an event. Meanwhile a block in the tables may have no memory,
+    /// or its address may be that of another block's memory.
     is_heeding: bool,
     /// Pages that threads wait for, each with the time of its page fault.
     faults: VecDeque<(usize, Duration)>,
@@ -215,8 +216,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let excluded = excluded.map_or_else(
             || mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
             |mut excluded| {
-                // Of the memory that is mapped by now, this thread has its stack, and what it has
-                // reserved.
+                // Two kinds of present mappings are this thread's own: its stack, and the memory
+                // that it has reserved.
                 let stack = (&raw const looked).addr();
                 let own = [stack, staging, nursery, single, bells];
                 let is_own =
@@ -387,8 +388,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             if self.blocks.get(id).is_partial {
                 self.lose_single(id, page);
-                // Where an event says that the program has dropped the page, nothing has woken the
-                // thread yet.
+                // If an event says that the program has dropped the page, nothing has woken the
+                // waiting thread yet.
                 return if self.has_changed() { Err(Changed) } else { Ok(()) };
             }
         }
@@ -413,8 +414,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if call[0] != 0 {
             self.kernel.call(call);
         }
-        // A later look finds what cannot be managed yet. A child inherits it all the same. So one
-        // look is enough for a call, however often the rest is tried.
+        // One look is enough for a call, even if the pager must try the rest of the call again. A
+        // later look finds the memory that cannot be managed yet. A child inherits that memory in
+        // any case.
         if self.looked_for != Some(bell) {
             self.look();
             self.looked_for = Some(bell);
@@ -459,13 +461,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Lets child processes inherit mappings that are registered and not managed. Such mappings
     /// arise in two ways. When `mremap` enlarges a registered mapping, the new part is registered
-    /// too, and the kernel sends no event of it. The program may make that part read-only, or unmap
-    /// the memory next to it, before the pager manages it. And `MREMAP_DONTUNMAP` leaves one at the
-    /// old place.
+    /// too, and the kernel sends no event of the growth. The program may make that part read-only,
+    /// or unmap the memory next to it, before the pager manages it. And a move with
+    /// `MREMAP_DONTUNMAP` leaves a registered mapping at the old place.
     fn advise_leftovers(&mut self) -> Result<(), Changed> {
         let mut advised = Vec::new();
-        // A mapping may grow between the look and the advice, and the kernel sends no event. What
-        // grows after the advice has its flags. So look again until nothing is new.
+        // A mapping may grow between the look and the advice, and the kernel sends no event of the
+        // growth. If a mapping grows after the advice, the new part has the mapping's flags. So
+        // repeat the look until it finds no new mapping.
         loop {
             self.kernel.read_mappings(&mut self.mappings);
             let mut leftovers = Vec::new();
@@ -576,7 +579,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let block = self.blocks.get_mut(id);
         block.set_zero(page, true);
         if let Some(stored) = &mut block.stored {
-            // A page with the same content is written all the same.
+            // Forget the hash, so that the pager writes the page again even if its content is the
+            // same.
             stored[page] = 0;
         }
         let at = block.at + page * PAGE_SIZE;

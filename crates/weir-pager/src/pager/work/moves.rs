@@ -92,8 +92,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if !is_whole {
             self.scrub(slot);
         }
-        // The kernel has woken only the threads that wait for a page which it reported as moved.
-        // Wake the others.
+        // The kernel wakes threads only for pages that it reports as moved. Wake the threads that
+        // wait for the block's other pages.
         self.kernel.wake(at, BLOCK);
         Ok(())
     }
@@ -112,8 +112,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// The present address of memory that the tables still have at `address`: follows it through
-    /// the events that were read and are not handled yet. `None`: the program has dropped the
+    /// The present address of memory that the tables still have at `address`. Applies the moves of
+    /// all events that the pager has read and not handled yet. `None`: the program has dropped the
     /// content.
     pub(super) fn now_at(&mut self, address: usize) -> Option<usize> {
         while !self.put_in_order() {
@@ -123,7 +123,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         for event in &self.events {
             match *event {
                 Event::Remap(from, to, bytes) if (from..from + bytes).contains(&at) => at = at - from + to,
-                // The block's memory here is gone, although no event says so.
+                // Other memory has moved to this address. So the block's memory is gone, although
+                // no event says so.
                 Event::Remap(_, to, bytes) if (to..to + bytes).contains(&at) => return None,
                 Event::Remove(start, end) | Event::Unmap(start, end) if (start..end).contains(&at) => {
                     return None;
@@ -278,7 +279,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         slot
     }
 
-    /// Frees a frame at once, for a page fault that waits.
+    /// Frees a frame without delay, for a page fault that waits.
     pub(super) fn make_room(&mut self) {
         // A streaming program needs frames for blocks. The single pages from its earlier random
         // accesses are no longer used, so they are moved out first.
@@ -290,8 +291,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return;
         }
         if self.writing.is_none() && self.begin_write().is_none() {
-            // Without a write, only a prefetched block can be dropped, because the store has it
-            // too.
+            // No block can be moved out. A prefetched block can still be dropped, because the store
+            // has a copy of that block.
             if let Some(id) = self.unused() {
                 self.drop_copy(id);
             }

@@ -2,12 +2,12 @@
 //!
 //! A thread changes the address space first, and sends the event afterwards. In between, the kernel
 //! may stop that thread, and other threads may change the address space and send their events. So
-//! the move of memory to a place may be heard before the move that has made the place free. The
-//! tables would then give the pages of one memory to the other.
+//! the pager may read of a move to a place before it reads of the earlier move that made the place
+//! free. In that order, the tables would confuse the pages of the two memories.
 //!
 //! Therefore the pager carries out no move and no unmapping before it has read the events of all
-//! changes so far. The kernel tells when that is so. Until then it refuses to fill any page, so no
-//! page fault waits longer for this.
+//! changes so far. The kernel tells the pager when no event is missing. Until then the kernel
+//! refuses to fill any page, so no page fault waits longer for this.
 
 use super::*;
 use std::ops::Range;
@@ -43,16 +43,17 @@ impl Change {
         }
     }
 
-    /// Whether this change was before `move_in`, whose event was read earlier. Both concern the
-    /// place to which `move_in` moves memory. `after` are the events that were read later than this
-    /// one.
+    /// Whether this change happened before `move_in`, although the pager read the event of
+    /// `move_in` first. Both changes concern the place to which `move_in` moves memory. `after` has
+    /// the changes whose events the pager read after this change's event.
     fn is_before(&self, move_in: &Change, spans: &BTreeMap<usize, usize>, after: &[Change]) -> bool {
         let (place, from) = (move_in.to(), self.from());
         match self.event {
             Event::Fault(_) | Event::Remove(..) => false,
-            // One `mremap` moves one mapping. So it has not moved what `move_in` brought and other
-            // memory together. And the thread of `move_in` was still in its call when its event was
-            // read. If this move's target was mapped by then, this move was already done.
+            // One `mremap` moves one mapping. If this move begins before the place, it moved other
+            // memory, and not the memory that `move_in` brought. Otherwise the list of mappings
+            // decides. The pager read the list while the call of `move_in` had not returned. If the
+            // target of this move was mapped by then, this move was already done.
             Event::Remap(_, to, _) => {
                 from.start < place.start
                     || move_in
@@ -61,7 +62,8 @@ impl Change {
                         .flatten()
                         .any(|mapping| mapping.is_plain && (mapping.start..mapping.end).contains(&to))
             }
-            // Something has freed the place before `move_in`. This has, if no later event can have.
+            // Some change freed the place before `move_in`. It was this one if later events cannot
+            // explain why the whole place was free.
             Event::Unmap(..) => {
                 let mut held = held_in(spans, from.start.max(place.start)..from.end.min(place.end));
                 for (at, later) in after.iter().enumerate() {
@@ -153,9 +155,9 @@ fn carry_out(spans: &mut BTreeMap<usize, usize>, event: &Event) {
     }
 }
 
-/// Whether the memory that `later` moves would be gone after `change`, whose event was read
-/// earlier. Then `later` was before `change`. Between the two, other memory has grown to that
-/// place, and the kernel sends no event of that.
+/// Whether `change` would have removed the memory that `later` moves. The pager read the event of
+/// `change` first, and yet `later` happened first. Between the two changes other memory has grown
+/// to that place, and the kernel sends no event when memory grows.
 fn would_be_gone(later: &Change, change: &Change, rest: &[Change]) -> bool {
     let takes = match change.event {
         Event::Unmap(..) => true,
@@ -205,13 +207,14 @@ fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
     true
 }
 
-/// Puts a complete list of events into the order of the changes. Directly behind each move comes
-/// the event that its old place was unmapped, if there is one.
+/// Puts a complete list of events into the order of the changes. If a move's old place was unmapped
+/// at its end, the event of that stands directly after the move.
 fn in_order(mut rest: Vec<Change>, mut spans: BTreeMap<usize, usize>) -> Vec<Event> {
     let mut events = Vec::with_capacity(rest.len());
     while !rest.is_empty() {
         let next = (0..rest.len()).find(|&at| is_next(&rest, at, &spans));
-        // Without a list of the mappings at that time, the first event for the place must do.
+        // If a list of the mappings is missing, perhaps no change is certain to be next. Then take
+        // the first change that makes the target of the first move free.
         let next = next.or_else(|| {
             let held = held_in(&spans, rest[0].to());
             (1..rest.len()).find(|&at| {
@@ -221,8 +224,8 @@ fn in_order(mut rest: Vec<Change>, mut spans: BTreeMap<usize, usize>) -> Vec<Eve
                 frees && held_in(&spans, change.to()).is_empty()
             })
         });
-        // The event of the change that has made the place free never came, since its thread was
-        // killed. The memory that the tables have there is gone.
+        // If there is no such change, a thread was killed after it had freed the place and before
+        // it sent the event. The memory that the tables have at that place is gone.
         let change = rest.remove(next.unwrap_or(0));
         carry_out(&mut spans, &change.event);
         events.push(change.event);
@@ -234,9 +237,10 @@ fn in_order(mut rest: Vec<Change>, mut spans: BTreeMap<usize, usize>) -> Vec<Eve
     events
 }
 
-/// Takes the event that ends a move out of the list, for each move that has one. It belongs to the
-/// last move from there before it: what an earlier one leaves behind, by `MREMAP_DONTUNMAP`, may
-/// move on.
+/// Takes each event that ends a move out of the list. Such an event unmaps the old place of the
+/// move. If several moves before the event have this old place, the event ends the last of them. An
+/// earlier one left its mapping behind (`MREMAP_DONTUNMAP`), and a later one may have moved that
+/// mapping.
 fn take_ends(changes: &mut Vec<Change>) {
     let mut at = 0;
     while at < changes.len() {
@@ -340,8 +344,8 @@ mod tests {
         Event::Unmap(at, at + BYTES)
     }
 
-    /// Orders these events. Memory is at the first three places. By the time when the pager read of
-    /// a move to one of these, memory was at `mapped` too.
+    /// Orders these events. At the beginning memory lies at `OLD`, `SECOND` and `THIRD`. When the
+    /// pager read the event of a move to one of these places, memory lay at `mapped` too.
     fn ordered(mapped: usize, events: &[Event]) -> Vec<Event> {
         let view = [OLD, SECOND, THIRD, mapped];
         let view = view.map(|start| Mapping { start, end: start + BYTES, is_plain: true });
@@ -359,7 +363,7 @@ mod tests {
         let right = [first, second, third].concat();
         assert_eq!(ordered(TO, &[second, first, third].concat()), right);
         assert_eq!(ordered(TO, &[third, second, first].concat()), right);
-        // The ends of the moves come after all three.
+        // The events that end the three moves come after the events of all three moves.
         let mixed = [third[0], second[0], first[0], second[1], first[1], third[1]];
         assert_eq!(ordered(TO, &mixed), right);
     }
@@ -371,7 +375,8 @@ mod tests {
         let first = [moved(OLD, TO), unmapped(OLD)];
         let read = [second, second_on, first].concat();
         assert_eq!(ordered(TO, &read), [first, second, second_on].concat());
-        // Here the first memory had moved to the other place by the time of the first event.
+        // Here memory lay at `OTHER` when the pager read the first event. So the first memory has
+        // moved there, and not the second one.
         assert_eq!(ordered(OTHER, &read), [second_on, second, first].concat());
     }
 
@@ -382,11 +387,12 @@ mod tests {
         let first = [moved(OLD, TO), unmapped(OLD)];
         let read = [&second[..], &[unmapped(OLD)], &first].concat();
         assert_eq!(ordered(TO, &read), [&first[..], &second, &[unmapped(OLD)]].concat());
-        // The second memory is cut before the first one is heard to be unmapped.
+        // The pager reads that the second memory was cut before it reads that the first memory was
+        // unmapped.
         let part = Event::Unmap(OLD, OLD + PAGE_SIZE);
         let read = [second[0], second[1], part, unmapped(OLD)];
         assert_eq!(ordered(TO, &read), [unmapped(OLD), second[0], second[1], part]);
-        // It gives its content up.
+        // The program drops the content of the second memory.
         let drop = Event::Remove(OLD, OLD + BYTES);
         let read = [second[0], second[1], drop, first[0], first[1]];
         assert_eq!(ordered(TO, &read), [first[0], first[1], second[0], second[1], drop]);
@@ -412,7 +418,8 @@ mod tests {
 
     #[test]
     fn what_a_move_has_left_behind_moves_on_after_it() {
-        // The first move has `MREMAP_DONTUNMAP`, and so no end. The second one takes what is left.
+        // The first move has `MREMAP_DONTUNMAP`, so no event ends it. The second move takes the
+        // mapping that the first one left behind.
         let read = [moved(OLD, TO), moved(OLD, OTHER), unmapped(OLD)];
         assert_eq!(ordered(TO, &read), read);
     }
@@ -421,7 +428,8 @@ mod tests {
     fn a_move_goes_on_though_the_event_that_frees_its_place_never_comes() {
         let second = [moved(SECOND, OLD), unmapped(SECOND)];
         assert_eq!(ordered(TO, &second), second);
-        // There is no list of the mappings.
+        // The list of the mappings has no mapping at `TO`, so the list does not show the first
+        // move.
         let first = [moved(OLD, TO), unmapped(OLD)];
         assert_eq!(ordered(0, &[second, first].concat()), [first, second].concat());
     }
@@ -435,8 +443,8 @@ mod tests {
         work.add_span(second, second + BYTES);
         work.kernel.world.changing = 1;
         let (first_ends, second_ends) = (unmapped(old), unmapped(second));
-        // The first memory has moved to `to`. The second has moved to its old place, and is still
-        // there when the pager reads of that.
+        // The first memory has moved from `old` to `to`, and the second one from `second` to `old`.
+        // The second memory is still at `old` when the pager reads the event of its move.
         work.kernel.world.map(place(2), place(2) + 4);
         work.kernel.world.events.push_back((moved(second, old), 0));
         work.hear();

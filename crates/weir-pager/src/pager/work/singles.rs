@@ -11,20 +11,20 @@ pub(super) const BATCH: usize = 64;
 /// Largest number of pages that the kernel may refuse to move while one batch is collected. After
 /// that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
-/// With each page fault that follows the last one in a block, twice as many pages come. After this
-/// many such page faults, the rest of the block is brought too. A whole block costs as much as
-/// hundreds of single pages, and objects of some pages are common.
+/// Each page fault that directly follows the block's last one brings twice as many pages as that
+/// one did. After this many such page faults the pager brings the rest of the block. A whole block
+/// costs as much as hundreds of single pages, and many objects have only a few pages.
 const RUN: u8 = 7;
 const _: () = assert!(SINGLES_MOST == 1 << (RUN - 1));
 /// The whole block is worth bringing if it has at least this many single pages, and more than
 /// `TIMES_AVERAGE` times the average of all blocks.
 const MANY: usize = 64;
 const TIMES_AVERAGE: usize = 4;
-/// The share of partial blocks among the victims is divided by this, as long as whole blocks have
-/// much memory.
+/// While whole blocks have much memory, the share of partial blocks among the victims is their
+/// share of memory divided by this number.
 const PARTIAL_EVERY: usize = 16;
-/// For a program that accesses memory in random order: the limit divided by this number is what
-/// whole blocks may take. Single pages have the rest.
+/// In a program that accesses memory in random order, whole blocks may take the limit divided by
+/// this number. Single pages may take the rest.
 const WHOLE_SHARE: usize = 8;
 
 impl<K: Kernel, S: Store> Work<K, S> {
@@ -39,7 +39,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return true;
         }
         let there = block.count_there();
-        // When a stream of page faults enters a block, it begins at the block's first or last page.
+        // A stream of page faults enters each block at the block's first or last page.
         let enters = stride.is_some() && (page == 0 || page == BLOCK_PAGES - 1);
         let is_dense = there >= MANY && there * blocks > TIMES_AVERAGE * self.singles_there;
         !(self.policy.is_streaming() || enters || is_dense || run >= RUN)
@@ -79,14 +79,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.kernel.wake(at, PAGE_SIZE);
                 Ok(true)
             }
-            // The caller then brings the whole block, and finds whether that is lost. Of a partial
-            // block, only this page is.
+            // The store cannot read the page. If the block is whole, the caller then brings the
+            // whole block, and finds out whether the block is lost. If the block is partial, only
+            // this page is lost.
             None => Ok(false),
         }
     }
 
-    /// Puts pages of a block into place that are all zeros, or all in the store. Returns how many
-    /// of them are there now, or `None` if they cannot be read.
+    /// Puts pages of a block into place, which are all zeros or all in the store. Returns the
+    /// number of these pages that are in place now, or `None` if the store cannot read them.
     fn bring_pages(&mut self, id: u32, page: usize, pages: usize) -> Option<Result<usize, Errno>> {
         let Work { blocks, store, single, kernel, shared, .. } = self;
         let block = blocks.get(id);
@@ -211,9 +212,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.singles_there - self.partial_there >= BATCH && self.room_for_singles() < BATCH
     }
 
-    /// Whether partial blocks make room for the next block. Small mappings are used more often than
-    /// large ones. So among all victims their pages have a small part of the share that they have
-    /// of memory, and all of it once they leave little memory to whole blocks.
+    /// Whether the next victims are pages of partial blocks. The program uses small mappings more
+    /// often than large ones. So while whole blocks have much memory, the share of partial blocks
+    /// among the victims is only a small part of their share of memory. Once whole blocks have
+    /// little memory, the two shares are equal.
     pub(super) fn is_turn_of_partial(&mut self) -> bool {
         if self.is_stuck_singly() {
             return false;
@@ -298,8 +300,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.slots[slot] = Slot::Busy;
         let mut result = Ok(());
-        // An earlier owner of the room may still have writes under way there. Wait for them, so
-        // that they do not overwrite this block.
+        // Writes of the room's earlier owner may still be under way. Wait for their end, so that
+        // they do not overwrite this block.
         if self.store.settle().is_err() {
             self.fail();
         }
@@ -352,8 +354,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// These pages of the block no longer count as single pages. They are part of the whole block
-    /// by now, or the program has dropped them.
+    /// No longer counts these pages of the block as single pages. They are part of the whole block
+    /// now, or the program has dropped them.
     pub(super) fn forget_singles(&mut self, id: u32, pages: std::ops::Range<usize>) {
         let block = self.blocks.get_mut(id);
         for page in pages {
@@ -385,7 +387,8 @@ mod tests {
         let id = work.blocks.add(address(first), State::Stored);
         work.blocks.get_mut(id).room = Some(room);
         work.rooms = 1;
-        // Another object of some pages begins at page 300.
+        // Page 300 does not follow the pages before, so one page comes: another object may begin
+        // there.
         for (page, there) in [(0, 1), (1, 3), (3, 7), (7, 15), (300, 16), (301, 18)] {
             assert!(work.is_single(id, page, None));
             assert!(work.bring_single(id, page).unwrap());
@@ -443,7 +446,7 @@ mod tests {
         let there = work.singles_there;
         let room = work.blocks.get(id).room.unwrap();
         work.store.spoil(room + 5);
-        // A page fault there, and then a fork.
+        // First a thread touches the page that cannot be read, and then the program forks.
         work.fault(address(first + 5)).unwrap();
         assert_eq!((work.singles_there, work.blocks.get(id).is_partial), (there, true));
         work.bring_singles(id).unwrap();
@@ -479,7 +482,8 @@ mod tests {
         work.kernel.world.map(first, first + BLOCK_PAGES);
         work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
         let id = work.blocks.add(address(first), State::Resident);
-        // The last time the page has the content again that the store had before.
+        // In the second round the page has the same content as in the first. In between, the store
+        // got other content of that page.
         for has_single in [true, false] {
             work.kernel.world.come(first + 5, 7);
             work.policy.came(id);

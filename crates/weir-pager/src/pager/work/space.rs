@@ -12,7 +12,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 order::forget(&mut self.left_out, start..end);
             }
             Event::Remap(from, to, bytes) => {
-                // Nothing is there, unless an event is missing.
+                // The tables have no memory at the target of a move, unless the pager missed an
+                // event. If they do, drop that memory.
                 self.unmapped(to, to + bytes);
                 // The spans change first, since the pager may read and order further events below.
                 self.forget_span(from, from + bytes);
@@ -26,8 +27,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.move_singles(from, to, bytes);
                 self.cut(from, from + bytes, to);
                 self.blocks.shift(from, to, bytes);
-                // Pages that are in place have moved too. They may also make a block whole, if an
-                // earlier move had taken a part of it away.
+                // Pages in place have moved too, so make records of them. They may also make a
+                // partial block whole again, if an earlier move had taken a part of that block
+                // away.
                 self.record(to, to + bytes);
             }
         }
@@ -266,11 +268,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Reads which memory the program has left out of its forks, or included again, since the last
-    /// call. Notes no memory that the pager does not manage: the kernel does not say when that
-    /// goes, and new memory may come there.
+    /// call. Ignores memory that the pager does not manage. The kernel sends no event when such
+    /// memory is unmapped, and new memory may then get its address.
     pub(super) fn note_left_out(&mut self) {
         let [start, end] = self.shared.inherit.each_ref();
-        // A thread has written the end last.
+        // The thread that wrote the range wrote its end last. So read the end first.
         let end = end.load(Ordering::Acquire);
         let range = start.load(Ordering::Relaxed)..end;
         if range.is_empty() {
@@ -299,9 +301,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         before.is_some_and(|(_, &end)| block + BLOCK <= end)
     }
 
-    /// Looks for new memory if the size of the address space has changed since the last look, or if
-    /// that look has left memory for another one, but not soon after a long look. Then counts the
-    /// memory that is not managed.
+    /// Looks for new memory if the address space has changed its size since the last look. Also
+    /// looks if the last look left memory for a later one. Does not look again soon after a look
+    /// that took long. Then counts the memory that is not managed.
     pub(super) fn look_if_changed(&mut self) {
         self.looked = self.kernel.now();
         if self.kernel.size().mapped != self.seen && self.looked >= self.look_again {
@@ -359,8 +361,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.excluded.iter().copied().chain(spans).filter(overlaps).min()
     }
 
-    /// Registers and manages these ranges too, except those that have changed meanwhile. Returns
-    /// whether none has.
+    /// Registers these ranges and manages them from now on, except those that change meanwhile.
+    /// Returns true if no range has changed.
     pub(super) fn adopt(&mut self, ranges: &[(usize, usize)]) -> bool {
         let mut ranges = ranges.to_vec();
         ranges.retain(|&(start, end)| self.kernel.register(start, end).is_ok());
@@ -522,8 +524,8 @@ mod tests {
             .iter()
             .for_each(|&number| work.kernel.world.map(place(number), place(number) + BLOCK_PAGES));
         work.kernel.world.come(place(0), 7);
-        // Of these, the second one is unmapped, and the fourth one is no longer mapped. The event
-        // of a fifth one concerns none of them.
+        // Of the ranges 0 to 3, an event says that range 1 is unmapped, and range 3 has no mapping.
+        // The event about range 4 concerns none of these.
         work.kernel.world.events.extend([1, 4].map(unmapped));
         assert!(!work.adopt(&[0, 1, 2, 3].map(bytes)));
         assert_eq!(work.spans, BTreeMap::from([bytes(0), bytes(2)]));
@@ -647,8 +649,8 @@ mod tests {
             work.blocks.add(at, State::Empty)
         });
         let moves = [Event::Remap(old, new, BLOCK), Event::Remap(other, old, BLOCK)];
-        // The kernel sends a second event for each move: it unmaps the old place. Here both of
-        // these come after the second move.
+        // The kernel sends a second event for each move, which unmaps the old place. Here the
+        // second events of both moves come after the second move.
         let ends = [Event::Unmap(old, old + BLOCK), Event::Unmap(other, other + BLOCK)];
         work.events.extend(moves.into_iter().chain(ends));
         assert!(work.put_in_order());

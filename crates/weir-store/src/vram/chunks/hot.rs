@@ -111,8 +111,8 @@ impl Hot {
     #[inline]
     pub(super) fn places(&self) -> &[Addresses] {
         let offset = size_of::<Gate>() + size_of::<Pin>() * LANES_MAX;
-        // SAFETY: the memory holds the places after the pins. All of it is atomics, and it lives as
-        // long as `self`.
+        // SAFETY: in this memory the `Addresses` of all chunks follow the pins. All of the memory
+        // is atomics, and it lives as long as `self`.
         unsafe {
             std::slice::from_raw_parts(
                 self.memory.as_ptr().add(offset).cast::<Addresses>(),

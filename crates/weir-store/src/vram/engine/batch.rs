@@ -21,7 +21,8 @@ use weir_core::{PAGE_SIZE, PageBytes, Slot};
 /// Largest number of batches under way at once. Two would keep the engine busy; more let small ones
 /// overlap.
 const BATCHES: usize = 8;
-/// Distance, in pages, at which the next pages to hand over are prefetched.
+/// Distance, in pages, from the page that is handed over now to the page that is prefetched
+/// meanwhile.
 const AHEAD: usize = 2;
 
 /// A stream, its staging memory, and the operations that wait or are in flight.
@@ -333,8 +334,8 @@ impl BatchLane {
         self.submit();
     }
 
-    /// Hands over all operations in flight, to be done by another path: how much of them was done
-    /// is unknown. The lane takes no operation afterwards.
+    /// Hands over all operations in flight, so that another path does them again. Nobody knows
+    /// which of their copies were done. The lane takes no operation afterwards.
     pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
         self.dead = true;
         while self.finished < self.queued {

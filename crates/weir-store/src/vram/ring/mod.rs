@@ -464,8 +464,8 @@ impl RingLane {
         }
         let cell = self.cell();
         cell.adding.store(1, Ordering::Relaxed);
-        // The fence is for the compiler alone. The processor may still do the next load before this
-        // store; the `membarrier` of the controller makes up for that.
+        // This fence binds the compiler alone. The processor may still do the next load before this
+        // store. The controller's `membarrier` makes that harmless.
         compiler_fence(Ordering::SeqCst);
         if self.ring.state.load(Ordering::Acquire) == RESIDENT && cell.covered.load(Ordering::Relaxed) {
             return Admission::Yes;
@@ -559,8 +559,8 @@ impl RingLane {
         }
     }
 
-    /// Hands over all operations in flight, to be done by another path: how much of them was done
-    /// is unknown. The lane takes no operation afterwards.
+    /// Hands over all operations in flight, so that another path does them again. Nobody knows
+    /// which of their copies were done. The lane takes no operation afterwards.
     pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
         self.dead = true;
         while self.finished != self.queued {

@@ -169,7 +169,7 @@ impl World {
         if self.finished < self.queued && self.is_done(self.finished, rules) {
             step(&|world| world.finished += 1);
         }
-        // The controller's steps.
+        // The steps of the controller, which puts the kernel on the card and takes it off again.
         match self.controller {
             Controller::Absent => step(&|world| {
                 world.stop = false;

@@ -15,11 +15,11 @@ const UNPINNED: [(&str, i64); 4] =
 /// The result of a look at QEMU.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It has not made the guest's memory yet, or the pager has not seen that yet.
+    /// QEMU has not made the guest's memory yet, or the pager has not noticed that memory yet.
     NotYet,
     /// The pager manages the guest's memory.
     Bounded,
-    /// Some of it cannot be bounded, for this reason.
+    /// A part of the guest's memory cannot be bounded, for this reason.
     Refused(String),
 }
 

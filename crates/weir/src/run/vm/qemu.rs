@@ -11,11 +11,11 @@ const DEFAULT: u64 = 128 << 20;
 pub struct Guest {
     /// Memory that the guest has at its start.
     pub at_start: u64,
-    /// Memory that it has once all is plugged in that may be.
+    /// The guest's memory once all memory is plugged in that the command line allows.
     pub most: u64,
 }
 
-/// An option, and the reason why such a guest cannot be bounded.
+/// An option of QEMU, and the reason why a guest with that option cannot be bounded.
 pub type Refusal = (String, &'static str);
 
 /// Whether a program of this name is QEMU, emulating a whole machine.
@@ -62,8 +62,8 @@ const OTHER_PROCESS: &str =
 const ENCRYPTED: &str = "the memory of an encrypted guest is pinned";
 const AT_ONCE: &str = "it takes all of the guest's memory at once; leave it out";
 
-/// The reason why a guest with this option cannot be bounded. `of` returns a part of the option's
-/// value. The part without a key has the key "".
+/// The reason why a guest with this option cannot be bounded. `of` returns the part of the option's
+/// value that has a given key. A part without a key has the key "".
 fn refusal<'a>(name: &str, of: impl Fn(&str) -> Option<&'a str>) -> Option<&'static str> {
     let is_on = |key: &str| of(key).is_some_and(|value| !["off", "no", "n", "false"].contains(&value));
     let kind = of("").or_else(|| of("qom-type")).or_else(|| of("driver")).or_else(|| of("type"));
@@ -135,7 +135,7 @@ mod tests {
         assert_eq!(of("--m 1.5G -smp 2"), (1536, 1536));
         assert_eq!(of("-m size=1g,slots=2,maxmem=8G"), (1024, 8192));
         assert_eq!(of("-m 2G -m maxmem=4294967296,slots=1"), (2048, 4096));
-        // QEMU refuses it.
+        // QEMU refuses this value.
         assert_eq!(of("-m much"), (128, 128));
     }
 

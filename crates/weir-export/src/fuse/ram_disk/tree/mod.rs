@@ -37,7 +37,7 @@ const HOLE: u32 = u32::MAX;
 pub(super) type Freed = Vec<PageNo>;
 pub(super) type Result<T> = std::result::Result<T, Errno>;
 
-/// A time, as what has passed since 1970.
+/// A time, as the duration since the beginning of 1970.
 pub(super) type Time = Duration;
 
 #[derive(Debug)]
