@@ -66,8 +66,8 @@ pub(crate) struct Held {
     /// Whether the frame has the page's content.
     pub is_valid: bool,
     pub is_dirty: bool,
-    /// Whether the page only goes between the client and the home. If so, no lane may write the
-    /// page's content into the frame.
+    /// Whether the client's request goes to the home, and the frame only serves as the page's lock.
+    /// If so, no lane may write the page's content into the frame.
     pub passes: bool,
 }
 

@@ -1,6 +1,6 @@
 //! Measures how long an item waits from its scheduling to its run. Items come alone, while the
 //! worker is asleep, and in bursts, as a driver's interrupts come. The last items of a burst wait
-//! longest. Their wait is what pull request 1050 calls "frame pacing".
+//! longest. Pull request 1050 of NVIDIA's open-gpu-kernel-modules calls their wait "frame pacing".
 
 use std::thread;
 use std::time::Duration;

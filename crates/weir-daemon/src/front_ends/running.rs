@@ -194,7 +194,7 @@ impl FrontEnds {
     /// Ends the front end that a pool's volume has for itself.
     ///
     /// # Errors
-    /// Fails when a program uses it. Then it serves on.
+    /// Fails when a program uses the front end. Then the front end goes on serving.
     pub fn withdraw(&self, name: &str) -> Result<(), Error> {
         let user = self.list().all.iter().filter(|it| it.is_of(name)).find_map(|it| it.front_end.in_use());
         let withdraw = |it: &mut Served| it.is_of(name).then(|| it.front_end.withdraw()).flatten();

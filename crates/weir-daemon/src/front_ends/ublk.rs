@@ -160,7 +160,7 @@ pub fn exports_of_ublk(server: &Server) -> Vec<Export> {
 pub struct Ublk {
     server: Server,
     log: Log,
-    /// The keeper, and its name for the page with the device's number.
+    /// The keeper, and the name under which it holds the page that has the number of the device.
     kept: Option<(Link, String)>,
 }
 
