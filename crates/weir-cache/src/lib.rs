@@ -215,7 +215,7 @@ impl Cache {
         let directory = Directory::new(store.slots() - shape.slack()).map_err(CacheError::Memory)?;
         shape.pages = directory.frames();
         let frames = Volume::create(shape, vec![store])?;
-        let size = frames.chunks(0).map(|chunk| status::bytes_of(&chunk)).sum();
+        let size = frames.chunks(0).map(|chunk| chunk.bytes()).sum();
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| CacheError::Memory(errno.into()))?;
         Ok(Arc::new(Cache {

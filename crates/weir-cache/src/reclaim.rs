@@ -13,7 +13,6 @@
 //! [`Reclaimer::step`] does a bounded piece of work and says what it needs next.
 
 use crate::directory::{Closing, Frame, Outcome};
-use crate::status::bytes_of;
 use crate::{Cache, CacheError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -173,25 +172,25 @@ impl Reclaimer {
     pub fn resize(&mut self, bytes: u64) -> u64 {
         let (mut held, mut away) =
             (self.cache.chunks(ChunkState::Held), self.cache.chunks(ChunkState::GivenBack));
-        let sum = |chunks: &[ChunkStatus]| chunks.iter().map(bytes_of).sum::<u64>();
+        let sum = |chunks: &[ChunkStatus]| chunks.iter().map(ChunkStatus::bytes).sum::<u64>();
         let (there, size) = (sum(&held), self.cache.size.load(Ordering::Relaxed));
-        let unit = held.iter().chain(&away).map(bytes_of).max().unwrap_or(1);
+        let unit = held.iter().chain(&away).map(ChunkStatus::bytes).max().unwrap_or(1);
         let new = bytes.div_ceil(unit).saturating_mul(unit).min(there + sum(&away));
         let mut left = there;
         let moved = if new > size {
             // The last chunk of a store may be smaller. It is chosen only if no other chunk fits.
             away.sort_by_key(|chunk| std::cmp::Reverse(chunk.slots));
             away.retain(|chunk| {
-                let fits = left + bytes_of(chunk) <= there + (new - size);
-                left += if fits { bytes_of(chunk) } else { 0 };
+                let fits = left + chunk.bytes() <= there + (new - size);
+                left += if fits { chunk.bytes() } else { 0 };
                 fits
             });
             self.take(away);
             left - there
         } else {
             held.retain(|chunk| {
-                let fits = left >= new + bytes_of(chunk);
-                left -= if fits { bytes_of(chunk) } else { 0 };
+                let fits = left >= new + chunk.bytes();
+                left -= if fits { chunk.bytes() } else { 0 };
                 fits
             });
             match held.is_empty() {
@@ -207,11 +206,11 @@ impl Reclaimer {
     /// Chooses chunks to take from `chunks`, all of which were given back. Together with the held
     /// chunks, they do not exceed the cache's size.
     pub fn fitting(&self, mut chunks: Vec<ChunkStatus>) -> Vec<ChunkStatus> {
-        let held = self.cache.chunks(ChunkState::Held).iter().map(bytes_of).sum::<u64>();
+        let held = self.cache.chunks(ChunkState::Held).iter().map(ChunkStatus::bytes).sum::<u64>();
         let mut room = self.cache.size.load(Ordering::Relaxed).saturating_sub(held);
         chunks.retain(|chunk| {
-            let fits = bytes_of(chunk) <= room;
-            room -= if fits { bytes_of(chunk) } else { 0 };
+            let fits = chunk.bytes() <= room;
+            room -= if fits { chunk.bytes() } else { 0 };
             fits
         });
         chunks
@@ -219,7 +218,7 @@ impl Reclaimer {
 
     /// Notes the cache's size at the end of a resize.
     fn end_resize(&self, new: u64, is_done: bool) {
-        let held = self.cache.chunks(ChunkState::Held).iter().map(bytes_of).sum::<u64>();
+        let held = self.cache.chunks(ChunkState::Held).iter().map(ChunkStatus::bytes).sum::<u64>();
         let before = self.cache.size.load(Ordering::Relaxed);
         let size = match (is_done, new < before) {
             (true, _) => new,
@@ -304,7 +303,7 @@ impl Reclaimer {
                 }
                 let chunk = job.wanted.remove(0);
                 self.mover.take(0, chunk.chunk).map_err(|error| failed(chunk.chunk, error))?;
-                self.done.bytes += bytes_of(&chunk);
+                self.done.bytes += chunk.bytes();
                 Ok(Reclaim::More)
             }
             Phase::Open { at, limit, outcome } => {
@@ -411,7 +410,7 @@ impl Reclaimer {
         let chunk = job.closed.remove(0);
         match result {
             Ok(moved) => {
-                self.done.bytes += bytes_of(&chunk);
+                self.done.bytes += chunk.bytes();
                 self.done.pages += u64::from(moved.pages);
                 job.since = Some(now);
                 if job.stops && !(job.closed.is_empty() && job.wanted.is_empty()) {

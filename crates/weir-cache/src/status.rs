@@ -2,7 +2,6 @@
 
 use crate::{Cache, Mode};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use weir_core::PAGE_SIZE;
 use weir_core::metrics::Counter;
 use weir_volume::{ChunkState, ChunkStatus};
 
@@ -96,9 +95,9 @@ impl Cache {
             self.seats.iter().map(|seat| count(&seat.counters).get()).sum::<u64>()
         };
         let write_back = &self.write_back;
-        let bytes = |state| self.chunks(state).iter().map(bytes_of).sum::<u64>();
+        let bytes = |state| self.chunks(state).iter().map(ChunkStatus::bytes).sum::<u64>();
         let (away, size) = (bytes(ChunkState::GivenBack), self.size.load(Relaxed));
-        let store_bytes = self.frames.chunks(0).map(|chunk| bytes_of(&chunk)).sum::<u64>();
+        let store_bytes = self.frames.chunks(0).map(|chunk| chunk.bytes()).sum::<u64>();
         CacheStatus {
             mode: self.mode(),
             pages: self.pages(),
@@ -123,9 +122,4 @@ impl Cache {
             flushes_failed: write_back.flushes_failed.load(Relaxed),
         }
     }
-}
-
-/// Bytes of a chunk.
-pub(crate) fn bytes_of(chunk: &ChunkStatus) -> u64 {
-    u64::from(chunk.slots) * PAGE_SIZE as u64
 }

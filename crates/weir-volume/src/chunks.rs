@@ -5,6 +5,7 @@ use crate::records::EXTENT_SLOTS;
 use crate::{Pool, Tier};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
+use weir_core::PAGE_SIZE;
 use weir_store::{Fault, Reclaim, Store};
 
 /// The state of a chunk.
@@ -46,6 +47,13 @@ pub struct ChunkStatus {
     pub used: u32,
     /// The reason why the chunk's memory was given back, if it was.
     pub note: Note,
+}
+
+impl ChunkStatus {
+    /// Bytes of the chunk's memory.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.slots) * PAGE_SIZE as u64
+    }
 }
 
 /// The reason why a chunk's memory was given back. The default: a client asked for the memory. See

@@ -534,6 +534,52 @@ fn varied(page: u64, round: u64) -> Vec<u8> {
     (0..PAGE as u64 / 8).flat_map(|at| (page << 24 | round << 16 | at).to_le_bytes()).collect()
 }
 
+/// Ends the load when it is dropped, so that a test that fails ends too.
+struct EndsLoad<'a>(&'a AtomicBool);
+
+impl Drop for EndsLoad<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Runs `meanwhile` while `clients` threads write and read, each by a disk of its own. `meanwhile`
+/// is given a function that waits for `more` writes. Returns what [`load`] did in each thread.
+fn under_load<D: Disk>(
+    scene: &Scene,
+    (clients, more): (u64, u64),
+    disk: impl Fn() -> D + Sync,
+    meanwhile: impl FnOnce(&dyn Fn()),
+) -> Vec<(u64, Vec<u64>)> {
+    let ends = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (end, ends, disk) = (EndsLoad(&ends), &ends, &disk);
+        let threads: Vec<_> =
+            (0..clients).map(|thread| scope.spawn(move || load(disk(), ends, thread))).collect();
+        let written = || scene.number("write_hits") + scene.number("write_misses");
+        meanwhile(&|| {
+            let before = written();
+            eventually(|| written() > before + more);
+        });
+        drop(end);
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Checks that the home of a detached cache has what each thread of a load wrote last. Returns the
+/// home's bytes.
+fn home_after(scene: &Scene, written: &[(u64, Vec<u64>)]) -> Vec<u8> {
+    let bytes = fs::read(scene.home()).unwrap();
+    for (thread, (operations, rounds)) in written.iter().enumerate() {
+        assert!(*operations > 300, "{operations}");
+        for (page, round) in (0..).zip(rounds).skip(thread).step_by(4).filter(|(_, round)| **round > 0) {
+            let at_home = &bytes[page as usize * PAGE..(page as usize + 1) * PAGE];
+            assert!(at_home == varied(page, *round), "page {page} of round {round}");
+        }
+    }
+    bytes
+}
+
 #[test]
 fn a_cache_under_load_gives_all_its_memory_back_goes_on_without_it_and_takes_it_again() {
     const STORE: u64 = 64 << 20;
@@ -554,50 +600,42 @@ fn a_cache_under_load_gives_all_its_memory_back_goes_on_without_it_and_takes_it_
     let daemon = scene.cache.as_ref().unwrap();
     let held = shared_bytes(daemon);
     assert!(held >= STORE, "{held}");
-    let ends = AtomicBool::new(false);
-    thread::scope(|scope| {
-        let (file, ends) = (scene.file(), &ends);
-        let threads: Vec<_> = (0..4)
-            .map(|thread| {
-                let file = file.clone();
-                scope.spawn(move || load(open(&file), ends, thread).0)
-            })
-            .collect();
-        let written = || scene.number("write_hits") + scene.number("write_misses");
-        let goes_on = || {
-            let before = written();
-            eventually(|| written() > before + 500);
-        };
-        for round in 0..3 {
-            eventually(|| scene.number("dirty_bytes") > 1 << 20);
-            let all = if round == 1 { "--sleep" } else { "all" };
-            assert!(said(&["give-back", all]).starts_with("gave back 64MiB in "));
-            assert_eq!((scene.number("open_bytes"), scene.number("given_back_bytes")), (0, STORE));
-            let left = shared_bytes(daemon);
-            assert!(left <= held - STORE, "{left} of {held} are still in memory");
-            let status = String::from_utf8(scene.ask(&["status"]).stdout).unwrap();
-            assert!(status.contains("memory    64MiB of the store given back; weir take"), "{status}");
-            goes_on();
-            assert_eq!(scene.number("dirty_bytes"), 0, "writes go home");
-            assert!(said(&["give-back", "all"]).starts_with("gave back 0B in "), "there is no more");
-            let more = memory(&["give-back", "4MiB"]);
-            let words = "cannot give back 4MiB: only 0B is held; ask for that, or for all";
-            assert!(String::from_utf8_lossy(&more.stderr).contains(words), "{more:?}");
-            // All of the memory was given back meanwhile, and not for the sleep alone.
-            let woken = said(&["take", "--sleep"]);
-            assert_eq!(woken, "nothing is given back for a sleep, so there is nothing to take\n");
-            let hits = scene.number("read_hits");
-            assert!(said(&["take", "all"]).starts_with("took 64MiB in "));
-            assert_eq!(scene.number("open_bytes"), scene.number("cache_bytes"));
-            eventually(|| scene.number("read_hits") > hits + 500);
-            assert!(shared_bytes(daemon) >= STORE);
-        }
-        assert!(said(&["give-back", "--sleep"]).starts_with("gave back 64MiB in "));
-        assert!(said(&["take", "--sleep"]).starts_with("took 64MiB in "));
-        ends.store(true, Ordering::Relaxed);
-        let operations: u64 = threads.into_iter().map(|thread| thread.join().unwrap()).sum();
-        assert!(operations > 1000, "{operations}");
-    });
+    let file = scene.file();
+    let written = under_load(
+        &scene,
+        (4, 500),
+        || open(&file),
+        |goes_on| {
+            for round in 0..3 {
+                eventually(|| scene.number("dirty_bytes") > 1 << 20);
+                let all = if round == 1 { "--sleep" } else { "all" };
+                assert!(said(&["give-back", all]).starts_with("gave back 64MiB in "));
+                assert_eq!((scene.number("open_bytes"), scene.number("given_back_bytes")), (0, STORE));
+                let left = shared_bytes(daemon);
+                assert!(left <= held - STORE, "{left} of {held} are still in memory");
+                let status = String::from_utf8(scene.ask(&["status"]).stdout).unwrap();
+                assert!(status.contains("memory    64MiB of the store given back; weir take"), "{status}");
+                goes_on();
+                assert_eq!(scene.number("dirty_bytes"), 0, "writes go home");
+                assert!(said(&["give-back", "all"]).starts_with("gave back 0B in "), "there is no more");
+                let more = memory(&["give-back", "4MiB"]);
+                let words = "cannot give back 4MiB: only 0B is held; ask for that, or for all";
+                assert!(String::from_utf8_lossy(&more.stderr).contains(words), "{more:?}");
+                // All of the memory was given back meanwhile, and not for the sleep alone.
+                let woken = said(&["take", "--sleep"]);
+                assert_eq!(woken, "nothing is given back for a sleep, so there is nothing to take\n");
+                let hits = scene.number("read_hits");
+                assert!(said(&["take", "all"]).starts_with("took 64MiB in "));
+                assert_eq!(scene.number("open_bytes"), scene.number("cache_bytes"));
+                eventually(|| scene.number("read_hits") > hits + 500);
+                assert!(shared_bytes(daemon) >= STORE);
+            }
+            assert!(said(&["give-back", "--sleep"]).starts_with("gave back 64MiB in "));
+            assert!(said(&["take", "--sleep"]).starts_with("took 64MiB in "));
+        },
+    );
+    let operations: u64 = written.iter().map(|(operations, _)| operations).sum();
+    assert!(operations > 1000, "{operations}");
     scene.done(&["detach"]);
     scene.ended();
 }
@@ -645,15 +683,6 @@ fn a_flush_by_nbd_takes_every_client_s_writes_home_and_a_connected_client_keeps_
     assert!(!scene.socket().exists());
 }
 
-/// Ends the load when it is dropped, so that a test that fails ends too.
-struct EndsLoad<'a>(&'a AtomicBool);
-
-impl Drop for EndsLoad<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// A client that goes in the middle of a write: half of the page has been sent.
 fn hang_up_within_a_write(scene: &Scene, page: u64, bytes: &[u8]) {
     use std::io::Write as _;
@@ -685,46 +714,34 @@ fn a_cache_by_nbd_under_load_changes_its_mode_gives_its_memory_back_and_loses_cl
         let output = command.args(arguments).arg("--control").arg(scene.control()).output().unwrap();
         assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     };
-    let ends = AtomicBool::new(false);
     // The last of each four pages is for clients that go within a write.
     let torn = |at: u64| at % 100 * 4 + 3;
-    let written = thread::scope(|scope| {
-        let (end, ends, scene) = (EndsLoad(&ends), &ends, &scene);
-        let threads: Vec<_> =
-            (0..3).map(|thread| scope.spawn(move || load(scene.client(), ends, thread))).collect();
-        let goes_on = || {
-            let written = || scene.number("write_hits") + scene.number("write_misses");
-            let before = written();
-            eventually(|| written() > before + 300);
-        };
-        let mut times = 0;
-        for mode in ["write-through", "write-around", "write-back", "write-through", "write-back"] {
-            memory(&["give-back", "all"]);
-            goes_on();
-            scene.done(&["mode", mode]);
-            for _ in 0..20 {
-                let page = torn(times);
-                let mut client = scene.client();
-                client.write_page(page, &stamp(page, 1));
-                client.disconnect().unwrap();
-                hang_up_within_a_write(scene, page, &stamp(page, 2));
-                times += 1;
+    let written = under_load(
+        &scene,
+        (3, 300),
+        || scene.client(),
+        |goes_on| {
+            let mut times = 0;
+            for mode in ["write-through", "write-around", "write-back", "write-through", "write-back"] {
+                memory(&["give-back", "all"]);
+                goes_on();
+                scene.done(&["mode", mode]);
+                for _ in 0..20 {
+                    let page = torn(times);
+                    let mut client = scene.client();
+                    client.write_page(page, &stamp(page, 1));
+                    client.disconnect().unwrap();
+                    hang_up_within_a_write(&scene, page, &stamp(page, 2));
+                    times += 1;
+                }
+                memory(&["take", "all"]);
+                goes_on();
             }
-            memory(&["take", "all"]);
-            goes_on();
-        }
-        drop(end);
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
-    });
+        },
+    );
     scene.detach_after_clients();
-    let bytes = fs::read(scene.home()).unwrap();
+    let bytes = home_after(&scene, &written);
     let at_home = |page: u64| &bytes[page as usize * PAGE..(page as usize + 1) * PAGE];
-    for (thread, (operations, rounds)) in written.iter().enumerate() {
-        assert!(*operations > 300, "{operations}");
-        for (page, round) in (0..).zip(rounds).skip(thread).step_by(4).filter(|(_, round)| **round > 0) {
-            assert!(at_home(page) == varied(page, *round), "page {page} of round {round}");
-        }
-    }
     // Half a page was never written, whatever the mode was.
     for at in 0..100 {
         assert!(at_home(torn(at)) == stamp(torn(at), 1), "page {}", torn(at));
@@ -773,60 +790,47 @@ fn a_cache_under_load_is_resized_and_keeps_its_size_and_an_interrupted_resize_lo
         String::from_utf8(output.stdout).unwrap()
     };
     let held = || scene.number("size_bytes") - scene.number("given_back_bytes");
-    let ends = AtomicBool::new(false);
-    let written = thread::scope(|scope| {
-        let (ends, scene) = (&ends, &scene);
-        let threads: Vec<_> =
-            (0..3).map(|thread| scope.spawn(move || load(scene.client(), ends, thread))).collect();
-        let goes_on = || {
-            let written = || scene.number("write_hits") + scene.number("write_misses");
-            let before = written();
-            eventually(|| written() > before + 300);
-        };
-        for (size, chunks) in [("20MiB", 3), ("20MiB", 3), ("0B", 0), ("33MiB", 5), ("all", 8)] {
-            goes_on();
-            let words = format!("the cache uses {}MiB of its store's 64MiB now", chunks * 8);
-            let words = words.replace(" 0MiB", " 0B");
-            assert!(said(&["resize", size]).starts_with(&words), "{size}");
-            assert_eq!((scene.number("size_bytes"), held()), (chunks * CHUNK, chunks * CHUNK));
-            // A take brings no more than that.
-            let mut take = Command::new(env!("CARGO_BIN_EXE_weir"));
-            assert!(
-                take.args(["take", "all", "--control"])
-                    .arg(scene.control())
-                    .output()
-                    .unwrap()
-                    .status
-                    .success()
-            );
-            assert_eq!(held(), chunks * CHUNK);
-            let line = format!("size      {} of the store's 64MiB", weir_core::ByteSize(chunks * CHUNK));
-            assert_eq!(scene.shown().contains(&line), chunks < 8);
-        }
-        for at in 0..10 {
-            let mut resize = scene.command(&["resize", if at % 2 == 0 { "0B" } else { "all" }]);
-            let mut resize = resize.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-            thread::sleep(Duration::from_millis(at * 10));
-            let pid = rustix::process::Pid::from_child(&resize);
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
-            resize.wait().unwrap();
-            // The next resize waits until the daemon has ended the one before.
-            said(&["resize", "all"]);
-            assert_eq!(held(), 8 * CHUNK);
-            goes_on();
-        }
-        ends.store(true, Ordering::Relaxed);
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
-    });
+    let written = under_load(
+        &scene,
+        (3, 300),
+        || scene.client(),
+        |goes_on| {
+            for (size, chunks) in [("20MiB", 3), ("20MiB", 3), ("0B", 0), ("33MiB", 5), ("all", 8)] {
+                goes_on();
+                let words = format!("the cache uses {}MiB of its store's 64MiB now", chunks * 8);
+                let words = words.replace(" 0MiB", " 0B");
+                assert!(said(&["resize", size]).starts_with(&words), "{size}");
+                assert_eq!((scene.number("size_bytes"), held()), (chunks * CHUNK, chunks * CHUNK));
+                // A take brings no more than that.
+                let mut take = Command::new(env!("CARGO_BIN_EXE_weir"));
+                assert!(
+                    take.args(["take", "all", "--control"])
+                        .arg(scene.control())
+                        .output()
+                        .unwrap()
+                        .status
+                        .success()
+                );
+                assert_eq!(held(), chunks * CHUNK);
+                let line = format!("size      {} of the store's 64MiB", weir_core::ByteSize(chunks * CHUNK));
+                assert_eq!(scene.shown().contains(&line), chunks < 8);
+            }
+            for at in 0..10 {
+                let mut resize = scene.command(&["resize", if at % 2 == 0 { "0B" } else { "all" }]);
+                let mut resize = resize.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+                thread::sleep(Duration::from_millis(at * 10));
+                let pid = rustix::process::Pid::from_child(&resize);
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+                resize.wait().unwrap();
+                // The next resize waits until the daemon has ended the one before.
+                said(&["resize", "all"]);
+                assert_eq!(held(), 8 * CHUNK);
+                goes_on();
+            }
+        },
+    );
     scene.detach_after_clients();
-    let bytes = fs::read(scene.home()).unwrap();
-    for (thread, (operations, rounds)) in written.iter().enumerate() {
-        assert!(*operations > 300, "{operations}");
-        for (page, round) in (0..).zip(rounds).skip(thread).step_by(4).filter(|(_, round)| **round > 0) {
-            let at_home = &bytes[page as usize * PAGE..(page as usize + 1) * PAGE];
-            assert!(at_home == varied(page, *round), "page {page} of round {round}");
-        }
-    }
+    home_after(&scene, &written);
 }
 
 #[test]

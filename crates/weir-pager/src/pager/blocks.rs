@@ -85,6 +85,13 @@ impl Block {
         self.ending.as_ref().is_some_and(|ending| ending[page / 64] >> (page % 64) & 1 != 0)
     }
 
+    /// Notes that the dropped content of the page is gone.
+    pub fn clear_ending(&mut self, page: usize) {
+        if let Some(ending) = &mut self.ending {
+            ending[page / 64] &= !(1 << (page % 64));
+        }
+    }
+
     /// Whether a partial block has no page in place, none in the store, and none in `ending`.
     pub fn is_nothing(&self) -> bool {
         let is_none = |pages: &[u64; BLOCK_PAGES / 64]| pages.iter().all(|pages| *pages == 0);

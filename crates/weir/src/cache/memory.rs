@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_cache::{Cache, CacheError, Reclaim, ReclaimError, Reclaimer};
 use weir_cli::failure::chain;
-use weir_core::{ByteSize, PAGE_SIZE};
+use weir_core::ByteSize;
 use weir_daemon::control::{Moved, Progress};
 use weir_volume::{ChunkState, ChunkStatus};
 
@@ -235,20 +235,21 @@ fn upto(mut chunks: Vec<ChunkStatus>, bytes: u64) -> Vec<ChunkStatus> {
     let mut sum = 0;
     chunks.retain(|chunk| {
         let is_wanted = sum < bytes;
-        sum += bytes_of(std::slice::from_ref(chunk));
+        sum += chunk.bytes();
         is_wanted
     });
     chunks
 }
 
 fn bytes_of(chunks: &[ChunkStatus]) -> u64 {
-    chunks.iter().map(|chunk| u64::from(chunk.slots) * PAGE_SIZE as u64).sum()
+    chunks.iter().map(ChunkStatus::bytes).sum()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use weir_cache::Config;
+    use weir_core::PAGE_SIZE;
     use weir_store::{Host, Lane, OpenError, State, Store};
 
     /// A store that cannot give memory back.

@@ -359,9 +359,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             State::Resident => {
                 let block = self.blocks.get_mut(id);
                 let page = (address - block.at) / PAGE_SIZE;
-                if let Some(ending) = &mut block.ending {
-                    ending[page / 64] &= !(1 << (page % 64));
-                }
+                block.clear_ending(page);
                 return self.zero(address);
             }
             State::Lost => {

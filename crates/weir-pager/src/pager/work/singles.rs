@@ -147,9 +147,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 continue;
             }
             block.there[page / 64] |= 1 << (page % 64);
-            if let Some(ending) = &mut block.ending {
-                ending[page / 64] &= !(1 << (page % 64));
-            }
+            block.clear_ending(page);
             self.singles_there += 1;
             self.partial_there += usize::from(block.is_partial);
             self.singles.push_back((id, page as u32));
@@ -306,12 +304,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.fail();
         }
         for (at, &(id, page)) in gone.iter().enumerate() {
-            let bytes = self.kernel.pages(self.staging + slot * BLOCK + at * PAGE_SIZE, 1);
+            let from = self.slot(slot) + at * PAGE_SIZE;
+            let bytes = self.kernel.pages(from, 1);
             let is_zero = uniform_value(&bytes[0]) == Some(0);
             if !is_zero {
                 self.begin_hashes(id);
             }
-            let bytes = self.kernel.pages(self.staging + slot * BLOCK + at * PAGE_SIZE, 1);
+            let bytes = self.kernel.pages(from, 1);
             let block = self.blocks.get_mut(id);
             let room = block.room.expect("what is in the store has room there");
             block.set_zero(page, is_zero);
@@ -371,7 +370,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{Entry, address, work_at_rest};
+    use crate::pager::simulator::{Entry, Machine, Simulated, address, work_at_rest};
 
     #[test]
     fn page_faults_in_a_row_bring_twice_as_many_pages_each_and_then_the_whole_block() {
@@ -432,8 +431,9 @@ mod tests {
         assert_eq!(work.singles_there, 0);
     }
 
-    #[test]
-    fn a_page_of_a_partial_block_that_cannot_be_read_takes_no_other_page_along() {
+    /// A pager with a partial block of eight pages, all of which are in the store alone. The words
+    /// of the pages are 1 to 8. Returns the block's first page too, and its number.
+    fn eight_pages_out() -> (Work<Machine, Simulated>, usize, u32) {
         let (mut work, first) = work_at_rest();
         work.kernel.world.map(first, first + 8);
         work.kernel.register(address(first), address(first + 8)).unwrap();
@@ -442,6 +442,12 @@ mod tests {
         (0..8).for_each(|page| work.kernel.world.come(first + page, page as u64 + 1));
         work.came_singly(id, 0..8);
         assert!(work.write_singles());
+        (work, first, id)
+    }
+
+    #[test]
+    fn a_page_of_a_partial_block_that_cannot_be_read_takes_no_other_page_along() {
+        let (mut work, first, id) = eight_pages_out();
         assert!(work.bring_single(id, 0).unwrap());
         let there = work.singles_there;
         let room = work.blocks.get(id).room.unwrap();
@@ -460,14 +466,7 @@ mod tests {
 
     #[test]
     fn a_fork_gets_each_page_of_a_partial_block_that_can_be_read() {
-        let (mut work, first) = work_at_rest();
-        work.kernel.world.map(first, first + 8);
-        work.kernel.register(address(first), address(first + 8)).unwrap();
-        work.add_span(address(first), address(first + 8));
-        let id = work.blocks.add_partial(address(first));
-        (0..8).for_each(|page| work.kernel.world.come(first + page, page as u64 + 1));
-        work.came_singly(id, 0..8);
-        assert!(work.write_singles());
+        let (mut work, first, id) = eight_pages_out();
         let room = work.blocks.get(id).room.unwrap();
         work.store.spoil(room + 2);
         work.bring_singles(id).unwrap();

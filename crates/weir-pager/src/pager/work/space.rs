@@ -97,9 +97,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let pages = (start.max(at) - at) / PAGE_SIZE..(end.min(at + BLOCK) - at) / PAGE_SIZE;
         for page in pages.clone() {
             block.set_zero(page, true);
-            if let Some(ending) = &mut block.ending {
-                ending[page / 64] &= !(1 << (page % 64));
-            }
+            block.clear_ending(page);
         }
         self.forget_singles(id, pages);
         self.tidy(id);
