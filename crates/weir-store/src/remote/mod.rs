@@ -294,7 +294,11 @@ impl Store for RemoteStore {
                 if turn > 0 {
                     std::thread::sleep(CLEAN_UP_PAUSE);
                 }
-                self.core.follow();
+                // The map of a node may lag behind. So each second turn goes by the answers of the
+                // turn before, in which nodes have named the owners of what has moved.
+                if turn % 2 == 0 {
+                    self.core.follow();
+                }
                 unclean = self.nodes.iter().filter(|node| !node.clean_up(&self.core)).collect();
                 if unclean.iter().all(|node| node.state() != State::Online) {
                     break;

@@ -99,6 +99,22 @@ impl Core {
         }
     }
 
+    /// Reads the rest of an answer by which `node` of a cluster names another one: a hash slot and
+    /// the number of its node. `None` for any other text, and outside of clusters.
+    fn referred(&self, details: &str, node: &Node) -> Option<(usize, usize)> {
+        let cluster = self.cluster.as_ref()?;
+        self.counts.redirected.fetch_add(1, Ordering::Relaxed);
+        let (hash, address) = redirection(details, node.name().unwrap_or_default())?;
+        Some((hash, cluster.find(&address)?))
+    }
+
+    /// Notes that `node` no longer has a hash slot, as the rest of its answer `MOVED` says.
+    fn moved(&self, details: &str, node: &Node) {
+        if let Some((hash, owner)) = self.referred(details, node) {
+            self.placement.moved(hash, owner);
+        }
+    }
+
     /// Whether a write of the slot may have reached a node.
     fn is_written(&self, slot: Slot) -> bool {
         self.ledger.get(slot).stamp() != 0
@@ -255,7 +271,7 @@ impl Node {
         if slots.peek().is_none() {
             return true;
         }
-        let begun = Instant::now();
+        let (begun, mut has_moved) = (Instant::now(), false);
         let mut connection = self.connect();
         if let Err(error) = &connection {
             self.is_away(WRITES, &error.to_string());
@@ -272,15 +288,20 @@ impl Node {
                 unlink.arg(core.key(slot));
             }
             let done: RedisResult<i64> = unlink.query(connection);
-            if done.is_err() {
-                // The values of this command are left, even if no other slot follows.
-                return false;
+            // The values of a command that fails are left, even if no other slot follows.
+            match done {
+                Err(error) if error.code() == Some("MOVED") => {
+                    core.moved(error.detail().unwrap_or_default(), self);
+                    has_moved = true;
+                }
+                Err(_) => return false,
+                Ok(_) => {}
             }
             if begun.elapsed() > CLEAN_UP_LIMIT {
                 break;
             }
         }
-        slots.peek().is_none()
+        slots.peek().is_none() && !has_moved
     }
 
     /// Notes that the store has ended, and that values of it are left on this node.
@@ -614,13 +635,11 @@ impl Worker {
             // job waits.
             Meaning::Away(why) => return Err(io::Error::other(why).into()),
             Meaning::Moved(details) => {
-                if let Some((hash, node)) = self.referred(&details) {
-                    core.placement.moved(hash, node);
-                }
+                core.moved(&details, &self.node);
                 Err(Fault::Timeout)
             }
             Meaning::Ask(details) => {
-                let ask = self.referred(&details).map(|(_, node)| node);
+                let ask = core.referred(&details, &self.node).map(|(_, node)| node);
                 job.lane.redirect(job.operation, job.attempt, ask);
                 return Ok(());
             }
@@ -661,15 +680,6 @@ impl Worker {
         };
         job.lane.answer(job.operation, job.attempt, result, read.map(|stamp| (&*page, stamp)));
         Ok(())
-    }
-
-    /// Reads the rest of an answer by which a node of a cluster names another one: a hash slot and
-    /// the number of its node. `None` for any other text, and outside of clusters.
-    fn referred(&self, details: &str) -> Option<(usize, usize)> {
-        let cluster = self.core.cluster.as_ref()?;
-        self.core.counts.redirected.fetch_add(1, Ordering::Relaxed);
-        let (hash, address) = redirection(details, self.node.name().unwrap_or_default())?;
-        Some((hash, cluster.find(&address)?))
     }
 
     /// Notes that this node's copy of a slot is missing or wrong. If there is another copy, this
