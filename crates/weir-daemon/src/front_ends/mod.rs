@@ -396,6 +396,7 @@ impl Share {
             // Only the kernel may write to a device that carries swap, since only it knows the
             // content.
             read_only: options.swap,
+            serves_pagers: options.programs.is_some(),
             ..defaults
         };
         let its = Arc::clone(volumes);

@@ -26,7 +26,7 @@ use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_request::Requests;
 use weir_share::wire::{HELLO_BYTES, Hello, NAME_BYTES_MAX, RUN_MAX, VERSION, WINDOWS_MAX, Welcome};
-use weir_share::{Layout, Offers, short_turns};
+use weir_share::{Layout, Offers, first_turns, short_turns};
 use weir_store::OpenError;
 use weir_volume::{Lane, Pool, Volume};
 
@@ -79,6 +79,9 @@ pub struct Config {
     pub in_place: u32,
     /// Whether clients may only read, as when the pages are a kernel's swap.
     pub read_only: bool,
+    /// Whether the clients are pagers, whose threads have a [higher priority](first_turns). Then
+    /// the server's thread has it too: threads that wait for another one must not outrank it.
+    pub serves_pagers: bool,
 }
 
 impl Config {
@@ -92,6 +95,7 @@ impl Config {
             spin: Duration::from_micros(50),
             in_place: 0,
             read_only: false,
+            serves_pagers: false,
         }
     }
 }
@@ -241,6 +245,7 @@ struct Porter {
     requests: Requests<Lane>,
     desk: Desk,
     spin: Duration,
+    serves_pagers: bool,
     layout: Layout,
     windows: Vec<OwnedFd>,
     seats: Vec<Seat>,
@@ -299,6 +304,7 @@ impl Porter {
             requests: Requests::new(lane, requests_most),
             desk,
             spin,
+            serves_pagers: config.serves_pagers,
             layout,
             windows,
             seats,
@@ -314,7 +320,11 @@ impl Porter {
 
     fn run(mut self, stop: &AtomicBool) {
         let (mut last_work, mut rest, mut offers) = (Instant::now(), Rest::default(), Offers::default());
-        short_turns();
+        if self.serves_pagers {
+            first_turns();
+        } else {
+            short_turns();
+        }
         let mut rounds = 0;
         while !stop.load(Ordering::Acquire) {
             if self.serve() {
