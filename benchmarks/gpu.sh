@@ -32,6 +32,8 @@
 #     driver_load   6    NBD clients that once killed the driver's channel in most runs, by CUDA alone and with the window; fio
 #     batch_sweep   3    how many copies a call to the driver may name: it crashes processes and kills channels, not the machine
 #     driver_faults 3    the driver fails under a daemon, FAULTS (3) times in each of five cases (benchmarks/driver-faults); as root
+#     fault         5    a program in a quarter of its memory, pages in VRAM and in host memory, beside zram and a bare handler
+#                        (FAULT_SIZE, FAULT_LIMIT: 256MiB and 64MiB); as root
 #     qrack         3    a quantum simulator in a quarter and an eighth of its state, by `weir run` and by swap (benchmarks/qrack); as root,
 #                        with pyqrack-cpu in PYTHONPATH
 #     tiered        4    16 GiB of the card before a file of 48 GiB on the disk (benchmarks/tiered); fio
@@ -227,6 +229,13 @@ driver_faults() {
     [ "$(id -u)" = 0 ] || { echo "SKIP driver_faults: needs root"; return; }
     timeout "${FAULTS_LIMIT:-580}" benchmarks/driver-faults/run "$weir" --times "${FAULTS:-3}" --store "$card?size=4GiB" \
         ${FAULT_CASES:+--cases "$FAULT_CASES"} --json "$out/gpu-driver-faults.json" || failed=1
+}
+
+# This step runs only where it is named.
+fault() {
+    [ "$(id -u)" = 0 ] || { echo "SKIP fault: needs root"; return; }
+    "$weir" bench fault --store "$card" --runs "$runs" --size "${FAULT_SIZE:-256MiB}" --limit "${FAULT_LIMIT:-64MiB}" \
+        --only run --only run-store --only bare --only zram --json "$out/gpu-fault.json" || failed=1
 }
 
 # This step runs only where it is named.
