@@ -2,8 +2,9 @@
 //! use of devices, loop devices, generic netlink, processors' idle states, kernel releases and unix
 //! sockets.
 //!
-//! Nothing here knows about stores or volumes. Everything that Weir knows about the machine comes
-//! from this crate.
+//! Nothing here knows about stores or volumes. Weir asks the machine here, but for questions that
+//! one place alone has: about its own device (ublk, NBD, FUSE's rings), its own service, or a
+//! benchmark's report.
 
 pub mod cgroup;
 pub mod device_use;
