@@ -32,6 +32,7 @@
 #     driver_load   6    NBD clients that once killed the driver's channel in most runs, by CUDA alone and with the window; fio
 #     batch_sweep   3    how many copies a call to the driver may name: it crashes processes and kills channels, not the machine
 #     driver_faults 3    the driver fails under a daemon, FAULTS (3) times in each of five cases (benchmarks/driver-faults); as root
+#     parts         0.3  one device in four parts: processes and contexts, and what goes back to the card (benchmarks/parts); as root
 #     fault         5    a program in a quarter of its memory, pages in VRAM and in host memory, beside zram and a bare handler
 #                        (FAULT_SIZE, FAULT_LIMIT: 256MiB and 64MiB); as root
 #     qrack         3    a quantum simulator in a quarter and an eighth of its state, by `weir run` and by swap (benchmarks/qrack); as root,
@@ -229,6 +230,12 @@ driver_faults() {
     [ "$(id -u)" = 0 ] || { echo "SKIP driver_faults: needs root"; return; }
     timeout "${FAULTS_LIMIT:-580}" benchmarks/driver-faults/run "$weir" --times "${FAULTS:-3}" --store "$card?size=4GiB" \
         ${FAULT_CASES:+--cases "$FAULT_CASES"} --json "$out/gpu-driver-faults.json" || failed=1
+}
+
+# This step runs only where it is named.
+parts() {
+    [ "$(id -u)" = 0 ] || { echo "SKIP parts: needs root"; return; }
+    benchmarks/parts "$weir" --json "$out/gpu-parts.json" || failed=1
 }
 
 # This step runs only where it is named.
