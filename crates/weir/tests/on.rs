@@ -286,6 +286,26 @@ fn after_daemon_and_keeper_were_killed_off_takes_away_the_mount_and_the_device()
         assert_eq!(host.left(), Vec::<String>::new());
     }
 
+    // Pages that were swapped out are lost, and `off` says so.
+    let on = host.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let memory: Vec<u64> = (0..4 << 20).map(|at: u64| at.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+    page_out(&memory);
+    let used = host.swaps()[0].split_whitespace().nth(3).and_then(|used| used.parse().ok());
+    let keeper = keepers(&host)[0];
+    let daemon = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).expect("a keeper");
+    signal(keeper, rustix::process::Signal::KILL);
+    signal(daemon.trim().parse().expect("its daemon"), rustix::process::Signal::KILL);
+    let off = host.off();
+    if used != Some(0) {
+        assert_eq!(off.status.code(), Some(1), "{used:?}: {}", text(&off));
+        let said = "the device is off, but the daemon had ended before, and its pages with it: up to";
+        assert!(text(&off).contains(said), "{}", text(&off));
+    }
+    assert_eq!(host.left(), Vec::<String>::new());
+    // No page of it may be touched any more.
+    drop(memory);
+
     // If only the keeper is gone, the daemon goes on serving until it is turned off.
     let on = host.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));

@@ -23,6 +23,7 @@ mod sizing;
 mod state;
 mod swap_area;
 mod top;
+mod unread;
 
 pub use battery::run as battery;
 pub use off::run as off;
@@ -65,7 +66,11 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     let mut journal = Journal::open(&options.runtime)?;
     if !journal.state().steps.is_empty() {
         println!("an earlier weir on or off did not come to its end: undoing what it left");
-        journal = off::finish(journal, None)?.reopen(&options.runtime)?;
+        let finished = off::finish(journal, None)?;
+        if let Some(lost) = finished.lost() {
+            eprintln!("weir: {lost}");
+        }
+        journal = finished.reopen(&options.runtime)?;
     }
     match turn_on(options, &plan, &mut journal) {
         Ok(()) => again::forget(&options.runtime),

@@ -4,7 +4,7 @@
 use super::options::OffOptions;
 use super::preflight::BACKING;
 use super::state::{Front, Journal, Phase, Step};
-use super::{again, drain, front, interrupt, service, settings, state};
+use super::{again, drain, front, interrupt, service, settings, state, unread};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use weir_cli::failure::Failure;
@@ -41,7 +41,14 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     let _ = weir_core::swap_safety::lock_all_memory();
     let journal = Journal::open(&options.runtime)?;
     let (size, used) = gained(&journal);
-    finish(journal, options.remember.as_deref())?.remove()?;
+    let finished = finish(journal, options.remember.as_deref())?;
+    let lost = finished.lost().map(str::to_owned);
+    finished.remove()?;
+    if let Some(lost) = lost {
+        return Err(Failure::Failed(format!(
+            "the device is off, but {lost}; a program that touches such a page gets SIGBUS: end it; dmesg has the kernel's errors"
+        )));
+    }
     println!("off: {used} of pages are back in memory, and the device's {size} are free again");
     Ok(())
 }
@@ -55,17 +62,25 @@ fn gained(journal: &Journal) -> (ByteSize, ByteSize) {
 
 /// A journal with nothing left to undo.
 #[derive(Debug)]
-pub struct Finished(Journal);
+pub struct Finished {
+    journal: Journal,
+    lost: Option<String>,
+}
 
 impl Finished {
+    /// A sentence about pages that could not be read while the swap was turned off.
+    pub fn lost(&self) -> Option<&str> {
+        self.lost.as_deref()
+    }
+
     /// Removes the journal and its directory.
     pub fn remove(self) -> Result<(), Failure> {
-        self.0.delete()
+        self.journal.delete()
     }
 
     /// Begins a new journal in the same directory.
     pub fn reopen(self, directory: &Path) -> Result<Journal, Failure> {
-        self.0.delete()?;
+        self.journal.delete()?;
         Journal::open(directory)
     }
 }
@@ -80,6 +95,7 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     let devices: Vec<_> = journal.state().swaps().map(Path::to_owned).collect();
     drain::check_room(&devices)?;
     let state = journal.state();
+    let mut lost = None;
     if !state.steps.is_empty() {
         // Write no note for a device that was not on, so that nothing turns the device on later. If
         // an earlier command turned off the last swap device, that command decided whether to write
@@ -88,12 +104,14 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
         // If the journal cannot be written (the file system is full), the steps are undone all the
         // same. After a crash in the middle, some are then undone twice, which is harmless.
         let _ = journal.enter(Phase::TurningOff);
+        let (daemons, (_, used)) = (unread::Daemons::before(&journal), gained(&journal));
         undo_swaps(&mut journal, note)?;
+        lost = daemons.lost(used);
     }
     while !journal.state().steps.is_empty() {
         undo_last(&mut journal)?;
     }
-    Ok(Finished(journal))
+    Ok(Finished { journal, lost })
 }
 
 /// Turns all swap devices off. If one of them cannot be turned off, turns the others on again:

@@ -287,6 +287,13 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
     Ok(())
 }
 
+/// The keeper of a device that is on, or its daemon if only that is left. `None` if both have
+/// ended.
+pub fn running(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Option<Process> {
+    let known = process.or_else(|| unit.and_then(main_process));
+    known.filter(|known| identify(known.pid).is_ok_and(|now| now == *known)).or_else(|| keeper_of(directory))
+}
+
 /// The process that a unit runs.
 fn main_process(unit: &str) -> Option<Process> {
     let output =
