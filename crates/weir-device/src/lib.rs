@@ -126,6 +126,12 @@ pub trait PageLane: Send {
     /// returns true. They take no effect from here on, and end with [`Fault::Forsaken`].
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool);
 
+    /// From here on, or no longer, a write takes no effect before the next poll, even if it could
+    /// do so at once. The owner of writes that have waited looks for their client before that poll.
+    /// It [forsakes](PageLane::forsake) them if the client has gone. A device whose writes cannot
+    /// be stopped does nothing here.
+    fn hold(&mut self, _holds: bool) {}
+
     /// Whether the page may have content. A page without content reads as zeros, and takes no room
     /// in a store.
     fn mapped(&self, _page: PageNo) -> bool {

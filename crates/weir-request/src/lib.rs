@@ -280,11 +280,17 @@ impl<L: PageLane> Requests<L> {
             rest.end();
             flight.complete(&done, memory);
         });
-        for _ in 0..self.flight.waiting.len() {
-            let id = self.flight.waiting.pop_front().expect("counted");
-            if self.advance(id, memory) == Step::Full {
-                break;
+        if self.is_waiting() {
+            // These writes begin behind the owner's look at their clients. They take effect behind
+            // its next look.
+            self.lane.hold(true);
+            for _ in 0..self.flight.waiting.len() {
+                let id = self.flight.waiting.pop_front().expect("counted");
+                if self.advance(id, memory) == Step::Full {
+                    break;
+                }
             }
+            self.lane.hold(false);
         }
         self.lane.submit();
     }

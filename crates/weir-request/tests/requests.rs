@@ -329,6 +329,31 @@ fn a_request_that_is_forsaken_takes_no_effect_and_is_answered_so() {
 }
 
 #[test]
+fn a_write_that_has_waited_takes_effect_behind_another_look_at_its_client() {
+    let bytes = |first: u8| std::array::from_fn(|at| first.wrapping_add((at / 7) as u8));
+    for (page, begins, length) in [(3, 0, PAGE), (4, 1000, 500), (5, 0, 6 * PAGE)] {
+        let volume = volume(64, None);
+        let full = Mood { late: 0, full: 100, fails: 0, polls: 1 };
+        let mut requests = Requests::new(Moody::new(volume.open().unwrap(), full, 1), IDS);
+        let (mut memory, mut other) = (Pages::new(), volume.lane().unwrap());
+        memory.data[0] = bytes(1).repeat(6)[..length as usize].to_vec();
+        let span = Span { offset: page * PAGE + begins, length };
+        requests.begin(0, Request { op: Op::Write, span, fua: false }, &mut memory);
+        requests.lane().mood.full = 0;
+        // The client leaves in the middle of this turn, and writes the page by another connection.
+        requests.turn(Instant::now(), &mut memory);
+        assert!(requests.must_poll() && next(&mut requests).is_none());
+        assert!(content(&mut other, page, 1) == [0; PAGE_SIZE], "page {page} is changed too soon");
+        assert_eq!(other.write(0, PageNo(page as u32), &bytes(2)), Progress::Done(Ok(())));
+        other.submit();
+        requests.forsake(|_| true);
+        requests.turn(Instant::now(), &mut memory);
+        assert_eq!(next(&mut requests), Some((0, Err(Fault::Forsaken))));
+        assert!(content(&mut other, page, 1) == bytes(2), "page {page}");
+    }
+}
+
+#[test]
 fn a_write_whose_bytes_are_still_to_come_is_work_only_while_the_device_works_for_it() {
     let volume = volume(16, None);
     let mut memory = Pages::new();

@@ -95,6 +95,10 @@ impl PageLane for Lane {
         self.forsake(whose);
     }
 
+    fn hold(&mut self, holds: bool) {
+        self.hold(holds);
+    }
+
     fn mapped(&self, page: PageNo) -> bool {
         self.mapped(page)
     }

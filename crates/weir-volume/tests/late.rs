@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
-use weir_store::{Fault, Progress, Sim, SimUrl, Store};
+use weir_store::{Fault, Host, Progress, Sim, SimUrl, Store};
 use weir_volume::{Compression, Config, Kept, Lane, Volume};
 
 /// A volume on a store whose operations take two polls, and that hangs when told to.
@@ -139,6 +139,92 @@ fn pages_that_wait_in_a_pack_are_forsaken_one_by_one() {
         other.submit();
         let status = volume.status();
         assert_eq!((status.stored, status.packs, status.stores[0].used), (0, 0, 0), "no pack is left behind");
+    }
+}
+
+/// Two lanes of a volume. The first holds back every slot that was freed, and no other is free.
+fn short_of_slots(store: Arc<dyn Store>, compress: bool) -> (Arc<Volume>, [Lane; 2]) {
+    let (config, volume) = (CONFIG, Volume::create(CONFIG, vec![store]).unwrap());
+    if compress {
+        volume.compress(Compression::Lz4);
+    }
+    let [mut holder, mut writer] = [(); 2].map(|()| volume.lane().unwrap());
+    assert_eq!(holder.read(0, PageNo(0), &mut [0; PAGE_SIZE]), Progress::Done(Ok(())));
+    for number in 0..config.slots() {
+        let page = number % (config.pages / 2);
+        assert_ne!(writer.write(page, PageNo(page), &stamped(page, 1)), Progress::Full);
+        finish(&mut writer);
+    }
+    (volume, [holder, writer])
+}
+
+#[test]
+fn a_part_that_has_waited_takes_effect_behind_another_look_at_its_client() {
+    for stays in [false, true] {
+        let store = Arc::new(Host::new(CONFIG.slots()).unwrap());
+        let (volume, [mut other, mut gone]) = short_of_slots(store, false);
+        // Page 3 lies in a slot, and page 60 reads as zeros.
+        for page in [3, 60] {
+            assert_eq!(gone.write_part(page, PageNo(page), 100, &[2; 100]), Progress::Queued);
+        }
+        gone.submit();
+        other.submit();
+        // From here on there are free slots. The client leaves in the middle of this poll, and
+        // writes the pages by another lane.
+        gone.poll(Instant::now(), &mut |done| panic!("too soon: {done:?}"));
+        assert!(gone.must_poll());
+        let new = [3, 60].map(|page| overtake(&mut other, page, "one value"));
+        if !stays {
+            gone.forsake(|_| true);
+        }
+        let result = if stays { Ok(()) } else { Err(Fault::Forsaken) };
+        assert_eq!(finish(&mut gone), [(3, result), (60, result)]);
+        for (page, mut last) in [3, 60].into_iter().zip(new) {
+            if stays {
+                last[100..200].fill(2);
+            }
+            assert!(read(&mut other, page) == last, "the client stays: {stays}, page {page}");
+        }
+        other.discard(PageNo(0), CONFIG.pages);
+        other.submit();
+        assert_eq!((volume.status().stored, volume.status().stores[0].used), (0, 0));
+    }
+}
+
+#[test]
+fn a_part_that_waits_for_a_slot_while_another_is_under_way_is_forsaken_at_once() {
+    let (_, sim) = volume(CONFIG);
+    let (_volume, [_holder, mut gone]) = short_of_slots(Arc::clone(&sim) as _, false);
+    // Page 60 needs no store before its slot. Page 3 is read first, from a store that hangs.
+    for page in [60, 3] {
+        assert_eq!(gone.write_part(page, PageNo(page), 100, &[2; 100]), Progress::Queued);
+    }
+    gone.submit();
+    sim.hang(true);
+    gone.forsake(|_| true);
+    let mut ended = Vec::new();
+    gone.poll(Instant::now(), &mut |done| ended.push((done.ticket, done.result)));
+    assert_eq!(ended[..1], [(60, Err(Fault::Forsaken))]);
+}
+
+#[test]
+fn a_pack_of_which_every_page_is_forsaken_waits_for_no_slot() {
+    for stays in [false, true] {
+        let store = Arc::new(Host::new(CONFIG.slots()).unwrap());
+        let (_volume, [_holder, mut gone]) = short_of_slots(store, true);
+        for page in 60..63 {
+            write(&mut gone, page, &stamped(page, 2));
+        }
+        gone.submit();
+        gone.forsake(|ticket| !stays || ticket != 61);
+        // The time stands still, so no wait ends by its limit.
+        let (now, mut ended) = (Instant::now(), Vec::new());
+        for _ in 0..5 {
+            gone.poll(now, &mut |done| ended.push((done.ticket, done.result)));
+        }
+        ended.sort_unstable_by_key(|(ticket, _)| *ticket);
+        let all = [60, 61, 62].map(|ticket| (ticket, Err(Fault::Forsaken)));
+        assert_eq!(ended, if stays { vec![] } else { all.to_vec() });
     }
 }
 

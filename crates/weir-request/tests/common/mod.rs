@@ -127,6 +127,9 @@ impl<L: PageLane> PageLane for Moody<L> {
         }
         self.inner.forsake(whose);
     }
+    fn hold(&mut self, holds: bool) {
+        self.inner.hold(holds);
+    }
     fn known_zero(&self, page: PageNo) -> bool {
         self.inner.known_zero(page)
     }

@@ -64,14 +64,17 @@ impl Lane {
                 self.free_settled(at);
             }
         }
+        let resume = !self.stalled.is_empty() || !self.finished.is_empty() || self.has_open_pack();
+        self.drop_stalled(done);
         // Try only writes that were stalled before this poll: one that stalls again waits for the
         // next.
         let stalled = self.stalled.len();
-        let resume = stalled > 0 || !self.finished.is_empty() || self.has_open_pack();
         while let Some((op, result)) = self.finished.pop() {
             self.go_on(op, result, done);
         }
         self.finished.extend(self.overtaken.drain(..).map(|op| (op, Ok(()))));
+        // These writes get their numbers only now, behind the look at their clients.
+        self.hold(true);
         for _ in 0..stalled {
             // Begin the stalled writes again one after another. They may wait for retired slots
             // that this lane's own pin holds back. The pin would never move if each write began
@@ -81,10 +84,6 @@ impl Lane {
                 break;
             }
             let op = self.stalled.remove(0);
-            if self.ops[op as usize].forsaken {
-                self.drop_forsaken(op, Ok(()), done);
-                continue;
-            }
             match self.advance_part(op, None) {
                 Progress::Done(result) => {
                     // The write has ended in some way, so the lane no longer waits for a slot.
@@ -95,6 +94,7 @@ impl Lane {
                 Progress::Full => self.stalled.push(op),
             }
         }
+        self.hold(false);
         // An operation that was continued may have queued its second half, which must be submitted.
         // If nothing is under way, end the pin here, because the lane's owner may submit nothing
         // more. While a lane stays pinned, no retired slot of any lane becomes free.
@@ -202,6 +202,19 @@ impl Lane {
             Work::Idle | Work::Run { .. } => unreachable!("operation {op} is not under way"),
         };
         self.hand_over(op, result, done);
+    }
+
+    /// Ends the stalled writes whose clients have gone. Such a write waits for no other.
+    fn drop_stalled(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        let mut at = 0;
+        while let Some(&op) = self.stalled.get(at) {
+            if self.ops[op as usize].forsaken {
+                self.stalled.remove(at);
+                self.drop_forsaken(op, Ok(()), done);
+            } else {
+                at += 1;
+            }
+        }
     }
 
     /// Ends a write whose client has gone. `result` is the store's answer.

@@ -88,6 +88,8 @@ pub struct Lane {
     unsettled: usize,
     /// The wait for a slot, if a write found none.
     slot_wait: SlotWait,
+    /// Whether writes are [held](Lane::hold).
+    holds: bool,
     /// The time of the last poll.
     polled: Option<Instant>,
     /// The pin of this lane, and the reads that need it.
@@ -127,7 +129,7 @@ pub(crate) struct Op {
     carried: Carried,
     /// Whether the write must have no effect, because its client has gone.
     forsaken: bool,
-    /// Number of polls that found the page written by another lane.
+    /// Number of times that the page was found written by another lane.
     looks: u8,
 }
 
@@ -221,6 +223,7 @@ impl Lane {
             under_way: 0,
             unsettled: 0,
             slot_wait: SlotWait::default(),
+            holds: false,
             polled: None,
             looking: Looking::default(),
             safe: 0,
@@ -409,7 +412,8 @@ impl Lane {
     ///
     /// Call `forsake` before each poll while a client is missing. Then no write of that client
     /// takes effect after a later one that it made by another lane. A write waits for the next poll
-    /// if another lane has written its page since the write began, or since the last poll.
+    /// if another lane has written its page since the write began, or since the last poll. So does
+    /// a write that begins anew in a poll, and one that is [held](Lane::hold).
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.slot_wait.end();
         for op in &mut self.ops {
@@ -421,6 +425,14 @@ impl Lane {
             };
             op.forsaken |= writes && whose(op.ticket);
         }
+    }
+
+    /// From here on, or no longer, a write takes no effect before the next poll. This is for a
+    /// write that has waited. Its owner has looked for the client before the last poll, and looks
+    /// again before the next. If the client has left in between, it may have written the page by
+    /// another lane. The held write has its number from before that look, so it is overtaken then.
+    pub fn hold(&mut self, holds: bool) {
+        self.holds = holds;
     }
 
     /// Whether the page has been written since it was last discarded.

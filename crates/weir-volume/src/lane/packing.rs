@@ -223,6 +223,11 @@ impl Lane {
         if pages == 0 {
             return true;
         }
+        if self.is_forsaken(op) {
+            let packing = self.packing.as_mut().expect("a pack is open");
+            packing.open.clear();
+            return self.fail_pack(op, Fault::Forsaken);
+        }
         let page = match self.ops[op as usize].work {
             Work::Write { page, .. } => page,
             Work::Part { from, .. } => from.page,
@@ -235,7 +240,7 @@ impl Lane {
             return false;
         }
         let sent = match claimed {
-            None => self.fail_pack(op),
+            None => self.fail_pack(op, self.no_slot()),
             Some((store, slot)) if pages == 1 => self.send_single(op, page, store, slot),
             Some((store, slot)) => self.send_pack(op, pages, store, slot),
         };
@@ -245,9 +250,17 @@ impl Lane {
         sent
     }
 
-    /// Fails the pages of the open pack: the pack finds no slot, however long it waits.
-    fn fail_pack(&mut self, first: u32) -> bool {
-        let fault = self.no_slot();
+    /// Whether each write of the open pack is forsaken. Such a pack waits for no slot.
+    fn is_forsaken(&self, first: u32) -> bool {
+        let next = |op: &u32| match self.ops[*op as usize].carried {
+            Carried::No => None,
+            Carried::Waits { next } | Carried::Leads { next, .. } => next,
+        };
+        std::iter::successors(Some(first), next).all(|op| self.ops[op as usize].forsaken)
+    }
+
+    /// Fails the pages of the open pack.
+    fn fail_pack(&mut self, first: u32, fault: Fault) -> bool {
         let mut next = Some(first);
         while let Some(op) = next {
             next = self.leave_pack(op);

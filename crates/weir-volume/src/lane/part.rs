@@ -78,7 +78,9 @@ impl Lane {
     /// Makes the next poll restart a partial write whose page another lane has written. Until then
     /// the lane's owner can notice that the write's client has gone.
     pub(super) fn begin_part_again(&mut self, op: u32) -> Progress {
-        if let Work::Part { to, .. } = &mut self.ops[op as usize].work {
+        let op = &mut self.ops[op as usize];
+        op.looks = op.looks.saturating_add(1);
+        if let Work::Part { to, .. } = &mut op.work {
             *to = None;
         }
         Progress::Full

@@ -10,8 +10,8 @@ use crate::sync::others_may_run_within_a_publication;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Fault, Progress};
 
-/// Largest number of polls for which a write waits while other lanes go on writing its page.
-/// Meanwhile the lane's owner can notice that the write's client has gone.
+/// Largest number of times that a write waits for a poll because other lanes go on writing its
+/// page. Meanwhile the lane's owner can notice that the write's client has gone.
 const LOOKS_MAX: u8 = 16;
 
 pub(super) enum Written {
@@ -37,8 +37,7 @@ impl Lane {
     ) -> (Written, Entry) {
         if let Some(value) = uniform_value(bytes) {
             let entry = Entry::new(Place::Fill(value), generation);
-            let published = self.publish(page, entry, condition);
-            return (if published { Written::Published } else { Written::Overtaken }, entry);
+            return (self.take_effect(op, page, entry, condition), entry);
         }
         let Some((store, slot)) = self.claim(page) else {
             // If this lane has operations under way, they may hold slots, so the caller must poll
@@ -61,10 +60,12 @@ impl Lane {
         // reads the slot until the map names it.
         self.pool.tiers[store].records.fill_in(slot, Occupant { page, checksum });
         let outcome = match self.stores[store].lane.write(op, slot, bytes) {
-            Progress::Done(Ok(())) if self.publish(page, entry, condition) => Written::Published,
             Progress::Done(Ok(())) => {
-                self.unclaim(entry);
-                Written::Overtaken
+                let written = self.take_effect(op, page, entry, condition);
+                if let Written::Overtaken = written {
+                    self.unclaim(entry);
+                }
+                written
             }
             Progress::Done(Err(fault)) => {
                 self.unclaim(entry);
@@ -80,6 +81,16 @@ impl Lane {
             }
         };
         (outcome, entry)
+    }
+
+    /// Publishes a write that needs no store any more, or keeps it for the next poll if writes are
+    /// [held](Lane::hold). A page that moves has no client, so it is not held.
+    fn take_effect(&mut self, op: u32, page: PageNo, entry: Entry, condition: Option<Entry>) -> Written {
+        if self.holds && condition.is_none() && self.ops[op as usize].looks < LOOKS_MAX {
+            self.finished.push((op, Ok(())));
+            return Written::Queued;
+        }
+        if self.publish(page, entry, condition) { Written::Published } else { Written::Overtaken }
     }
 
     /// Makes `entry` the page's entry, and frees the slot of the old entry. Without `condition`, it

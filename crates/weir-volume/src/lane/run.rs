@@ -57,6 +57,9 @@ impl Lane {
         let first = self.run_at(first, pages.len());
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);
+        if self.holds {
+            return 0;
+        }
         // A compressed page must wait in a pack for other pages, and only `write` lets a page wait.
         if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
             return 0;
