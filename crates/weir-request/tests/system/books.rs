@@ -57,12 +57,6 @@ pub struct Call {
     answered: bool,
 }
 
-impl Call {
-    pub fn is_of_whole_pages(&self) -> bool {
-        self.first.is_multiple_of(PAGE_SECTORS) && self.count.is_multiple_of(PAGE_SECTORS)
-    }
-}
-
 /// The number of a call.
 pub type CallId = usize;
 

@@ -33,6 +33,9 @@ const GIVES_UP: Duration = Duration::from_secs(5);
 /// A server has answered each request within this time, if it gets to run. A request may wait for
 /// a slot, then for a read, then for another slot, and then for a write.
 const ANSWERED: Duration = ANSWER_WITHIN.saturating_mul(5);
+/// The time after which a server has ended what it has given up, if it gets to run. It waits for
+/// what the stores have under way, and for nothing else.
+const FORSAKEN: Duration = ANSWER_WITHIN;
 
 /// The payload of a panic that stands for the daemon's death.
 struct Death;
@@ -608,20 +611,21 @@ impl World {
             }
         }
         requests.submit();
-        // The server has seen its client just now. A write that begins later in this turn has no
-        // look of its own, nor has a part of a page that found no slot, and begins anew.
-        let whole = |it: Sent| it.left || self.books().call(it.call).is_of_whole_pages();
-        let is_there = !connection.is_left.get() && !requests.is_waiting();
-        connection.may_leave.set(is_there && connection.under_way().all(whole));
+        // The server has seen its client just now. A write that begins or goes on in this turn
+        // takes effect behind the next look. Zeros that have waited take effect at once.
+        let clears = |it: Sent| {
+            !it.left && matches!(self.books().call(it.call).request.op, Op::Discard | Op::Zero | Op::Hole)
+        };
+        let may_clear = requests.is_waiting() && connection.under_way().any(clears);
+        connection.may_leave.set(!connection.is_left.get() && !may_clear);
         requests.turn(self.time(), buffers);
         connection.may_leave.set(false);
         self.hear(connection, &mut server);
         let Server { requests: Some(requests), open, .. } = &mut *server else { return };
-        // Open: a request that was given up has waited for longer where its thread stays.
-        let may_wait = |it: &Sent| it.forsaken && !self.drops_lanes;
-        let overdue = |it: &Sent| !may_wait(it) && self.now.get() - it.since > ANSWERED;
+        let limit = |it: &Sent| if it.forsaken { FORSAKEN } else { ANSWERED };
+        let overdue = |it: &Sent| self.now.get() - it.since > limit(it);
         if let Some(sent) = connection.under_way().find(|it| open.is_none() && overdue(it)) {
-            panic!("a request has no answer within {ANSWERED:?}: forsaken {}", sent.forsaken);
+            panic!("a request has no answer within {:?}: forsaken {}", limit(&sent), sent.forsaken);
         }
         if connection.is_left.get() && !requests.is_busy() {
             connection.is_left.set(false);
