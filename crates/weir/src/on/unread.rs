@@ -31,8 +31,8 @@ impl Daemons {
         Daemons(journal.state().steps.iter().filter_map(look).collect())
     }
 
-    /// A sentence about the pages that were lost while the swap was turned off, or `None`. `used`: the
-    /// bytes that were swapped out. The daemons must still run.
+    /// A sentence about the pages that were lost while the swap was turned off, or `None`. `used`:
+    /// the bytes that were swapped out. The daemons must still run.
     pub fn lost(&self, used: ByteSize) -> Option<String> {
         self.0.iter().find_map(|daemon| daemon.lost(failed(&daemon.directory), used))
     }
