@@ -403,3 +403,32 @@ fn changes_of_a_node_are_told_once_each() {
     }
     assert_eq!(*told.lock().unwrap(), [State::Unreachable]);
 }
+
+#[test]
+fn the_command_that_a_closing_store_names_deletes_the_values_that_it_has_left() {
+    let name = "the_command_that_a_closing_store_names_deletes_the_values_that_it_has_left";
+    let Some(engines) = engines(2, name) else { return };
+    let store = open(&url(&engines, "size=16MiB&copies=2"));
+    let mut lane = store.lane(64).unwrap();
+    let writes: Vec<_> = (0..700).map(|slot| (Slot(slot), Some(page(slot)))).collect();
+    assert!(all(&mut *lane, &writes).iter().all(|(result, _)| result.is_ok()));
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let list = Arc::clone(&told);
+    store.report().unwrap().when_changed(Arc::new(move |condition| {
+        list.lock().unwrap().extend(condition.why.clone());
+    }));
+    drop(lane);
+    engines[1].put("another", b"value");
+    engines[1].signal(Signal::STOP);
+    drop(store);
+    engines[1].signal(Signal::CONT);
+    assert_eq!(engines[0].keys(), 0);
+    let told = told.lock().unwrap();
+    let line = told.last().unwrap();
+    let (left, command) = line.split_once("to delete them: ").unwrap_or_else(|| panic!("{told:?}"));
+    assert!(left.starts_with("700 values are left there"), "{left}");
+    // Both commands of the closing may lie in the socket of an engine that stood still.
+    let output = std::process::Command::new("sh").args(["-c", command]).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(engines[1].keys(), 1, "{output:?}");
+}

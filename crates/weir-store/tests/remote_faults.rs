@@ -405,3 +405,125 @@ fn whatever_nodes_do_no_page_is_older_than_the_acknowledged_one_and_all_are_usab
     }
     println!("figure: nodes older_pages 0 lower 0");
 }
+
+#[test]
+fn an_answer_from_before_a_write_takes_nothing_from_the_copy_that_was_written_since() {
+    let nodes = [Fake::start(), Fake::start()];
+    let store = open(&url(&nodes, "size=1MiB&copies=2"));
+    let (told, key) = (told(&store), store.key(Slot(3)).into_bytes());
+    let first = &nodes[store.member(Slot(3)) as usize];
+    let has_both = || eventually("both copies", || store.counts().lacking == 0);
+    let mut lane = store.lane(8).unwrap();
+    let mut version = 0;
+    let copied = loop {
+        version += 1;
+        nodes.iter().for_each(|node| node.plan(|_, _| Act::Serve));
+        eventually("the write", || write(&mut *lane, 3, version) == Ok(()));
+        has_both();
+        // The node has thrown the page away, and its answer is under way for long.
+        first.state().values.remove(&key);
+        first.holds.store(true, Ordering::Relaxed);
+        let name = key.clone();
+        first.plan(
+            move |words, _| {
+                if is(words, "GET") && words[1] == name { Act::Hold(0) } else { Act::Serve }
+            },
+        );
+        let before = (store.counts().lost, told.lock().unwrap().len());
+        eventually("the other node's page", || read(&mut *lane, 3) == Ok(page(version)));
+        eventually("the write", || write(&mut *lane, 3, version + 1) == Ok(()));
+        has_both();
+        version += 1;
+        let copied = store.counts().copied;
+        // From here on no copy is made anew, so one that is marked as lacking stays so.
+        for node in &nodes {
+            node.plan(|words, _| if is(words, "SET") { Act::Say("OOM it is full") } else { Act::Serve });
+        }
+        first.holds.store(false, Ordering::Relaxed);
+        let is_heard = || store.counts().lost > before.0;
+        eventually("the late answer", || is_heard() || told.lock().unwrap().len() > before.1);
+        // A machine that stalls has given the connection up. Then nobody has heard the answer.
+        if is_heard() {
+            break copied;
+        }
+    };
+    // The thread that has heard it hears this one later.
+    assert_eq!(read(&mut *lane, 4), Ok([0; PAGE_SIZE]));
+    let counts = store.counts();
+    assert_eq!((counts.lacking, counts.copied), (0, copied), "{counts:?} {:?}", told.lock().unwrap());
+    assert_eq!(read(&mut *lane, 3), Ok(page(version)));
+}
+
+#[test]
+fn a_clean_up_whose_connection_breaks_goes_on_where_it_stopped() {
+    let nodes = [Fake::start()];
+    let store = open(&url(&nodes, "size=16MiB"));
+    let mut lane = store.lane(64).unwrap();
+    let writes: Vec<_> = (0..2048).map(|slot| (Slot(slot), Some(page(slot)))).collect();
+    assert!(all(&mut *lane, &writes).iter().all(|(result, _)| result.is_ok()));
+    assert_eq!(nodes[0].state().values.len(), writes.len());
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let list = Arc::clone(&asked);
+    nodes[0].plan(move |words, _| {
+        // The threads of the store ask for a key without a value.
+        if !is(words, "UNLINK") || words[1].ends_with(b"none") {
+            return Act::Serve;
+        }
+        let mut list = list.lock().unwrap();
+        list.push(words[1..].to_vec());
+        if list.len() % 2 == 0 { Act::Cut } else { Act::Serve }
+    });
+    let told = told(&store);
+    drop(lane);
+    drop(store);
+    assert_eq!(nodes[0].state().values.len(), 0, "{:?}", told.lock().unwrap());
+    let asked = asked.lock().unwrap();
+    let done: Vec<_> = asked.iter().step_by(2).flatten().collect();
+    let once: std::collections::HashSet<_> = done.iter().collect();
+    assert_eq!((done.len(), once.len()), (writes.len(), writes.len()), "{} commands", asked.len());
+    assert!(!told.lock().unwrap().iter().any(|(_, why)| why.contains("are left there")));
+}
+
+#[test]
+fn a_value_whose_write_was_never_answered_is_deleted_too() {
+    let nodes = [Fake::start()];
+    let store = open(&url(&nodes, "size=1MiB"));
+    let mut lane = store.lane(8).unwrap();
+    nodes[0].plan(|words, _| if is(words, "SET") { Act::CutAfter(0) } else { Act::Serve });
+    assert_eq!(lane.write(0, Slot(3), &page(1)), Progress::Queued);
+    lane.submit();
+    eventually("the value", || nodes[0].has(&store.key(Slot(3))));
+    drop(lane);
+    nodes[0].plan(|_, _| Act::Serve);
+    drop(store);
+    assert_eq!(nodes[0].state().values.len(), 0);
+}
+
+#[test]
+fn a_store_on_many_nodes_that_do_not_answer_closes_in_one_time_limit_and_says_what_is_left() {
+    // One after the other, each would take its time: some minutes.
+    let nodes: Vec<Fake> = (0..40).map(|_| Fake::start()).collect();
+    let store = open(&url(&nodes, "size=640MiB"));
+    let mut lane = store.lane(64).unwrap();
+    let slots = (0..store.slots()).step_by(1024);
+    let writes: Vec<_> = slots.map(|slot| (Slot(slot), Some(page(slot)))).collect();
+    assert!(all(&mut *lane, &writes).iter().all(|(result, _)| result.is_ok()));
+    let told = told(&store);
+    // The last one answers.
+    for node in &nodes[..39] {
+        node.plan(|words, _| if is(words, "UNLINK") { Act::Hold(0) } else { Act::Serve });
+    }
+    drop(lane);
+    let begun = Instant::now();
+    drop(store);
+    let took = begun.elapsed();
+    nodes.iter().for_each(|node| node.holds.store(false, Ordering::Relaxed));
+    assert!(took < PATIENCE, "{took:?}");
+    let told = told.lock().unwrap();
+    let left: usize = told
+        .iter()
+        .filter_map(|(_, why)| why.split_once(" values are left there")?.0.parse::<usize>().ok())
+        .sum();
+    assert!(left > writes.len() / 2 && left < writes.len(), "{left} of {}: {told:?}", writes.len());
+    assert_eq!(nodes[39].state().values.len(), 0);
+}

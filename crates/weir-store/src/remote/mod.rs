@@ -13,6 +13,7 @@
 mod alarm;
 mod answers;
 mod check;
+mod closing;
 mod cluster;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
@@ -39,20 +40,13 @@ use rebuilder::Rebuilder;
 use rustix::rand::GetRandomFlags;
 use seal::Seal;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Slot};
 
 /// Largest number of operations that a lane may have in flight.
 const DEPTH_MAX: usize = 1024;
-
-/// Number of times that a closing store asks a cluster for its map, and deletes its own values on
-/// the nodes.
-const CLEAN_UPS: u32 = 10;
-
-/// Pause between two of the store's [`CLEAN_UPS`].
-const CLEAN_UP_PAUSE: Duration = Duration::from_millis(200);
 
 /// A store of pages in a fleet.
 pub struct RemoteStore {
@@ -62,9 +56,12 @@ pub struct RemoteStore {
     /// dropped when the store closes.
     senders: Mutex<Senders>,
     nodes: Box<[Arc<Node>]>,
-    threads: Vec<JoinHandle<()>>,
+    /// The threads of each node.
+    threads: Vec<Vec<JoinHandle<()>>>,
     rebuilder: Mutex<Option<JoinHandle<()>>>,
     has_ended: AtomicBool,
+    /// The end of the time limit for the closing, once that has begun.
+    until: OnceLock<Instant>,
 }
 
 /// The counts of a store since its opening.
@@ -158,10 +155,12 @@ impl RemoteStore {
             threads: Vec::new(),
             rebuilder: Mutex::default(),
             has_ended: AtomicBool::new(false),
+            until: OnceLock::new(),
             name,
         };
         let mut senders = Senders { nodes, ..Senders::default() };
         for number in 0..store.nodes.len() {
+            store.threads.push(Vec::new());
             for (thread, paths) in [(READS, &mut senders.reads), (WRITES, &mut senders.writes)] {
                 let (sender, jobs) = weir_queue::channel(DEPTH_MAX);
                 let node = Arc::clone(&store.nodes[number]);
@@ -169,7 +168,7 @@ impl RemoteStore {
                 let builder = std::thread::Builder::new().name(format!("node-{number}"));
                 let started = builder.spawn(move || worker.run());
                 let started = started.map_err(|error| OpenError::io(&store.name, DENIED, error))?;
-                store.threads.push(started);
+                store.threads[number].push(started);
                 paths.push(sender);
             }
         }
@@ -196,13 +195,16 @@ impl RemoteStore {
         }
     }
 
-    /// Ends the thread that copies pages to nodes that lack them.
-    fn stop_rebuild(&self) {
-        self.core.alarm.close();
-        let thread = self.rebuilder.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            let _ = thread.join();
+    /// Deletes the store's values, unless that was done. `threads` are threads of the nodes that
+    /// must have ended before; all of them are about to.
+    fn close(&self, threads: Vec<Vec<JoinHandle<()>>>) {
+        let until = *self.until.get_or_init(|| Instant::now() + closing::LIMIT);
+        if self.has_ended.swap(true, Ordering::Relaxed) {
+            return closing::wait_for(&threads.into_iter().flatten().collect::<Vec<_>>(), until);
         }
+        self.core.alarm.close();
+        let rebuilder = self.rebuilder.lock().unwrap_or_else(PoisonError::into_inner).take();
+        closing::close(&self.core, &self.nodes, rebuilder.as_slice(), threads, until);
     }
 
     /// The name of a slot's value on its node.
@@ -215,13 +217,11 @@ impl Drop for RemoteStore {
     /// Ends the store's threads. By then every lane has been dropped, and the operations that it
     /// left are void.
     fn drop(&mut self) {
-        self.stop_rebuild();
+        self.core.alarm.close();
         *self.senders.get_mut().unwrap_or_else(PoisonError::into_inner) = Senders::default();
         self.nodes.iter().for_each(|node| node.close());
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
-        self.end();
+        let threads = std::mem::take(&mut self.threads);
+        self.close(threads);
     }
 }
 
@@ -282,30 +282,9 @@ impl Store for RemoteStore {
         Some(self)
     }
 
-    /// Deletes the store's values, within a time limit for each node.
+    /// Deletes the store's values, within [`closing::LIMIT`] for all nodes together.
     fn end(&self) {
-        if !self.has_ended.swap(true, Ordering::Relaxed) {
-            self.stop_rebuild();
-            // A cluster may have moved pages since the store last used them, and may be moving some
-            // now. So one pass over the nodes may not find every page.
-            let most = if self.core.cluster.is_some() { CLEAN_UPS } else { 1 };
-            let mut unclean = Vec::new();
-            for turn in 0..most {
-                if turn > 0 {
-                    std::thread::sleep(CLEAN_UP_PAUSE);
-                }
-                // The map of a node may lag behind. So each second turn goes by the answers of the
-                // turn before, in which nodes have named the owners of what has moved.
-                if turn % 2 == 0 {
-                    self.core.follow();
-                }
-                unclean = self.nodes.iter().filter(|node| !node.clean_up(&self.core)).collect();
-                if unclean.iter().all(|node| node.state() != State::Online) {
-                    break;
-                }
-            }
-            unclean.iter().for_each(|node| node.leaves_keys(&self.core));
-        }
+        self.close(Vec::new());
     }
 }
 

@@ -16,7 +16,7 @@ use super::alarm::Alarm;
 use super::answers::{Meaning, meaning, plain};
 use super::check::{check, process, serves};
 use super::cluster::{map, redirection};
-use super::ledger::Ledger;
+use super::ledger::{Entry, Ledger};
 use super::operations::{Job, Kind};
 use super::placement::Placement;
 use super::seal::{SEALED, Seal};
@@ -30,7 +30,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_queue::{Closed, Receiver, Sender};
 
@@ -47,12 +47,6 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(4);
 
 /// Pause between two attempts to reach a node.
 const RETRY_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-
-/// Number of keys that one command deletes when the store closes.
-const UNLINK_BATCH: usize = 512;
-
-/// Time limit for a node to delete all values of the store.
-const CLEAN_UP_LIMIT: Duration = Duration::from_secs(30);
 
 /// The state that all threads and lanes of a store share.
 pub(super) struct Core {
@@ -83,11 +77,12 @@ impl Core {
         self.placement.no_page(self.number)
     }
 
-    /// Asks a node of the cluster for its map. Nodes that are away are not asked.
-    pub(super) fn follow(&self) {
+    /// Asks a node of the cluster for its map. Nodes that are away are not asked. Once `is_over` is
+    /// true, no other node is asked.
+    pub(super) fn follow(&self, is_over: impl Fn() -> bool) {
         let Some(cluster) = &self.cluster else { return };
         let is_online = |node: &&Arc<Node>| node.name().is_some() && node.state() == State::Online;
-        for node in cluster.nodes().iter().filter(is_online) {
+        for node in cluster.nodes().iter().filter(is_online).take_while(|_| !is_over()) {
             let Ok(mut connection) = node.connect() else { continue };
             let Ok(ranges) = map(&mut connection, node.name().unwrap_or_default()) else { continue };
             for (first, last, address) in ranges {
@@ -109,13 +104,13 @@ impl Core {
     }
 
     /// Notes that `node` no longer has a hash slot, as the rest of its answer `MOVED` says.
-    fn moved(&self, details: &str, node: &Node) {
+    pub(super) fn moved(&self, details: &str, node: &Node) {
         if let Some((hash, owner)) = self.referred(details, node) {
             self.placement.moved(hash, owner);
         }
     }
 
-    /// Whether a write of the slot may have reached a node.
+    /// Whether a node has kept a write of the slot.
     fn is_written(&self, slot: Slot) -> bool {
         self.ledger.get(slot).stamp() != 0
     }
@@ -261,53 +256,19 @@ impl Node {
         is_same
     }
 
-    /// Deletes the store's values on this node. Returns true if no value of the store is left
-    /// there. Nobody can read a value that is left, since the key that encrypts it is gone.
-    pub(super) fn clean_up(&self, core: &Core) -> bool {
-        let mut slots = (0..core.ledger.slots())
-            .map(Slot)
-            .filter(|&slot| core.is_written(slot) && core.placement.copy_on(slot, self.number).is_some())
-            .peekable();
-        if slots.peek().is_none() {
-            return true;
-        }
-        let (begun, mut has_moved) = (Instant::now(), false);
-        let mut connection = self.connect();
-        if let Err(error) = &connection {
-            self.is_away(WRITES, &error.to_string());
-        }
-        while let (Ok(connection), Some(_)) = (&mut connection, slots.peek()) {
-            let mut unlink = redis::cmd("UNLINK");
-            let mut first = None;
-            for _ in 0..UNLINK_BATCH {
-                // One command to a cluster may only name keys of one hash slot.
-                let is_near = |slot: &Slot| {
-                    core.cluster.is_none() || Placement::are_together(*first.get_or_insert(*slot), *slot)
-                };
-                let Some(slot) = slots.next_if(is_near) else { break };
-                unlink.arg(core.key(slot));
-            }
-            let done: RedisResult<i64> = unlink.query(connection);
-            // The values of a command that fails are left, even if no other slot follows.
-            match done {
-                Err(error) if error.code() == Some("MOVED") => {
-                    core.moved(error.detail().unwrap_or_default(), self);
-                    has_moved = true;
-                }
-                Err(_) => return false,
-                Ok(_) => {}
-            }
-            if begun.elapsed() > CLEAN_UP_LIMIT {
-                break;
-            }
-        }
-        slots.peek().is_none() && !has_moved
-    }
-
-    /// Notes that the store has ended, and that values of it are left on this node.
-    pub(super) fn leaves_keys(&self, core: &Core) {
-        let keys = format!("weir:*{:016x}*", core.number);
-        self.say(&format!("keys {keys} are left there, sealed by a key that is gone"));
+    /// Notes that the store has ended, and that `left` values of it may be left on this node.
+    /// Nobody can read them, since the key that seals them is gone.
+    pub(super) fn leaves_values(&self, core: &Core, left: usize) {
+        let name = self.name().unwrap_or_default();
+        let (host, port) = name.rsplit_once(':').unwrap_or((name, ""));
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        // One command to a cluster may only name keys of one hash slot.
+        let most = if core.cluster.is_some() { 1 } else { 500 };
+        self.say(&format!(
+            "{left} values are left there, sealed by a key that is gone; to delete them: C='redis-cli -h {host} -p \
+             {port}'; $C --scan --pattern 'weir:*{:016x}*' | xargs -r -n {most} $C unlink",
+            core.number
+        ));
     }
 
     pub(super) fn state(&self) -> State {
@@ -345,7 +306,7 @@ impl Node {
 
     /// Notes that a thread does not get through to the node. Returns whether the node was online
     /// until now.
-    fn is_away(&self, thread: u8, why: &str) -> bool {
+    pub(super) fn is_away(&self, thread: u8, why: &str) -> bool {
         let was_online = self.away.fetch_or(thread, Ordering::Relaxed) == 0;
         if was_online {
             self.say(why);
@@ -360,7 +321,7 @@ impl Node {
         }
     }
 
-    fn say(&self, why: &str) {
+    pub(super) fn say(&self, why: &str) {
         let why = plain(why);
         *self.condition.lock().unwrap_or_else(PoisonError::into_inner) = (SystemTime::now(), Some(why));
         let tell = self.tell.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -447,7 +408,8 @@ impl Worker {
         // too, because lanes send no jobs to a node that is away.
         let mut is_sought = false;
         loop {
-            if is_sought && self.node.rest() && waiting.is_empty() {
+            let closes = is_sought && self.node.rest();
+            if closes && waiting.is_empty() {
                 break;
             }
             if waiting.is_empty() && !is_sought {
@@ -459,6 +421,9 @@ impl Worker {
                 waiting.extend(self.jobs.try_drain());
             }
             waiting.retain(|job| job.lane.is_wanted(job.operation, job.attempt));
+            if waiting.is_empty() && closes {
+                break;
+            }
             if waiting.is_empty() && !is_sought {
                 continue;
             }
@@ -490,11 +455,7 @@ impl Worker {
     /// Notes that the node does not answer. Wakes the thread that asks a cluster for its map:
     /// another node may serve the same pages now.
     fn goes_away(&self, error: &RedisError) {
-        // The system's text for a read that took too long is "temporarily unavailable". Say what
-        // happened instead.
-        let why =
-            if error.is_timeout() { "it does not answer in time".to_owned() } else { error.to_string() };
-        if self.node.is_away(self.thread, &why) {
+        if self.node.is_away(self.thread, &why(error)) {
             self.core.alarm.wake();
         }
     }
@@ -537,8 +498,8 @@ impl Worker {
         let mut sealed = [0; SEALED];
         let mut page = [0; PAGE_SIZE];
         let mut sent = 0;
-        // A bit for each job whose copy is known to lack the newest page as the job is sent.
-        let mut lacking = 0_u64;
+        // The ledger's entry of each job's slot at the time when the job is sent.
+        let mut seen = [Entry::default(); BATCH];
         let is_copy = |job: &Job| matches!(job.kind, Kind::Copy(_));
         while let Some(job) = waiting.get(sent).filter(|_| sent < BATCH) {
             // Copies and writes do not share a batch. Whether a copied page is the newest is known
@@ -546,12 +507,14 @@ impl Worker {
             if is_copy(job) != is_copy(&waiting[0]) {
                 break;
             }
+            seen[sent] = self.core.ledger.get(job.slot);
             match (job.kind, self.is_due(job)) {
                 (Kind::Probe, _) => _ = commands.cmd("PING"),
                 (Kind::Read(_), _) => _ = begin(&mut commands, job).cmd("GET").arg(self.core.key(job.slot)),
                 (Kind::Write(stamp) | Kind::Copy(stamp), true)
                     if job.lane.copy_page(job.operation, job.attempt, &mut page) =>
                 {
+                    self.core.ledger.touch(job.slot);
                     self.core.seal.close(job.slot, stamp, &page, &mut sealed);
                     begin(&mut commands, job).cmd("SET").arg(self.core.key(job.slot)).arg(&sealed[..]);
                 }
@@ -562,7 +525,6 @@ impl Worker {
                     continue;
                 }
             }
-            lacking |= u64::from(self.lacks(job.slot)) << sent;
             sent += 1;
         }
         if sent == 0 {
@@ -582,8 +544,7 @@ impl Worker {
             }
             let answer = match connection.recv_response() {
                 Ok(value) => {
-                    let lacked = lacking >> answered & 1 == 1;
-                    self.answer(&session.name.run, &waiting[answered], lacked, &value, &mut page)
+                    self.answer(&session.name.run, &waiting[answered], seen[answered], &value, &mut page)
                 }
                 Err(error) => Err(error),
             };
@@ -612,19 +573,19 @@ impl Worker {
     }
 
     /// Whether this node is known to lack the newest page of a slot.
-    fn lacks(&self, slot: Slot) -> bool {
+    fn lacks(&self, slot: Slot, entry: Entry) -> bool {
         let copy = self.core.placement.copy_on(slot, self.node.number);
-        copy.is_some_and(|copy| self.core.ledger.get(slot).lacks(copy))
+        copy.is_some_and(|copy| entry.lacks(copy))
     }
 
-    /// Ends a job with `value`, the answer of the node's process with the run ID `run`. `lacked`:
-    /// whether the node was known to lack the newest page as the job was sent. Fails if another
-    /// process has taken its place since, or if the node does not serve at present.
+    /// Ends a job with `value`, the answer of the node's process with the run ID `run`. `seen` is
+    /// what the ledger said of the slot as the job was sent. Fails if another process has taken its
+    /// place since, or if the node does not serve at present.
     fn answer(
         &self,
         run: &str,
         job: &Job,
-        lacked: bool,
+        seen: Entry,
         value: &Value,
         page: &mut PageBytes,
     ) -> RedisResult<()> {
@@ -661,18 +622,19 @@ impl Worker {
             }
             Meaning::Missing => {
                 core.counts.lost.fetch_add(1, Ordering::Relaxed);
-                self.is_wrong(job.slot);
+                self.was_wrong(job.slot, seen);
                 Err(Fault::Lost)
             }
             Meaning::Wrong(older) => {
                 // If the ledger says that the node lacks the newest page, the node may rightly
                 // return an older one. Then the newest page is lost, and nothing was forged. The
                 // page may have been copied there while the answer was under way.
-                if older.is_some() && (lacked || self.lacks(job.slot)) {
+                let now = core.ledger.get(job.slot);
+                if older.is_some() && [seen, now].into_iter().any(|entry| self.lacks(job.slot, entry)) {
                     Err(Fault::Lost)
                 } else {
                     core.counts.forged.fetch_add(1, Ordering::Relaxed);
-                    self.is_wrong(job.slot);
+                    self.was_wrong(job.slot, seen);
                     Err(Fault::Corrupt)
                 }
             }
@@ -682,17 +644,23 @@ impl Worker {
         Ok(())
     }
 
-    /// Notes that this node's copy of a slot is missing or wrong. If there is another copy, this
-    /// one is made anew.
-    fn is_wrong(&self, slot: Slot) {
+    /// Notes that this node's copy of a slot was missing or wrong when the ledger said `seen` of
+    /// that slot. If there is another copy, this one is made anew.
+    fn was_wrong(&self, slot: Slot, seen: Entry) {
         let copy = self.core.placement.copy_on(slot, self.node.number);
         if let Some(copy) = copy.filter(|_| self.core.placement.copies() > 1) {
             // A copy that is marked already was not made anew, so nothing is to be done now.
-            if self.core.ledger.lost(slot, copy) {
+            if self.core.ledger.was_lost(slot, copy, seen) {
                 self.core.alarm.wake();
             }
         }
     }
+}
+
+/// The reason for which a node cannot be reached. The system's text for an answer that took too
+/// long is "temporarily unavailable", which does not say what happened.
+pub(super) fn why(error: &RedisError) -> String {
+    if error.is_timeout() { "it does not answer in time".to_owned() } else { error.to_string() }
 }
 
 /// Begins a job's command. A cluster's node serves a page that is being moved to it only after the

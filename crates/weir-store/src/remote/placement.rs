@@ -11,7 +11,7 @@ pub(super) const HASH_SLOTS: usize = 1 << 14;
 
 /// Number of slots in an extent. A volume looks for free slots in extents of the same size. So
 /// while a node is away, only the extents on it take no new pages.
-const EXTENT: u32 = 1024;
+pub(super) const EXTENT: u32 = 1024;
 
 /// The nodes that keep each extent of slots.
 #[derive(Debug)]
@@ -105,11 +105,6 @@ impl Placement {
     /// The copy of the slot that a node keeps; `None`: the node keeps none.
     pub(super) fn copy_on(&self, slot: Slot, node: usize) -> Option<usize> {
         (0..self.copies).find(|copy| self.node(slot, *copy) == Some(node))
-    }
-
-    /// Whether two slots are in the same extent, and so in the same hash slot.
-    pub(super) fn are_together(a: Slot, b: Slot) -> bool {
-        a.0 / EXTENT == b.0 / EXTENT
     }
 
     /// Number of nodes that keep each slot.

@@ -79,7 +79,7 @@ impl Rebuilder {
         if nodes.iter().enumerate().all(|(number, node)| is_online(&node) || !has_slots(number)) {
             return false;
         }
-        self.core.follow();
+        self.core.follow(|| self.core.alarm.is_closed());
         true
     }
 
