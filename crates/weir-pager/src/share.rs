@@ -35,6 +35,10 @@ const SUBMIT_EVERY: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time that the wait for the next daemon may take before a line reports it.
 const SAY_AFTER: Duration = Duration::from_secs(1);
+/// The line for a wait for the next daemon.
+const DEAD: &str = "the daemon has died; waiting for the next one, for 60 s at most";
+/// The line for a wait for the first answer of a daemon.
+const SLOW: &str = "the daemon does not answer yet; waiting for it, for 60 s at most";
 /// Pause before the next attempt to connect.
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -319,11 +323,14 @@ impl<C: Connection> Link<C> {
 impl<R: Run> Shared<R> {
     pub(crate) fn new(run: R) -> Result<Self, Error> {
         let mut run = run;
-        let mut since = None;
+        let mut since = Some((run.now(), false));
         let link = loop {
             match connect(&mut run, since) {
                 Ok(link) => break link,
-                // Wait only for a daemon that has died. After any other error this process can go
+                // The daemon is there, and busy or stopped. A process that would go on without a
+                // pager now would do so for good.
+                Err(error) if is_slow(&error) && goes_on(&mut run, &mut since, SLOW) => {}
+                // Wait for a daemon that has died too. After any other error this process can go
                 // without a pager, since it has no pages in the store yet.
                 Err(error) if is_death(&error) && !is_shortage(&error) && waits(&mut run, &mut since) => {}
                 Err(error) => return Err(error),
@@ -481,17 +488,33 @@ fn is_shortage(error: &Error) -> bool {
     }
 }
 
+/// Whether an error shows that the daemon listens, and has not answered in time.
+fn is_slow(error: &Error) -> bool {
+    match error {
+        Error::Connect { source, .. } | Error::System(source) => {
+            matches!(source.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+        }
+        _ => false,
+    }
+}
+
 /// Waits a little for the next daemon. Returns false if waiting is of no use: no other daemon
 /// comes, or the wait has taken too long.
 fn waits<R: Run>(run: &mut R, since: &mut Option<(Duration, bool)>) -> bool {
+    run.is_promised() && goes_on(run, since, DEAD)
+}
+
+/// Waits a little for a daemon. Prints `line` once if the wait has taken long. Returns false if it
+/// has taken too long.
+fn goes_on<R: Run>(run: &mut R, since: &mut Option<(Duration, bool)>, line: &str) -> bool {
     let now = run.now();
     let (begun, is_said) = *since.get_or_insert((now, false));
-    if now - begun > PATIENCE || !run.is_promised() {
+    if now - begun > PATIENCE {
         return false;
     }
     if !is_said && now - begun > SAY_AFTER {
         *since = Some((begun, true));
-        run.tell("the daemon has died; waiting for the next one, for 60 s at most");
+        run.tell(line);
     }
     run.pause();
     true
@@ -568,7 +591,9 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::io::Errno;
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+    use std::cell::RefCell;
     use std::os::fd::{AsFd as _, OwnedFd};
+    use std::rc::Rc;
     use std::sync::atomic::Ordering;
     use weir_core::copy;
     use weir_share::wire::{Completed, Hello, Op, Spot, Submission, VERSION, Welcome};
@@ -760,6 +785,62 @@ mod tests {
             }
             drop(store);
             daemon.join().unwrap();
+        }
+    }
+
+    /// A run whose daemon lives, and does not answer for so long. No other daemon comes.
+    struct Late {
+        until: Duration,
+        now: Duration,
+        said: Rc<RefCell<Vec<String>>>,
+    }
+
+    impl Run for Late {
+        type Connection = Framed;
+
+        fn connect(&mut self, left: &dyn Fn(Duration) -> Duration) -> Result<Framed, Error> {
+            let longest = left(self.now);
+            if self.now + longest < self.until {
+                self.now += longest;
+                return Err(Errno::AGAIN.into());
+            }
+            self.now = self.now.max(self.until);
+            // It answers at last. That it refuses shows that it was asked.
+            Err(Error::Refused { version: 1, reason: Errno::PERM.into() })
+        }
+
+        fn is_promised(&self) -> bool {
+            false
+        }
+
+        fn claim(&mut self, _: usize) -> Option<usize> {
+            None
+        }
+
+        fn release(&mut self, _: usize) {}
+
+        fn now(&self) -> Duration {
+            self.now
+        }
+
+        fn pause(&mut self) {
+            self.now += PAUSE;
+        }
+
+        fn tell(&mut self, line: &str) {
+            self.said.borrow_mut().push(line.to_owned());
+        }
+    }
+
+    #[test]
+    fn a_process_waits_for_the_first_answer_of_a_daemon_that_is_slow_and_says_so_once() {
+        for (seconds, lines, is_answered) in [(0, 0, true), (2, 1, true), (59, 1, true), (63, 1, false)] {
+            let said = Rc::default();
+            let late =
+                Late { until: Duration::from_secs(seconds), now: Duration::ZERO, said: Rc::clone(&said) };
+            let outcome = Shared::new(late).map(drop).unwrap_err();
+            assert_eq!(matches!(outcome, Error::Refused { .. }), is_answered, "{seconds} s: {outcome}");
+            assert_eq!(*said.borrow(), vec![SLOW; lines], "{seconds} s");
         }
     }
 
