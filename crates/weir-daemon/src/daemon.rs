@@ -263,8 +263,12 @@ impl Daemon {
     }
 
     /// Answers the requests that were received, then disconnects. Removes the sockets before it
-    /// returns. A change of a volume that is under way fails, and leaves no device behind.
+    /// returns. A change of a volume that is under way fails, and leaves no device behind. Programs
+    /// of a run that are still there are killed: their pages end with the daemon.
     pub fn stop(self) {
+        if let Some(programs) = &self.shared.programs {
+            programs.end();
+        }
         self.shared.front_ends.stop();
         self.shared.worker.stop();
         self.shared.front_ends.wait_for_change();

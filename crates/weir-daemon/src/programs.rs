@@ -5,9 +5,10 @@
 use crate::control::{Program, printable};
 use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -114,6 +115,23 @@ impl Programs {
     }
 }
 
+impl Programs {
+    /// Kills the programs that are there when their run is over. A run that ends by itself waits
+    /// for all of its programs, so this one was killed. The pages that its programs had moved out
+    /// are gone, and nobody bounds their memory any more.
+    pub fn end(&self) {
+        for bound in &*lock(&self.all) {
+            let process = Pid::from_raw(bound.pid.cast_signed());
+            let Some(Ok(process)) = process.map(|pid| pidfd_open(pid, PidfdFlags::empty())) else { continue };
+            // A pager that is connected belongs to a process that lives. So the descriptor above is
+            // that process, and no later one of the same number.
+            if bound.is_connected() {
+                let _ = pidfd_send_signal(&process, Signal::KILL);
+            }
+        }
+    }
+}
+
 /// The error for a process that has no pager at this daemon.
 pub(crate) fn unbound(pid: u32) -> Error {
     let what = format!("process {pid} is not bounded by this daemon; weir status lists those that are");
@@ -180,6 +198,11 @@ impl Bound {
         if self.asked.is_none() && link::send(&*self.socket, Order::Report).is_ok() {
             self.asked = Some(now);
         }
+    }
+
+    fn is_connected(&self) -> bool {
+        let mut socket = [PollFd::new(&*self.socket, PollFlags::RDHUP)];
+        matches!(rustix::event::poll(&mut socket, Some(&Timespec::default())), Ok(0))
     }
 
     /// Reads the reports that have come. Returns false if the pager has gone.

@@ -1,14 +1,22 @@
-//! The end of a `weir run` whose daemon this is. The run may be killed, and so may the keeper.
+//! The end of a `weir run` whose daemon or keeper this is. The run may be killed, and so may the
+//! keeper.
+//!
+//! Signals do not end them before: a manager of services sends SIGTERM to all processes of a
+//! service. The program may still need its pages then, to save what it has.
 
 use rustix::process::{Signal, getpid, kill_process};
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use weir_pager::{Ledger, directory};
 
-/// Ends this process by a signal as soon as the run has ended. Standard input is a pipe whose other
+/// Whether the run has ended. Until then this process heeds no signal that would end it.
+static IS_OVER: AtomicBool = AtomicBool::new(false);
+
+/// Sends this process SIGTERM as soon as the run has ended. Standard input is a pipe whose other
 /// end the run holds, so standard input ends with the run.
 ///
 /// # Errors
@@ -17,9 +25,15 @@ pub fn watch() -> io::Result<()> {
     thread::Builder::new().name("weir-run-end".into()).spawn(|| {
         let mut input = io::stdin();
         while matches!(input.read(&mut [0; 16]), Ok(1..)) {}
+        IS_OVER.store(true, Ordering::Release);
         let _ = kill_process(getpid(), Signal::TERM);
     })?;
     Ok(())
+}
+
+/// Whether the run has ended.
+pub fn is_over() -> bool {
+    IS_OVER.load(Ordering::Acquire)
 }
 
 /// Removes the directory of a run that cannot do so itself, because it was killed. `socket` is the

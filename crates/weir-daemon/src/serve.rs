@@ -118,7 +118,9 @@ fn serve(
         Some(path) => StartProgress::written(path.clone(), store.clone(), show(store)),
         None => show(store),
     };
-    let mut start = Start::new(show, || signals.pending().find(|signal| signals::END.contains(signal)));
+    let is_of_run = options.programs.is_some();
+    let ends = |signal: &i32| signals::END.contains(signal) && (!is_of_run || run_end::is_over());
+    let mut start = Start::new(show, || signals.pending().find(ends));
     let environment = Environment::of_machine(log);
     let path = options.control.clone().unwrap_or_else(default_path);
     let started = Daemon::start_kept(options, protections, link.as_ref().zip(held), &mut start, &environment)
@@ -193,6 +195,12 @@ fn serve(
                 std::process::exit(0);
             }
             log(Level::Warning, format_args!("no keeper holds the pages, so this daemon cannot be replaced"));
+            continue;
+        }
+        if signal.is_some() && is_of_run && !run_end::is_over() {
+            if let Some(link) = &link {
+                let _ = link.staying();
+            }
             continue;
         }
         let user = daemon.in_use().or_else(|| daemon.let_go());

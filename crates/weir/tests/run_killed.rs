@@ -92,10 +92,17 @@ os._exit(0)
     assert_eq!(output.status.code(), Some(128 + libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// The line of a process that waits for the daemon's first answer. A busy machine may print it.
+const SLOW: &str = "the daemon does not answer yet; waiting for it";
+
 /// The lines that a run has said, besides those about its daemon's end.
 fn besides(said: &str) -> Vec<&str> {
-    let known =
-        ["the daemon ended unasked", "the daemon has died; waiting", "the new daemon did not take over"];
+    let known = [
+        "the daemon ended unasked",
+        "the daemon has died; waiting",
+        "the new daemon did not take over",
+        SLOW,
+    ];
     said.lines().filter(|line| !known.iter().any(|known| line.contains(known))).collect()
 }
 
@@ -227,6 +234,125 @@ fn a_run_that_is_killed_takes_its_keeper_its_daemon_and_its_files_along() {
         }
     }
     println!("figure: killed-run seconds_until_all_is_free {:.3} lower 1", longest.as_secs_f64());
+}
+
+/// Prints its own number, and those of a child in a session of its own and of that one's children.
+/// All of them wait for ever.
+const FAMILY: &str = "
+inner = '''
+import os, subprocess, sys
+both = [subprocess.Popen(['sleep', '1000']) for _ in range(2)]
+print(os.getpid(), *(child.pid for child in both), flush=True)
+for child in both: child.wait()
+'''
+child = subprocess.Popen([sys.executable, '-c', inner], stdout=subprocess.PIPE, start_new_session=True)
+print(os.getpid(), flush=True)
+print(child.stdout.readline().decode(), end='', flush=True)
+child.wait()
+";
+
+/// Starts [`FAMILY`]. Returns the numbers of all of its processes too.
+fn family(name: &str) -> Option<(Scratch, Sweeping, Vec<u32>)> {
+    let python = python().filter(|_| can_run(name))?;
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{FAMILY}"));
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--", &python]).arg(&input);
+    let mut running = Sweeping::of(&mut command);
+    let mut all: Vec<u32> = running.line().split(' ').map(|number| number.parse().unwrap()).collect();
+    all.push(running.pid);
+    Some((scratch, running, all))
+}
+
+#[test]
+fn a_signal_to_a_run_reaches_all_of_its_processes_and_none_is_left() {
+    use rustix::process::Signal;
+    for (what, sent, number) in [("term", Signal::TERM, libc::SIGTERM), ("int", Signal::INT, libc::SIGINT)] {
+        let Some((_scratch, mut running, all)) = family(&format!("a_signal_to_a_run_{what}")) else { return };
+        signal(running.run.id(), sent);
+        let (code, said) = running.ended();
+        assert_eq!(code, Some(128 + number), "{what}: {said}");
+        assert!(!all.iter().any(|process| is_alive(*process)), "{what}: {said}");
+    }
+}
+
+#[test]
+fn a_run_that_is_killed_leaves_none_of_its_processes() {
+    let Some((_scratch, mut running, all)) = family("a_run_that_is_killed_leaves_none") else { return };
+    // The daemon knows the pager of each.
+    eventually("pagers of all", || all.iter().all(|process| is_listed(*process)));
+    kill(running.run.id());
+    assert_eq!(running.run.wait().unwrap().code(), None);
+    eventually("the end of all", || !all.iter().any(|process| is_alive(*process)));
+    eventually("the end of its directory", || !directory_of(running.run.id()).exists());
+}
+
+#[test]
+fn a_signal_to_the_daemon_of_a_run_ends_nothing_that_its_program_needs() {
+    use rustix::process::Signal;
+    let script = "
+def end(*_): os._exit(7 if check(memory, 3) else 1)
+memory = new(96 << 20)
+fill(memory, 3)
+signal.signal(signal.SIGTERM, end)
+print(os.getpid(), flush=True)
+while True: signal.pause()
+";
+    let name = "a_signal_to_the_daemon";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    for keeper in ["yes", "no"] {
+        let mut command = Command::new(WEIR);
+        command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--keeper", keeper, "--"]);
+        let mut running = Sweeping::of(command.arg(&python).arg(&input));
+        let first = running.keeper();
+        let daemon = if keeper == "yes" { running.daemon_after(0) } else { first };
+        // As a manager of services does, which signals all processes of a service.
+        for _ in 0..20 {
+            for sent in [Signal::TERM, Signal::INT, Signal::HUP] {
+                [first, daemon].into_iter().for_each(|process| signal(process, sent));
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        assert!(is_alive(first) && is_alive(daemon), "keeper {keeper}");
+        signal(running.run.id(), Signal::TERM);
+        let (code, said) = running.ended();
+        assert_eq!((code, besides(&said)), (Some(7), vec![]), "keeper {keeper}");
+    }
+}
+
+#[test]
+fn a_process_that_meets_a_daemon_which_stands_still_waits_for_it_and_is_bounded() {
+    use rustix::process::Signal;
+    let script = "
+print(os.getpid(), flush=True)
+sys.stdin.read(1)
+inner = 'import sys; print(1, flush=True); sys.stdin.read()'
+child = subprocess.Popen([sys.executable, '-c', inner], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read(1)
+";
+    let name = "a_process_that_meets_a_daemon";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    for keeper in ["yes", "no"] {
+        let mut command = Command::new(WEIR);
+        command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--keeper", keeper, "--"]);
+        let mut running = Sweeping::of(command.arg(&python).arg(&input));
+        let daemon = if keeper == "yes" { running.daemon_after(0) } else { running.keeper() };
+        signal(daemon, Signal::STOP);
+        running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+        running.says("the daemon does not answer yet; waiting for it, for 60 s at most");
+        signal(daemon, Signal::CONT);
+        let child: u32 = running.line().parse().unwrap();
+        eventually("the child's pager", || is_listed(child));
+        drop(running.run.stdin.take());
+        let (code, said) = running.ended();
+        assert_eq!((code, besides(&said)), (Some(0), vec![]), "keeper {keeper}: {said}");
+    }
 }
 
 #[test]

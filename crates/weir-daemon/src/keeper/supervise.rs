@@ -5,6 +5,7 @@ use super::link::{ENVIRONMENT, GONE, PROCESSORS, REFUSED, now, processors};
 use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
 use crate::relay::Relay;
+use crate::run_end;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -131,6 +132,9 @@ pub fn run(log: &Log, config: Option<&Path>, used_by: Use) -> io::Result<i32> {
     signals.set_nonblocking(true)?;
     for signal in signals::END {
         signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
+    }
+    if used_by == Use::Run {
+        run_end::watch()?;
     }
     let mut keeper = Keeper {
         log,
@@ -528,10 +532,14 @@ impl Keeper<'_> {
         }
     }
 
+    /// Reads the signals that have come. The keeper of a run heeds them only once the run is over.
     fn hear_signal(&mut self) {
         use std::io::Read as _;
         let mut bytes = [0; 64];
         while self.signals.read(&mut bytes).is_ok_and(|read| read > 0) {}
+        if self.used_by == Use::Run && !run_end::is_over() {
+            return;
+        }
         self.is_over = self.used_by == Use::Run;
         self.told_by.get_or_insert_with(|| Instant::now() + HEARING);
     }

@@ -16,7 +16,10 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::iterator::SignalsInfo;
+use signal_hook::iterator::exfiltrator::WithOrigin;
+use signal_hook::low_level::siginfo::{Cause, Origin};
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
@@ -69,18 +72,34 @@ fn execute<T>(
     let object = object()?;
     weir_pager::probe().map_err(|error| Failure::Failed(chain(&error)))?;
     // A signal that ends the program ends this process after it.
-    let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
+    let signals =
+        SignalsInfo::<WithOrigin>::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
     let daemon = Daemon::start(bound)?;
     fits(daemon.room)?;
     // From here on this process becomes the parent of each descendant whose own parent ends.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
-    let child = Command::new(&path)
+    let mut command = Command::new(&path);
+    command
         .arg0(name)
         .args(arguments)
         .env("LD_PRELOAD", preload(&object))
         .env("WEIR_RUN_RESIDENT", bound.resident.0.to_string())
         .env("WEIR_RUN_DIRECTORY", &daemon.directory)
-        .env("WEIR_RUN_PARENT", std::process::id().to_string())
+        .env("WEIR_RUN_PARENT", std::process::id().to_string());
+    let parent = rustix::process::getpid();
+    // SAFETY: the child makes only two system calls before it becomes the program.
+    unsafe {
+        command.pre_exec(move || {
+            // If this process is killed, the pages end with the daemon, and so does the program.
+            rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+            // The parent may have died before the death signal was set.
+            match rustix::process::getppid() == Some(parent) {
+                true => Ok(()),
+                false => Err(io::ErrorKind::Interrupted.into()),
+            }
+        });
+    }
+    let child = command
         .spawn()
         .map_err(|error| Failure::Failed(format!("cannot run {}: {error}", path.display())))?;
     let kept = begun(&child);
@@ -89,21 +108,13 @@ fn execute<T>(
 }
 
 /// Waits for the program, then for the processes that it left in the background, since the daemon
-/// has their pages too. If this process gets SIGTERM or SIGHUP, passes the signal on to all of
-/// these. Signals from a terminal need not be passed on: the terminal sends them to each process.
-fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
+/// has their pages too. Passes signals on as [`pass_on`] does.
+fn wait(mut child: Child, daemon: &Daemon, mut signals: SignalsInfo<WithOrigin>) -> io::Result<ExitStatus> {
     let group = daemon.group();
     let handle = signals.handle();
     thread::spawn(move || {
-        for signal in &mut signals {
-            let signal = match signal {
-                SIGTERM => Signal::TERM,
-                SIGHUP => Signal::HUP,
-                _ => continue,
-            };
-            for process in left_behind(group) {
-                let _ = rustix::process::kill_process(process, signal);
-            }
+        for origin in &mut signals {
+            pass_on(&origin, group);
         }
     });
     let status = child.wait();
@@ -131,17 +142,53 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<E
     status
 }
 
+/// Passes a signal on that this process got. SIGTERM goes to all processes of the run. SIGINT and
+/// SIGQUIT do too, if a process has sent them: a terminal itself sends them to each process. SIGHUP
+/// goes to the children of this process alone, since it asks many servers to read their files anew.
+fn pass_on(origin: &Origin, daemon: Option<Pid>) {
+    let is_sent = !matches!(origin.cause, Cause::Kernel);
+    let (signal, is_for_all) = match origin.signal {
+        SIGTERM => (Signal::TERM, true),
+        SIGINT if is_sent => (Signal::INT, true),
+        SIGQUIT if is_sent => (Signal::QUIT, true),
+        SIGHUP => (Signal::HUP, false),
+        _ => return,
+    };
+    // A process may start others while this goes on. So look again until all that are found have
+    // got the signal. An orphan becomes a child of this process.
+    let mut told = BTreeSet::new();
+    loop {
+        let mut found = left_behind(daemon);
+        let mut at = 0;
+        while let Some(&process) = found.get(at).filter(|_| is_for_all) {
+            found.extend(children(&process.as_raw_nonzero().to_string()));
+            at += 1;
+        }
+        found.retain(|process| told.insert(process.as_raw_nonzero()));
+        for process in &found {
+            let _ = rustix::process::kill_process(*process, signal);
+        }
+        if found.is_empty() || !is_for_all {
+            break;
+        }
+    }
+}
+
+/// The children of a process that `/proc` shows under this name.
+fn children(process: &str) -> Vec<Pid> {
+    let of_task = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let all: String = tasks.filter_map(of_task).collect();
+    all.split_ascii_whitespace().filter_map(|number| Pid::from_raw(number.parse().ok()?)).collect()
+}
+
 /// The children of this process that do not belong to the daemon. If the keeper was killed, its
 /// daemon has become a child of this process. The keeper and its daemons are all in one process
 /// group.
 fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
-    let children = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
-    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let all: String = tasks.filter_map(children).collect();
-    let numbers = all.split_ascii_whitespace().filter_map(|number| number.parse().ok());
     let is_daemon_s = |process: Pid| rustix::process::getpgid(Some(process)).ok() == daemon;
-    numbers
-        .filter_map(Pid::from_raw)
+    children("self")
+        .into_iter()
         .filter(|process| Some(*process) != daemon && !is_daemon_s(*process))
         .collect()
 }
@@ -229,18 +276,6 @@ impl Daemon {
         // daemon must not get them. The daemon ends when its standard input does, thus with this
         // process.
         command.stdin(Stdio::piped()).process_group(0);
-        let parent = rustix::process::getpid();
-        // SAFETY: the child makes only two system calls before it becomes the daemon.
-        unsafe {
-            command.pre_exec(move || {
-                rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
-                // The parent may have died before the death signal was set.
-                match rustix::process::getppid() == Some(parent) {
-                    true => Ok(()),
-                    false => Err(io::ErrorKind::Interrupted.into()),
-                }
-            });
-        }
         daemon.process = Some(command.spawn().map_err(Failure::failed)?);
         daemon.comes_up(&control)?;
         let pages = Client::connect(&daemon.share(), weir_share::Options::default())
@@ -306,10 +341,9 @@ fn keeps(asked: Option<bool>, stores: &[StoreUrl]) -> Result<bool, Failure> {
 impl Drop for Daemon {
     fn drop(&mut self) {
         if let Some(process) = &mut self.process {
-            // Children of the program that still run lose their pages: they get SIGBUS, never
-            // zeros.
             let group = Pid::from_child(process);
-            let _ = rustix::process::kill_process(group, Signal::TERM);
+            // The end of its standard input tells the daemon that the run is over.
+            drop(process.stdin.take());
             let _ = process.wait();
             // If the keeper was killed, its daemon reads the end of its standard input and exits.
             // Wait for that too.
