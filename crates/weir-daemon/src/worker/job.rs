@@ -54,9 +54,13 @@ impl Work for Job {
     type Pointer = Arc<Job>;
 
     fn run(this: Arc<Job>) {
-        let ending = Ending(&this);
-        let outcome = this.workers.run(&this);
-        ending.with(outcome);
+        let ending = Ending(Some(&this));
+        match this.workers.run(&this) {
+            Some(outcome) => ending.with(outcome),
+            // Jobs that were queued meanwhile run first.
+            None if this.workers.queue().schedule(&this) => ending.later(),
+            None => ending.with(Err(stopping())),
+        }
     }
 }
 
@@ -65,23 +69,35 @@ pub fn unmoved(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Memory, what)
 }
 
+/// The error for a job that the daemon's end has interrupted.
+pub fn stopping() -> Error {
+    unmoved("the daemon is stopping; what was under way is whole")
+}
+
 /// Tells the thread that waits for a job that the job has ended. A panic of the job is an end too,
 /// and the queue goes on.
-struct Ending<'a>(&'a Job);
+struct Ending<'a>(Option<&'a Job>);
 
 impl Ending<'_> {
+    /// The job has another turn.
+    fn later(mut self) {
+        self.0 = None;
+    }
+
     fn with(self, outcome: Result<Moved, Error>) {
-        *self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        let job = self.0.expect("it has not ended");
+        *job.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
     }
 }
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
-        let mut outcome = self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(job) = self.0 else { return };
+        let mut outcome = job.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         outcome.get_or_insert_with(|| {
             Err(unmoved("the worker failed at it, which is a bug: weir status says what was done, the daemon's log why it ended"))
         });
-        self.0.ended.notify_all();
+        job.ended.notify_all();
     }
 }
 
@@ -124,7 +140,7 @@ impl Job {
                 return outcome;
             }
             if workers.is_stopping() {
-                return Err(unmoved("the daemon is stopping; what was under way is whole"));
+                return Err(stopping());
             }
             let waited = self.ended.wait_timeout(outcome, TELL_EVERY);
             outcome = waited.unwrap_or_else(PoisonError::into_inner).0;

@@ -10,6 +10,7 @@ mod job;
 mod pace;
 mod promotion;
 mod removal;
+mod take;
 mod workers;
 
 use crate::control::{Background, Moved, Progress};

@@ -8,12 +8,14 @@ use super::removal::Discarders;
 use crate::control::{Background, Moved};
 use crate::environment::{Clock, Environment};
 use crate::error::{Error, ErrorKind};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, chain};
 use weir_queue::{Item, Queue, Work, has_item};
-use weir_store::{Fault, Headroom, Store};
-use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Pool, Task};
+use weir_store::{Headroom, Store};
+use weir_volume::{ChunkState, ChunkStatus, Mover, Note, Pool, Task};
 
 /// The next step for a user whose memory cannot be given back: the other stores have no room for
 /// its pages.
@@ -28,12 +30,14 @@ pub struct Workers {
     movers: Box<[Mutex<OpenMover>]>,
     /// For each store: whether its memory is given back on request.
     gives_back: Box<[bool]>,
-    promotion: Arc<Promotion>,
+    /// The takes that are between two turns.
+    pub(super) takes: Mutex<Vec<Taking>>,
+    pub(super) promotion: Arc<Promotion>,
     compaction: Arc<Compaction>,
     stopping: AtomicBool,
     clock: Arc<dyn Clock>,
     given_back: Total,
-    taken: Total,
+    pub(super) taken: Total,
 }
 
 /// A mover; its own `Debug` would print nothing useful.
@@ -60,13 +64,13 @@ impl std::ops::DerefMut for OpenMover {
 
 /// The bytes moved since the start, and the bytes a second of the last job.
 #[derive(Debug, Default)]
-struct Total {
+pub(super) struct Total {
     bytes: AtomicU64,
     bytes_per_s: AtomicU64,
 }
 
 impl Total {
-    fn add(&self, bytes: u64, seconds: f64) {
+    pub fn add(&self, bytes: u64, seconds: f64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.bytes_per_s.store((bytes as f64 / seconds.max(1e-6)) as u64, Ordering::Relaxed);
     }
@@ -83,17 +87,35 @@ pub struct Card {
 
 /// A chunk, by its store and its number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Chunk {
-    store: usize,
-    chunk: u32,
+pub(super) struct Chunk {
+    pub store: usize,
+    pub chunk: u32,
     slots: u32,
-    note: Note,
+    pub note: Note,
 }
 
 impl Chunk {
-    fn bytes(self) -> u64 {
+    pub fn is(&self, other: &Chunk) -> bool {
+        (self.store, self.chunk) == (other.store, other.chunk)
+    }
+
+    pub fn bytes(self) -> u64 {
         bytes(self.slots)
     }
+}
+
+/// A take that has not ended.
+#[derive(Debug)]
+pub(super) struct Taking {
+    pub job: Weak<Job>,
+    pub kind: JobKind,
+    pub began: Instant,
+    /// The chunks that the take still wants. Each of them is given back.
+    pub rest: VecDeque<Chunk>,
+    /// Bytes that the take leaves to the governor.
+    pub left_bytes: u64,
+    /// Whether a later give-back has removed chunks from the rest.
+    pub overruled: bool,
 }
 
 /// Closed chunks that wait to be emptied. All threads empty one chunk together, then the next. So a
@@ -170,6 +192,7 @@ impl Workers {
             movers,
             gives_back: gives_back.into(),
             clock: Arc::clone(&environment.clock),
+            takes: Mutex::default(),
             promotion: Promotion::new(Weak::clone(workers), environment.clock.now()),
             compaction: Compaction::new(Weak::clone(workers)),
             stopping: AtomicBool::new(false),
@@ -248,15 +271,16 @@ impl Workers {
         }
     }
 
-    /// Runs a job on the worker's thread.
-    pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, Error> {
+    /// Runs a job on the worker's thread, up to the end of the job's turn. `None`: the job needs
+    /// another turn.
+    pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Option<Result<Moved, Error>> {
         match job.kind {
-            JobKind::GiveBack | JobKind::Spare | JobKind::Sleep => self.give_back(job),
+            JobKind::GiveBack | JobKind::Spare | JobKind::Sleep => Some(self.give_back(job)),
             JobKind::Take | JobKind::Wake => self.take(job),
         }
     }
 
-    fn card(&self, chunk: &Chunk) -> Card {
+    pub(super) fn card(&self, chunk: &Chunk) -> Card {
         let store = self.pool.stores().nth(chunk.store);
         Card { store: chunk.store, card: store.map_or(0, |store| member(&**store, chunk.chunk)) }
     }
@@ -287,7 +311,7 @@ impl Workers {
     /// fewest pages first. With `only`, which the governor's requests have, they are the chunks of
     /// that card. Chunks that were given back for a client or before the machine slept are then
     /// left out.
-    fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
+    pub(super) fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.pool.stores().enumerate().filter(|&(at, _)| self.gives_back[at]) {
             let wanted =
@@ -327,7 +351,15 @@ impl Workers {
             None => upto(&held, |sum, next| sum + next.bytes() <= spare),
         };
         let total: u64 = wanted.iter().map(|chunk| chunk.bytes()).sum();
-        if total > spare || (wanted.is_empty() && there > 0 && job.kind != JobKind::Spare) {
+        let is_spare = job.kind == JobKind::Spare;
+        let refused = total > spare || (wanted.is_empty() && there > 0 && !is_spare);
+        let nothing = is_spare && wanted.is_empty();
+        // If the governor asks, the card is short. Then no take on that card goes on, even if no
+        // chunk of the card can be given back.
+        if job.only.is_some() || !(refused || nothing) {
+            self.overrule_takes(job);
+        }
+        if refused {
             let asked = ByteSize(job.bytes.unwrap_or(there));
             let seen = if spare == 0 {
                 format!("the device of {device} needs all that its stores hold")
@@ -375,7 +407,7 @@ impl Workers {
         }
     }
 
-    fn note(&self, chunks: &[Chunk], note: impl Fn(Note) -> Note) {
+    pub(super) fn note(&self, chunks: &[Chunk], note: impl Fn(Note) -> Note) {
         chunks.iter().for_each(|it| self.pool.note(it.store, &[it.chunk], note(it.note)));
     }
 
@@ -450,75 +482,6 @@ impl Workers {
             }
         }
     }
-
-    fn take(&self, job: &Job) -> Result<Moved, Error> {
-        let began = self.clock.now();
-        let away = match job.kind {
-            JobKind::Wake => self.woken(),
-            _ => self.chunks(ChunkState::GivenBack, job.only),
-        };
-        let wanted = match job.bytes {
-            Some(wanted) => upto(&away, |sum, _| sum < wanted),
-            None => away,
-        };
-        let total: u64 = wanted.iter().map(|chunk| chunk.bytes()).sum();
-        job.reach.total_bytes.store(total, Ordering::Relaxed);
-        let mut mover = self.mover(0);
-        let mut trouble = None;
-        for chunk in wanted {
-            if self.is_stopping() {
-                break;
-            }
-            let room = if job.kind == JobKind::Wake { self.room(self.card(&chunk)) } else { None };
-            // The card has too little free memory for its owner. So leave the chunk to the
-            // governor, which takes it later.
-            if room.is_some_and(|room| !room.has_recovered()) {
-                continue;
-            }
-            match mover.take(chunk.store, chunk.chunk) {
-                Ok(()) => {
-                    job.reach.bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
-                }
-                Err(GiveBackError::Store(Fault::Full)) if room.is_some() => {}
-                Err(error) => {
-                    let store = self.pool.stores().nth(chunk.store).map_or("", |store| store.name());
-                    let again = if job.kind == JobKind::Wake { "--sleep" } else { "all" };
-                    trouble = Some(format!(
-                        "{store} has no more now ({}); end what uses it, then weir take {again}",
-                        chain(&error)
-                    ));
-                    break;
-                }
-            }
-        }
-        drop(mover);
-        let taken = job.reach.bytes.load(Ordering::Relaxed);
-        let seconds = (self.clock.now() - began).as_secs_f64();
-        self.taken.add(taken, seconds);
-        if taken > 0 {
-            self.promotion.begin(self);
-        }
-        match trouble {
-            None => Ok(Moved { bytes: taken, left_bytes: total.saturating_sub(taken), pages: 0, seconds }),
-            Some(trouble) => {
-                Err(unmoved(format!("took {} of {}: {trouble}", ByteSize(taken), ByteSize(total))))
-            }
-        }
-    }
-
-    /// Notes that the machine has slept. Returns the chunks that were given back for that, so that
-    /// they are taken again. On a card with a governor, the governor may take these chunks from
-    /// here on. So a chunk does not stay away for ever if it cannot be taken now or the daemon
-    /// dies. On other cards a chunk counts as given back for the sleep until it is taken.
-    fn woken(&self) -> Vec<Chunk> {
-        let mut asleep = self.chunks(ChunkState::GivenBack, None);
-        asleep.retain(|it| it.note.asleep);
-        let (governed, mut woken): (Vec<_>, Vec<_>) =
-            asleep.into_iter().partition(|it| self.room(self.card(it)).is_some());
-        self.note(&governed, |_| Note { unasked: true, asleep: false });
-        woken.extend(governed.into_iter().filter(|it| !it.note.unasked));
-        woken
-    }
 }
 
 /// The member on which a chunk lies.
@@ -528,7 +491,7 @@ fn member(store: &dyn Store, chunk: u32) -> u32 {
 
 /// Returns chunks from the front of `chunks`, and stops before the first one for which `more` is
 /// false. `more` gets the total bytes of all chunks before, and then the chunk in question.
-fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
+pub(super) fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
     let mut sum = 0;
     let take = |chunk: &&Chunk| {
         let goes_on = more(sum, chunk);
@@ -556,18 +519,18 @@ fn bytes(slots: u32) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::super::governor::Governor;
     use super::*;
     use crate::environment::tests::{Quick, quiet};
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
     use weir_core::PageNo;
-    use weir_store::{Host, OpenError, Progress, Reclaim, Sim, SimUrl, State};
+    use weir_store::{Fault, Host, OpenError, Progress, Reclaim, Sim, SimUrl, State};
     use weir_volume::{Config, Volume};
 
     const MIB: u64 = 1 << 20;
-    const CHUNK: u64 = 4 * MIB;
-    const CARD: Card = Card { store: 0, card: 0 };
+    pub const CHUNK: u64 = 4 * MIB;
+    pub const CARD: Card = Card { store: 0, card: 0 };
 
     /// A store of four chunks on a card.
     #[derive(Debug)]
@@ -578,11 +541,28 @@ mod tests {
 
     /// The owner of a card, as a test plays it.
     #[derive(Debug, Default)]
-    struct Owner {
-        free: AtomicU64,
+    pub struct Owner {
+        pub free: AtomicU64,
         /// The card does not report its free memory.
         silent: AtomicBool,
         lost: AtomicBool,
+        /// Runs while the next chunk is taken.
+        happens: Mutex<Option<Happens>>,
+    }
+
+    struct Happens(Box<dyn FnOnce() + Send>);
+
+    impl std::fmt::Debug for Happens {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("Happens")
+        }
+    }
+
+    impl Owner {
+        /// Has `what` happen while the next chunk is taken.
+        pub fn when_taken(&self, what: impl FnOnce() + Send + 'static) {
+            *self.happens.lock().expect("no panic") = Some(Happens(Box::new(what)));
+        }
     }
 
     impl Store for OnCard {
@@ -625,6 +605,9 @@ mod tests {
             if self.owner.lost.load(Ordering::Relaxed) {
                 return Err(Fault::Lost);
             }
+            if let Some(Happens(what)) = self.owner.happens.lock().expect("no panic").take() {
+                what();
+            }
             let left = |free: u64| free.checked_sub(CHUNK);
             self.owner
                 .free
@@ -643,7 +626,7 @@ mod tests {
 
     /// Workers over a device of `pages` pages. The store below the card has room for all pages but
     /// `less`.
-    fn workers_of(pages: u32, less: u32) -> (Arc<Workers>, Arc<Owner>) {
+    pub fn workers_of(pages: u32, less: u32) -> (Arc<Workers>, Arc<Owner>) {
         workers_in(pages, less, &quiet())
     }
 
@@ -657,15 +640,15 @@ mod tests {
         (Workers::start(&volume, &[true, false], environment).expect("threads"), owner)
     }
 
-    fn workers() -> (Arc<Workers>, Arc<Owner>) {
+    pub fn workers() -> (Arc<Workers>, Arc<Owner>) {
         workers_of(64, 0)
     }
 
-    fn refused(workers: &Arc<Workers>, kind: JobKind) -> String {
+    pub fn refused(workers: &Arc<Workers>, kind: JobKind) -> String {
         Job::new(workers, kind, None).run_on(workers, &mut |_| {}).expect_err("refused").to_string()
     }
 
-    fn ask(workers: &Arc<Workers>, kind: JobKind, bytes: Option<u64>) -> Moved {
+    pub fn ask(workers: &Arc<Workers>, kind: JobKind, bytes: Option<u64>) -> Moved {
         Job::new(workers, kind, bytes).run_on(workers, &mut |_| {}).expect("it is done")
     }
 
@@ -768,7 +751,10 @@ mod tests {
         ask(&workers, JobKind::Sleep, None);
         owner.free.store(CHUNK, Ordering::Relaxed);
         let why = refused(&workers, JobKind::Wake);
-        assert!(why.contains("weir take --sleep"), "{why}");
+        assert!(
+            why.contains("has no more now") && why.contains("end what uses it, then weir take --sleep"),
+            "{why}"
+        );
         owner.free.store(4 * CHUNK, Ordering::Relaxed);
         assert_eq!(ask(&workers, JobKind::Wake, None).bytes, 3 * CHUNK);
         workers.stop();
