@@ -285,8 +285,8 @@ pub struct BenchFaultOptions {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
-    /// A way to keep the limit, to measure beside no limit: run, run-store, bare, zram, ram-loop,
-    /// host; may be repeated [default: all].
+    /// A way to keep the limit, to measure beside no limit: run, run-asleep, run-store,
+    /// run-store-asleep, bare, zram, ram-loop, host; may be repeated [default: all].
     #[arg(long, value_name = "WAY")]
     pub only: Vec<String>,
 }

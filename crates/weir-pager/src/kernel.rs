@@ -11,6 +11,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::time::{Duration, Instant};
 use weir_core::PageBytes;
+use weir_share::Offers;
 
 /// The pager's requests to userfaultfd have the meaning that `ioctl_userfaultfd(2)` describes. They
 /// only fill missing pages.
@@ -94,10 +95,57 @@ pub(crate) struct Size {
     pub anonymous: usize,
 }
 
+/// Decides when the pager's thread looks for its next event without sleeping. A thread that sleeps
+/// is woken some microseconds after its event. A program that has just had a page fault often has
+/// the next one soon.
+#[derive(Debug)]
+struct Watch {
+    /// Time for which the thread looks after a page fault.
+    time: Duration,
+    /// Whether a page fault has come since the thread slept.
+    is_due: bool,
+}
+
+/// Number of looks between two offers of the processor to other threads.
+const LOOKS: usize = 8;
+
+impl Watch {
+    fn note(&mut self, event: Option<&Event>) {
+        self.is_due |= matches!(event, Some(Event::Fault(_)));
+    }
+
+    /// Looks for an event, for `longest` at most, and while `may_go_on` says so. Returns whether
+    /// there is an event. If not, the thread should sleep.
+    fn look(
+        &mut self,
+        longest: Option<Duration>,
+        now: impl Fn() -> Duration,
+        mut may_go_on: impl FnMut() -> bool,
+        mut has_event: impl FnMut() -> bool,
+    ) -> bool {
+        if !std::mem::take(&mut self.is_due) {
+            return false;
+        }
+        let time = longest.map_or(self.time, |longest| longest.min(self.time));
+        let begun = now();
+        while now() - begun < time && may_go_on() {
+            for _ in 0..LOOKS {
+                if has_event() {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+        }
+        false
+    }
+}
+
 /// The kernel of this machine.
 #[derive(Debug)]
 pub(crate) struct System {
     uffd: Uffd,
+    watch: Watch,
+    offers: Offers,
     maps: Maps,
     pagemap: File,
     size: File,
@@ -105,10 +153,13 @@ pub(crate) struct System {
 }
 
 impl System {
-    /// Opens the descriptors of the pager, in the descriptor table of the calling thread.
-    pub fn open() -> Result<Self, Error> {
+    /// Opens the descriptors of the pager, in the descriptor table of the calling thread. After
+    /// each page fault the thread looks for the next one for as long as `spin`, before it sleeps.
+    pub fn open(spin: Duration) -> Result<Self, Error> {
         Ok(System {
             uffd: Uffd::open()?,
+            watch: Watch { time: spin, is_due: false },
+            offers: Offers::default(),
             maps: Maps::open()?,
             // The `pagemap` file of any thread shows the memory of the whole process.
             pagemap: File::open("/proc/thread-self/pagemap")?,
@@ -176,11 +227,25 @@ impl Kernel for System {
     }
 
     fn event(&mut self) -> Option<Event> {
-        self.uffd.read().ok().flatten()
+        let event = self.uffd.read().ok().flatten();
+        self.watch.note(event.as_ref());
+        event
     }
 
     fn wait(&mut self, longest: Option<Duration>) {
-        let mut fds = [PollFd::new(&self.uffd, PollFlags::IN)];
+        let System { uffd, watch, offers, began, .. } = self;
+        let mut fds = [PollFd::new(uffd, PollFlags::IN)];
+        let now = || began.elapsed();
+        let may_go_on = || {
+            if !offers.is_crowded() {
+                offers.offer();
+            }
+            !offers.is_crowded()
+        };
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        if watch.look(longest, now, may_go_on, || poll(&mut fds, Some(&at_once)) != Ok(0)) {
+            return;
+        }
         let longest = longest.map(|longest| Timespec {
             tv_sec: longest.as_secs().cast_signed(),
             tv_nsec: longest.subsec_nanos().into(),
@@ -240,5 +305,40 @@ impl Kernel for System {
 
     fn now(&self) -> Duration {
         self.began.elapsed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// The looks of a watch of 40 us, after a page fault or after none. Each reading of the clock
+    /// takes 1 us. The event comes after `comes` us, and the processor is needed after `needed` us.
+    /// Returns whether the event was seen, and the time after the looks.
+    fn looks(has_fault: bool, longest: Option<u64>, comes: u64, needed: u64) -> (bool, u64) {
+        let mut watch = Watch { time: Duration::from_micros(40), is_due: false };
+        watch.note(Some(&Event::Remove(0, 0)));
+        if has_fault {
+            watch.note(Some(&Event::Fault(0)));
+            watch.note(None);
+        }
+        let clock = Cell::new(0);
+        let now = || Duration::from_micros(clock.replace(clock.get() + 1));
+        let longest = longest.map(Duration::from_micros);
+        let is_seen = watch.look(longest, now, || clock.get() < needed, || clock.get() >= comes);
+        let after = clock.get();
+        assert!(!watch.look(None, || Duration::ZERO, || false, || true), "a page fault begins one look");
+        (is_seen, after)
+    }
+
+    #[test]
+    fn after_a_page_fault_the_thread_looks_for_the_next_one_for_a_while() {
+        assert_eq!(looks(false, None, 0, 1_000), (false, 0), "other events begin no look");
+        assert_eq!(looks(true, None, 30, 1_000), (true, 30));
+        assert_eq!(looks(true, None, 1_000, 1_000), (false, 41));
+        assert_eq!(looks(true, Some(2_000), 1_000, 1_000), (false, 41));
+        assert_eq!(looks(true, Some(20), 1_000, 1_000), (false, 21), "no longer than it may wait");
+        assert_eq!(looks(true, None, 30, 10), (false, 10), "others need the processor");
     }
 }

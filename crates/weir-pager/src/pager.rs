@@ -12,6 +12,7 @@ use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 use weir_core::PAGE_SIZE;
 use work::Work;
 
@@ -39,6 +40,9 @@ pub struct Options {
     pub limit: usize,
     /// The memory that the pager manages.
     pub scope: Scope,
+    /// Time for which the pager's thread looks for the next page fault after each one, before it
+    /// sleeps. It sleeps at once if other threads need its processor.
+    pub spin: Duration,
 }
 
 /// A pager's counts since its start.
@@ -247,7 +251,7 @@ impl Pager {
         excluded: Option<Vec<(usize, usize)>>,
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
     ) -> Result<Self, Error> {
-        let Options { limit, scope } = options;
+        let Options { limit, scope, spin } = options;
         if limit / BLOCK < LIMIT_MIN {
             return Err(Error::Limit { bytes: limit });
         }
@@ -261,7 +265,7 @@ impl Pager {
             shared.thread.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Relaxed);
             weir_share::first_turns();
             let opened = own_descriptors()
-                .and_then(|()| System::open())
+                .and_then(|()| System::open(spin))
                 .and_then(|system| Ok((system, store().map_err(Error::Store)?)))
                 .and_then(|(system, (store, tell))| Work::new(system, store, tell, scope, excluded, shared));
             match opened {
@@ -377,7 +381,7 @@ impl Pager {
         self.look();
         let thread = format!("/proc/self/task/{}", self.0.thread.load(Ordering::Relaxed));
         while std::path::Path::new(&thread).exists() {
-            std::thread::sleep(std::time::Duration::from_micros(100));
+            std::thread::sleep(Duration::from_micros(100));
         }
     }
 

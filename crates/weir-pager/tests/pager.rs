@@ -90,7 +90,7 @@ impl Memory {
             free: (0..blocks as u64).map(|block| block * BLOCK_PAGES as u64).collect(),
             faulty: Arc::clone(&faulty),
         };
-        let options = Options { limit: LIMIT, scope: Scope::Adopted };
+        let options = Options { limit: LIMIT, scope: Scope::Adopted, spin: Duration::ZERO };
         let pager = match Pager::start(options, move || Ok((heap, Box::new(|_: &str| {}) as Tell))) {
             Ok(pager) => pager,
             Err(error @ (Error::Denied(_) | Error::Kernel(_))) => {

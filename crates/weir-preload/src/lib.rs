@@ -22,6 +22,7 @@ use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Once, OnceLock};
+use std::time::Duration;
 use weir_pager::link::{Link, Order, Report};
 use weir_pager::{Ledger, Options, Outside, Pager, Scope, ShareStore, Tell, directory};
 
@@ -46,9 +47,9 @@ static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
 /// In a child of a fork: the parent's pager. The child's pager manages the memory that the parent's
 /// pager managed, and leaves alone the memory that the parent's pager left alone.
 static BEFORE: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
-/// The limit in bytes, and the run's directory. The program may change its environment, so its
-/// children read both from here.
-static RUN: OnceLock<(usize, PathBuf)> = OnceLock::new();
+/// The options of the pager, and the run's directory. The program may change its environment, so
+/// its children read both from here.
+static RUN: OnceLock<(Options, PathBuf)> = OnceLock::new();
 /// Whether the process has forbidden itself some system calls (seccomp). From then on no pager is
 /// started: the kernel could end the process for a call that the pager needs.
 static IS_FILTERED: AtomicBool = AtomicBool::new(false);
@@ -79,8 +80,10 @@ extern "C" fn start() {
     arena::extend(tables(limit));
     HAS_LIBC_ALLOCATOR.store(has_libc_allocator(), Ordering::Relaxed);
     let directory = std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into();
-    let (limit, run) = RUN.get_or_init(|| (limit, directory));
-    let started = masked(|| Pager::start(options(*limit), || outside(run)));
+    let spin = std::env::var("WEIR_RUN_SPIN_US").ok().and_then(|spin| spin.parse().ok());
+    let spin = Duration::from_micros(spin.unwrap_or(0));
+    let (options, run) = RUN.get_or_init(|| (Options { limit, scope: Scope::Process, spin }, directory));
+    let started = masked(|| Pager::start(*options, || outside(run)));
     match started {
         Ok(pager) => {
             PAGER.store(Box::into_raw(Box::new(pager)), Ordering::Release);
@@ -121,15 +124,11 @@ fn tables(limit: usize) -> usize {
     TABLES + limit / SINGLES_SHARE
 }
 
-fn options(limit: usize) -> Options {
-    Options { limit, scope: Scope::Process }
-}
-
 /// Starts another pager after `before`. `own` is memory that stays unmanaged. If no pager can be
 /// started, prints the reason and returns false.
 fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
-    let Some((limit, run)) = RUN.get() else { return false };
-    match masked(|| before.start_again(options(*limit), own, || outside(run))) {
+    let Some((options, run)) = RUN.get() else { return false };
+    match masked(|| before.start_again(*options, own, || outside(run))) {
         Ok(pager) => {
             PAGER.store(Box::into_raw(Box::new(pager)), Ordering::Release);
             true
@@ -156,12 +155,12 @@ fn start_in_child() {
     let Some(before) = (unsafe { BEFORE.swap(std::ptr::null_mut(), Ordering::AcqRel).as_ref() }) else {
         return;
     };
-    let Some((limit, _)) = RUN.get() else { return };
+    let Some((options, _)) = RUN.get() else { return };
     // SAFETY: libc's location of this thread's error number is valid.
     let errno = unsafe { *libc::__errno_location() };
     // At the fork, the pager's thread in the parent may have been in the middle of an allocation.
     // So give the child an allocator of its own.
-    if let Some(own) = arena::renew(tables(*limit))
+    if let Some(own) = arena::renew(tables(options.limit))
         && start_again(before, &[own])
         && let Some(pager) = pager()
     {

@@ -254,6 +254,26 @@ fn it_ends_as_the_program_does_and_leaves_nothing() {
 }
 
 #[test]
+fn the_pager_and_the_daemon_spin_for_as_long_as_a_run_says() {
+    if !can_run("the_pager_and_the_daemon_spin") {
+        return;
+    }
+    // The first line is the pager's time. The others are the command lines of the children of `weir
+    // run`, one of which is the daemon.
+    let script = r#"echo "$WEIR_RUN_SPIN_US"
+        for process in $(cat /proc/$PPID/task/*/children); do tr '\0' ' ' <"/proc/$process/cmdline"; echo; done"#;
+    let has_four = thread::available_parallelism().is_ok_and(|count| count.get() >= 4);
+    for (asked, time) in [(&["--spin-us", "7"][..], "7"), (&[], if has_four { "50" } else { "0" })] {
+        let output = weir(&[asked, &["--", "sh", "-c", script]].concat());
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(said.lines().next(), Some(time), "{said}");
+        let is_daemon = |line: &&str| line.contains(" serve ");
+        let daemon = said.lines().find(is_daemon).expect("the daemon is a child of weir run");
+        assert!(daemon.contains(&format!(" --spin-us {time} ")), "{daemon}");
+    }
+}
+
+#[test]
 fn what_cannot_be_bounded_is_refused_in_one_line() {
     if !can_run("what_cannot_be_bounded") {
         return;

@@ -59,14 +59,19 @@ impl Default for Plan {
 const ALONE: &str = "alone";
 const ZRAM: &str = "zram";
 /// The ways to keep the limit, by the names that `--only` takes.
-pub const WAYS: [&str; 7] = [ALONE, "run", "run-store", "bare", ZRAM, "ram-loop", "host"];
+pub const WAYS: [&str; 9] =
+    [ALONE, "run", "run-asleep", "run-store", "run-store-asleep", "bare", ZRAM, "ram-loop", "host"];
 
 /// The way in which the child is held within its limit.
 #[derive(Debug)]
 enum Way {
     Alone,
-    /// The child runs under `weir run`, with the store of this URL.
-    Run(String),
+    /// The child runs under `weir run`, with the store of this URL. `is_asleep` says whether Weir's
+    /// threads sleep at once when they have nothing to do.
+    Run {
+        store: String,
+        is_asleep: bool,
+    },
     Bare,
     Swap(Kind),
 }
@@ -127,12 +132,12 @@ fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
     // The store has room for the program's memory. In addition it has room for as many bytes as the
     // limit, for new versions of pages whose old version is still stored.
     let bytes = plan.size.0 + plan.limit.0;
-    let mut ways = vec![(ALONE, Way::Alone), ("run", Way::Run(format!("host:{bytes}")))];
+    let host = format!("host:{bytes}");
+    let run = |store: &str, is_asleep| Way::Run { store: store.to_owned(), is_asleep };
+    let mut ways = vec![(ALONE, Way::Alone), ("run", run(&host, false)), ("run-asleep", run(&host, true))];
     if let Some(url) = &plan.store {
-        ways.push((
-            "run-store",
-            Way::Run(format!("{url}{}size={bytes}", if url.contains('?') { "&" } else { "?" })),
-        ));
+        let store = format!("{url}{}size={bytes}", if url.contains('?') { "&" } else { "?" });
+        ways.extend([("run-store", run(&store, false)), ("run-store-asleep", run(&store, true))]);
     }
     ways.push(("bare", Way::Bare));
     ways.extend(
@@ -145,9 +150,13 @@ fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
 /// Runs the child process once in the given way, and returns its figures.
 fn measure(plan: &Plan, way: &Way, scratch: &Scratch, steps: &Steps) -> Result<Touch, SwapError> {
     let mut command = match way {
-        Way::Run(store) => {
+        Way::Run { store, is_asleep } => {
             let mut command = Command::new(crate::weir());
-            command.args(["run", "--resident", &plan.limit.0.to_string(), "--store", store, "--"]);
+            command.args(["run", "--resident", &plan.limit.0.to_string(), "--store", store]);
+            if *is_asleep {
+                command.args(["--spin-us", "0"]);
+            }
+            command.arg("--");
             let program = std::env::current_exe().map_err(SwapError::failed("cannot find this program"))?;
             command.arg(program);
             command
@@ -159,7 +168,7 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch, steps: &Steps) -> Result<T
     // The device and the cgroup must outlive the child, which uses them until its end.
     let (mut device, mut cgroup) = (None, None);
     match way {
-        Way::Alone | Way::Run(_) => {}
+        Way::Alone | Way::Run { .. } => {}
         Way::Bare => {
             command.args(["--bare", &plan.limit.0.to_string()]);
         }

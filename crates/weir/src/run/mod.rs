@@ -45,6 +45,10 @@ const DIRECTORY: &str = "weir-run-";
 const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Default size of the store: bytes of host memory for each byte that may be resident.
 const TIMES: u64 = 4;
+/// Default of `--spin-us` on a machine with at least `PROCESSORS` processors. With fewer, a thread
+/// that spins takes the processor that the program needs.
+const SPIN_US: u32 = 50;
+const PROCESSORS: usize = 4;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
@@ -85,7 +89,8 @@ fn execute<T>(
         .env("LD_PRELOAD", preload(&object))
         .env("WEIR_RUN_RESIDENT", bound.resident.0.to_string())
         .env("WEIR_RUN_DIRECTORY", &daemon.directory)
-        .env("WEIR_RUN_PARENT", std::process::id().to_string());
+        .env("WEIR_RUN_PARENT", std::process::id().to_string())
+        .env("WEIR_RUN_SPIN_US", spin_us(bound).to_string());
     let parent = rustix::process::getpid();
     // SAFETY: the child makes only two system calls before it becomes the program.
     unsafe {
@@ -263,6 +268,7 @@ impl Daemon {
         command.args(["serve", "--log", "warn"]);
         command.arg("--share").arg(daemon.share()).arg("--control").arg(&control);
         command.arg("--programs").arg(daemon.directory.join(directory::PROGRAMS));
+        command.args(["--spin-us", &spin_us(bound).to_string()]);
         if let Some(address) = &bound.metrics {
             command.args(["--metrics", &address.to_string()]);
         }
@@ -323,6 +329,12 @@ impl Daemon {
         });
         Ok(())
     }
+}
+
+/// Microseconds for which the pager and the daemon look for the next page fault before they sleep.
+fn spin_us(bound: &BoundOptions) -> u32 {
+    let has_enough = || thread::available_parallelism().is_ok_and(|count| count.get() >= PROCESSORS);
+    bound.spin_us.unwrap_or_else(|| if has_enough() { SPIN_US } else { 0 })
 }
 
 /// Whether the daemon of these stores has a keeper. By default it has one if every store outlives
