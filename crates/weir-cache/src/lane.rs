@@ -187,7 +187,7 @@ impl CacheLane {
         if mode == Mode::WriteBack && !around {
             let step = match self.frames.write(at.into(), PageNo(held.frame), bytes) {
                 Progress::Done(result) => {
-                    self.parts.end_new(held, result);
+                    self.parts.end_new(page, held, &mut *self.home, result);
                     Step::Ended(result)
                 }
                 Progress::Queued => Step::Queued,
@@ -377,11 +377,27 @@ impl Parts {
         self.let_go(held, if is_there { Outcome::Clean } else { Outcome::Nothing });
     }
 
-    fn end_new(&self, held: Held, result: Result<(), Fault>) {
+    /// Ends a write to a frame that this lane has exclusively. From here on the home's copy of the
+    /// page is old, and nobody reads it.
+    fn end_new(&self, page: PageNo, held: Held, home: &mut dyn HomeLane, result: Result<(), Fault>) {
         match result {
-            Ok(()) => self.let_go(held, Outcome::Dirty),
+            Ok(()) => {
+                if !held.is_dirty {
+                    home.discard(Slot(page.0));
+                }
+                self.let_go(held, Outcome::Dirty);
+            }
             Err(_) => self.put_back(held),
         }
+    }
+
+    /// Ends a write to a frame that other users share. The home's copy is discarded before the
+    /// frame is dirty, so this never discards what the write-back writes home later.
+    fn end_shared(&self, page: PageNo, frame: u32, home: &mut dyn HomeLane, result: Result<(), Fault>) {
+        if result.is_ok() && !self.cache.directory.load(frame).is_ahead() {
+            home.discard(Slot(page.0));
+        }
+        self.cache.leave(frame, result.is_ok());
     }
 
     /// Ends a write that went to the home only. If the write failed, the home has the old page or
@@ -450,7 +466,7 @@ impl Parts {
                 self.hand_over(at, Ok(()), Some(&content), done);
             }
             State::WriteFrame { frame } => {
-                self.cache.leave(frame, result.is_ok());
+                self.end_shared(page, frame, home, result);
                 self.hand_over(at, result, None, done);
             }
             State::ReadRest { held, patch } => match (result, content) {
@@ -462,7 +478,7 @@ impl Parts {
                 }
             },
             State::WriteNew { held } => {
-                self.end_new(held, result);
+                self.end_new(page, held, home, result);
                 self.hand_over(at, result, None, done);
             }
             State::WriteBoth { held, home, .. } => self.both(at, held, home, Some(result), done),
@@ -849,16 +865,15 @@ impl CacheLane {
         frame: u32,
         progress: Progress,
     ) -> Progress {
-        let directory = &self.parts.cache.directory;
         match progress {
             Progress::Full => {
-                directory.leave(frame, false);
+                self.parts.cache.directory.leave(frame, false);
                 return Progress::Full;
             }
             Progress::Queued => {
                 let _ = self.parts.begin(at, ticket, page, State::WriteFrame { frame });
             }
-            Progress::Done(result) => self.parts.cache.leave(frame, result.is_ok()),
+            Progress::Done(result) => self.parts.end_shared(page, frame, &mut *self.home, result),
         }
         self.parts.not_busy();
         self.parts.cache.streams.note(page);

@@ -173,12 +173,15 @@ impl Parts {
         if *summary == Part::Waits {
             return None;
         }
-        let now = log.find_with_life(page);
-        let moved = now != Some((place, life));
+        let Some(now) = log.find_with_life(page) else {
+            // The page was discarded meanwhile.
+            return Some(Err(Fault::Lost));
+        };
+        let moved = now != (place, life);
         let answer = match (read, *summary) {
             _ if moved && *tries < TRIES => {
                 let tries = *tries + 1;
-                (operation.place, operation.life) = now.unwrap_or((place, life));
+                (operation.place, operation.life) = now;
                 operation.state =
                     State::Read { content: Part::Wanted, summary: Part::No, proof: None, tries };
                 if !again.contains(&at) {
@@ -389,6 +392,14 @@ impl Lane for LogLane {
         let places = log.shape.places();
         let left = Some(appender.left(log, 0)).filter(|left| *left > 0);
         Some((left.unwrap_or(places) as usize, places as usize))
+    }
+
+    /// A durable log keeps the page: after a power cut it must have the content that was flushed.
+    fn discard(&mut self, slot: Slot) {
+        let log = &self.parts.log;
+        if log.durable.is_none() && slot.0 < log.shape.pages {
+            log.discard(slot.0);
+        }
     }
 
     fn flush(&mut self, ticket: Ticket) -> Progress {

@@ -189,6 +189,13 @@ impl Shared {
         }
     }
 
+    /// Notes that nobody needs the content of a page until the page is written again.
+    fn discard(&self, page: u32) {
+        if let Some(before) = self.map.at(page as usize).swap(0, SeqCst).checked_sub(1) {
+            self.die(before);
+        }
+    }
+
     /// Notes that the cleaner has copied a page. Returns false if a lane wrote the page anew
     /// meanwhile.
     fn rename(&self, page: u32, from: u32, to: u32) -> bool {

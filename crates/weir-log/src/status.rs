@@ -42,7 +42,7 @@ pub struct LogStatus {
     pub pages: u32,
     /// Number of pages of the store below.
     pub below_pages: u32,
-    /// Number of pages that were written at least once.
+    /// Number of pages that were written, and not discarded since.
     pub live: u64,
     /// Number of all segments.
     pub segments: u32,

@@ -241,6 +241,12 @@ pub trait Lane: Send {
     /// to every thread.
     fn settle(&mut self) {}
 
+    /// Tells the store that nobody needs the slot's content until the slot is written again. So a
+    /// store that moves pages need not move this one. Until the next write, a read of the slot finds
+    /// the old content, or zeros. A write that is under way may take effect in spite of this call,
+    /// and a read that is under way may fail.
+    fn discard(&mut self, _slot: Slot) {}
+
     /// Queues a flush. After it, every write that any lane completed before is safe against a power
     /// failure. Only one may be under way. It takes as long as the device needs: the limit
     /// [`ANSWER_WITHIN`] does not apply. Memory has nothing to flush.
