@@ -433,6 +433,14 @@ impl Directory {
         }
     }
 
+    /// Takes one counted use from a dirty page.
+    pub(crate) fn forget_use(&self, frame: Frame) {
+        self.change(frame, |entry| {
+            let has_uses = entry.kind() == Kind::Valid && entry.is_dirty() && entry.hits() > 0;
+            has_uses.then(|| entry.with_hits(entry.hits() - 1))
+        });
+    }
+
     fn press(&self, set: u32) {
         self.pressed[set as usize % PRESSED].store(set + 1, Ordering::Relaxed);
     }

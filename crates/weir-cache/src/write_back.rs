@@ -10,9 +10,11 @@
 //! - More frames are dirty than the upper watermark. Then the write-back goes on from where it
 //!   stopped, until the lower watermark is reached.
 //!
-//! A sweep for the watermark prefers pages that were not used again since they were cached. It
-//! takes others only if those are not enough, since a page that is often written would go home
-//! often.
+//! A sweep for the watermark begins where the last one stopped, and goes round through all pages.
+//! It prefers pages that were not used again, since a page that is often written would go home
+//! often. Each sweep takes one counted use from the pages that it leaves in the cache. So a page
+//! that is not used for a few sweeps goes home too. If such pages are not enough, a sweep takes all
+//! pages.
 //!
 //! A page whose write fails stays dirty in the cache, where lanes can read it. The write-back tries
 //! again after a second at the earliest. A flush fails if it needs the page to be at home before
@@ -121,15 +123,18 @@ enum MemberState {
 /// A sweep through all dirty pages.
 #[derive(Clone, Copy)]
 struct Sweep {
-    /// The lowest page that the sweep still looks for.
+    /// The page at which the sweep begins. The sweep goes on to the last page, and then from page 0
+    /// to the page before this one.
+    start: u32,
+    /// The sweep still looks for pages that are at least this number of pages behind `start`.
     from: u32,
     /// The next frame that the sweep looks at.
     look: Frame,
     looked: bool,
-    /// Whether the sweep began at page 0, and so goes through all pages.
-    is_whole: bool,
     /// The reason for the sweep.
     reason: Reason,
+    /// Whether pages that the sweep leaves in the cache lose one of their counted uses.
+    ages: bool,
     failed: bool,
     /// Whether a page was skipped because another user had its frame exclusively.
     skipped: bool,
@@ -215,7 +220,7 @@ impl WriteBack {
         }
         match self.sweep {
             Some(sweep) => self.look(sweep, now),
-            None if !self.urgent.is_empty() => self.begin_sweep(Reason::Watermark, self.cursor),
+            None if !self.urgent.is_empty() => self.begin_sweep(Reason::Watermark, self.cursor, false),
             None => self.choose(now),
         }
     }
@@ -304,24 +309,25 @@ impl WriteBack {
     /// Begins a sweep if there is a reason for one. Otherwise returns the time at which to look for
     /// a reason again.
     fn choose(&mut self, now: Instant) -> Next {
-        let (reason, from) = match self.flush_wanted() {
-            Some(wanted) => (Reason::Flush(wanted), 0),
-            None if self.wants_less_dirt(now) => (Reason::Watermark, self.cursor),
+        let (reason, start, ages) = match self.flush_wanted() {
+            Some(wanted) => (Reason::Flush(wanted), 0, false),
+            None if self.wants_less_dirt(now) => (Reason::Watermark, self.cursor, true),
             None => {
                 let settles = (self.late > 0).then_some(now + POLL_EVERY);
                 return Next::Work(settles.into_iter().chain(self.again_at.filter(|at| *at > now)).min());
             }
         };
-        self.begin_sweep(reason, from)
+        self.begin_sweep(reason, start, ages)
     }
 
-    fn begin_sweep(&mut self, reason: Reason, from: u32) -> Next {
+    fn begin_sweep(&mut self, reason: Reason, start: u32, ages: bool) -> Next {
         self.sweep = Some(Sweep {
-            from,
+            start,
+            from: 0,
             look: 0,
             looked: false,
-            is_whole: from == 0,
             reason,
+            ages,
             failed: false,
             skipped: false,
             flushing: false,
@@ -374,7 +380,7 @@ impl WriteBack {
             self.sweep = Some(sweep);
             return Next::Step;
         }
-        self.end_watermark(is_enough.then_some(sweep.from));
+        self.end_watermark(is_enough.then(|| sweep.start.wrapping_add(sweep.from)));
         self.again_at = sweep.failed.then_some(now + AGAIN);
         self.sweep = None;
         Next::Step
@@ -384,8 +390,7 @@ impl WriteBack {
     /// through all pages.
     fn end_watermark(&mut self, stopped: Option<u32>) {
         self.cursor = stopped.unwrap_or(0);
-        let found_all = stopped.is_none() && self.sweep.is_some_and(|sweep| sweep.is_whole);
-        self.takes_hot = found_all && !self.takes_hot;
+        self.takes_hot = stopped.is_none() && !self.takes_hot;
     }
 
     /// Looks at the sweep's next frames, and adds their dirty pages to the batch.
@@ -393,12 +398,17 @@ impl WriteBack {
         let WriteBack { cache, batch, more, takes_hot, .. } = self;
         let takes_all = *takes_hot || sweep.reason != Reason::Watermark || cache.must_clean();
         let end = cache.directory.frames().min(sweep.look + LOOK);
+        let start = sweep.start;
+        let behind = |page: PageNo| page.0.wrapping_sub(start);
         for frame in sweep.look..end {
             let entry = cache.directory.load(frame);
-            if entry.kind() != Kind::Valid || !entry.is_dirty() || entry.page().0 < sweep.from {
+            if entry.kind() != Kind::Valid || !entry.is_dirty() || behind(entry.page()) < sweep.from {
                 continue;
             }
             if !takes_all && entry.hits() > 0 {
+                if sweep.ages && sweep.from == 0 {
+                    cache.directory.forget_use(frame);
+                }
                 continue;
             }
             if entry.is_writing() {
@@ -408,7 +418,7 @@ impl WriteBack {
             }
             batch.push((entry.page(), frame));
             if batch.len() == BATCH * 2 {
-                batch.select_nth_unstable(BATCH);
+                batch.select_nth_unstable_by_key(BATCH, |(page, _)| behind(*page));
                 batch.truncate(BATCH);
                 *more = true;
             }
@@ -418,7 +428,7 @@ impl WriteBack {
             return;
         }
         sweep.looked = true;
-        batch.sort_unstable();
+        batch.sort_unstable_by_key(|(page, _)| behind(*page));
         if batch.len() > BATCH {
             batch.truncate(BATCH);
             *more = true;
@@ -431,7 +441,7 @@ impl WriteBack {
     /// Makes the next search begin after the written batch, if more pages wait. Returns whether
     /// they do.
     fn next_batch(&mut self, sweep: &mut Sweep) -> bool {
-        let last = self.batch.last().map(|(page, _)| page.0);
+        let last = self.batch.last().map(|(page, _)| page.0.wrapping_sub(sweep.start));
         let more = std::mem::take(&mut self.more);
         self.batch.clear();
         self.at = 0;

@@ -102,6 +102,8 @@ struct Figures {
     p99_us: f64,
     long_per_cent: f64,
     amplification: f64,
+    /// Number of pages that were written to the disks for each page that was written.
+    disk_pages: f64,
 }
 
 /// Runs every case with every compared device.
@@ -145,6 +147,9 @@ fn rows(case: Case, [bare, raw, log]: &[Vec<Figures>; 3]) -> Vec<Row> {
         let long = |figures| median(figures, |of| of.long_per_cent);
         let amplification = median(log, |of| of.amplification);
         rows.push(Row::higher(id(""), "per_cent_in_long_writes", long(log)).goal(Goal::Value(95.0)));
+        let disk_pages = |figures| median(figures, |of| of.disk_pages);
+        let row = Row::lower(id(""), "disk_pages_a_page", disk_pages(log));
+        rows.push(row.beside("bare", disk_pages(bare)));
         let row = Row::lower(id(""), "amplification", amplification);
         rows.push(row.goal(Goal::Value(case.amplification)));
     }
@@ -177,7 +182,11 @@ fn measure(
     // The cache has frames for a quarter of the working set, and 1024 more for the pages that lanes
     // have under way.
     let store = Arc::new(Host::new(pages / 4 + 1024)?);
-    let config = weir_cache::Config { lanes: 1, depth: DEPTH, stream_pages: 0, ..Default::default() };
+    let mut config = weir_cache::Config { lanes: 1, depth: DEPTH, stream_pages: 0, ..Default::default() };
+    if log.is_some() {
+        // As `weir cache` has it before a log that is not durable.
+        (config.dirty_high, config.dirty_low) = (70, 60);
+    }
     let cache = Cache::create(store, home, config)?;
     let lane = Cached { lane: cache.open()? };
     let mut write_back = WriteBack::open(&cache)?;
@@ -341,6 +350,8 @@ impl Requests {
         Ok(Figures {
             per_second: latencies.len() as f64 / time.as_secs_f64(),
             p99_us: percentile(&mut latencies, 99.0) as f64 / 1e3,
+            disk_pages: (after.0.written - before.0.written) as f64
+                / (latencies.len().max(1) * PAGE_SIZE) as f64,
             long_per_cent: long_per_cent(&before.0, &after.0),
             amplification: before
                 .1

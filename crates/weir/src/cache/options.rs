@@ -209,9 +209,9 @@ pub struct CacheOptions {
     pub stream: ByteSize,
 
     /// Per cent of the cache that may be dirty before pages are written home; then as many as fill
-    /// a tenth of the cache are written.
-    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=90))]
-    pub dirty: u8,
+    /// a tenth of the cache are written [default: 50; 70 before a log that is not durable].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=90))]
+    pub dirty: Option<u8>,
 
     #[command(flatten)]
     pub control: Control,
