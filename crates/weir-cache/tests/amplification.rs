@@ -231,7 +231,8 @@ impl Costs {
 #[test]
 fn a_cache_over_a_log_writes_as_much_as_is_stated_and_in_long_runs() {
     let (segments, segment_pages) = (1024, 32);
-    // Each row has the bounds of amplification, and of pages on disk for each page that was written.
+    // Each row has the bounds of amplification, and of pages on disk for each page that clients
+    // wrote.
     let rows =
         [(50, false, 1.21, 1.04), (80, false, 1.92, 1.62), (50, true, 1.28, 0.325), (80, true, 2.0, 0.49)];
     for (full, zipf, amplification, most) in rows {

@@ -242,9 +242,9 @@ pub trait Lane: Send {
     fn settle(&mut self) {}
 
     /// Tells the store that nobody needs the slot's content until the slot is written again. So a
-    /// store that moves pages need not move this one. Until the next write, a read of the slot finds
-    /// the old content, or zeros. A write that is under way may take effect in spite of this call,
-    /// and a read that is under way may fail.
+    /// store that moves pages need not move this one. Until the next write, a read of the slot
+    /// finds the old content, or zeros. A write that is under way may take effect in spite of this
+    /// call, and a read that is under way may fail.
     fn discard(&mut self, _slot: Slot) {}
 
     /// Queues a flush. After it, every write that any lane completed before is safe against a power
