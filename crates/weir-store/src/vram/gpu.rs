@@ -253,18 +253,17 @@ impl Gpu {
         self.source.dead().is_some()
     }
 
-    /// Decides how lanes continue once CUDA has died, and wakes the watching thread.
+    /// Decides how lanes continue once CUDA has died, and wakes the watching thread. A caller that
+    /// is to wait must pause before it asks again. The thread that kills this process may have a
+    /// lower priority, and needs the processor.
     #[cold]
-    pub(super) fn without_cuda(&self) -> CutOff {
+    pub(super) fn without_cuda(&self, now: Instant) -> CutOff {
         let Some(cuda) = self.source.dead() else { return CutOff::ByTheWindow };
         self.alarm();
         if self.has(Path::Mapped) {
             return CutOff::ByTheWindow;
         }
-        if self.is_kept() && self.state() != State::Lost && cuda.dead_for() < answer_limit() {
-            // Sleep instead of spinning: the thread that kills this process may have a lower
-            // priority, and needs the processor.
-            std::thread::sleep(Duration::from_millis(1));
+        if self.is_kept() && self.state() != State::Lost && cuda.dead_for(now) < answer_limit() {
             return CutOff::Waits;
         }
         self.lose("CUDA was the only way to it");
@@ -441,7 +440,7 @@ impl Gpu {
         match trouble {
             // The lanes will notice the death of CUDA themselves.
             Trouble::Cuda(error) if error.error.is_sticky() => {
-                let _ = self.without_cuda();
+                let _ = self.without_cuda(Instant::now());
             }
             Trouble::Vulkan(error) if error.is_lost() => self.lose("Vulkan lost the device"),
             _ => {}
@@ -484,7 +483,7 @@ impl Gpu {
         if is_gone && !self.has(Path::Mapped) {
             self.lose("the card does not answer its management library either");
         }
-        let _ = self.without_cuda();
+        let _ = self.without_cuda(Instant::now());
         self.turn(Some(why.join("; ")));
         if !self.has(Path::Mapped) {
             return;

@@ -300,7 +300,8 @@ impl GpuLane {
         by_ring: impl FnOnce(&mut RingLane, (u64, u64)),
     ) -> Option<Progress> {
         if self.gpu.cuda_is_lost() {
-            return match self.cut_off() {
+            // While nothing is in flight, no poll tells the lane the time.
+            return match self.cut_off(Instant::now()) {
                 CutOff::ByTheWindow => None,
                 CutOff::Waits => Some(Progress::Full),
                 CutOff::Lost(_) => Some(Progress::Done(Err(Fault::Lost))),
@@ -405,8 +406,8 @@ impl GpuLane {
     /// Decides how the lane continues after CUDA has died.
     #[cold]
     #[inline(never)]
-    fn cut_off(&mut self) -> CutOff {
-        let how = self.gpu.without_cuda();
+    fn cut_off(&mut self, now: Instant) -> CutOff {
+        let how = self.gpu.without_cuda(now);
         if matches!(how, CutOff::ByTheWindow) {
             let near = &mut self.near;
             // A lane that measures one path must not go on through the window, which is another
@@ -424,8 +425,8 @@ impl GpuLane {
     /// window, or end with a fault.
     #[cold]
     #[inline(never)]
-    fn salvage(&mut self, done: &mut dyn FnMut(Done<'_>)) {
-        let fault = match self.cut_off() {
+    fn salvage(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        let fault = match self.cut_off(now) {
             CutOff::ByTheWindow => None,
             CutOff::Waits => return,
             CutOff::Lost(fault) => Some(fault),
@@ -604,7 +605,7 @@ impl Lane for GpuLane {
         }
         self.near.flying -= finished as u32;
         if self.gpu.cuda_is_lost() {
-            self.salvage(done);
+            self.salvage(now, done);
         }
         if self.engine.as_ref().is_some_and(Engine::has_lost_the_card) {
             self.gpu.lose("Vulkan's transfer queue had no answer in time, or lost the device");

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use weir_core::Slot;
+use weir_store::conformance::Shelf;
 use weir_store::vram::{Target, VramStore};
-use weir_store::{Condition, Done, Fault, Lane, Progress, State, Store};
+use weir_store::{Condition, Done, Fault, Lane, Progress, State, Store, Survive};
 
 /// Changes of condition that a store reports.
 #[derive(Clone, Default)]
@@ -250,6 +251,38 @@ fn by_cuda_alone_a_copy_that_never_ends_times_out_and_loses_the_store() {
     faked.cuda.fail("cuEventQuery", 0, -1, 600);
     assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Timeout));
     assert_eq!(faked.store.state(0), State::Lost);
+}
+
+/// How often this thread has slept or waited so far.
+fn naps() -> u64 {
+    let status = std::fs::read_to_string("/proc/thread-self/status").expect("procfs");
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    line.and_then(|number| number.trim().parse().ok()).expect("a number")
+}
+
+#[test]
+fn under_a_keeper_operations_wait_by_the_caller_s_clock_and_the_lane_never_sleeps() {
+    const POLLS: u64 = 1000;
+    let faked = alone("");
+    faked.store.keep_with(Arc::new(Shelf::default()), false).expect("kept");
+    let mut lane = faked.store.lane(32).expect("a lane");
+    start(lane.as_mut(), 16, 0);
+    let now = Instant::now();
+    faked.cuda.die(719, true);
+    let before = naps();
+    for _ in 0..POLLS {
+        lane.poll(now, &mut |done: Done<'_>| panic!("{done:?} although another process may come"));
+    }
+    assert_eq!(lane.write(99, Slot(99), &page(99)), Progress::Full);
+    let naps = naps() - before;
+    assert!(naps < POLLS / 2, "{naps} naps in {POLLS} polls");
+    assert_eq!((lane.in_flight(), lane.wake_fd().is_none()), (16, true), "so its owner polls, with pauses");
+    let mut lost = 0;
+    lane.poll(now + 2 * PATIENCE, &mut |done: Done<'_>| {
+        assert_eq!(done.result, Err(Fault::Lost));
+        lost += 1;
+    });
+    assert_eq!((lost, faked.store.state(0)), (16, State::Lost));
 }
 
 #[test]

@@ -387,6 +387,35 @@ fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
 }
 
 #[test]
+fn a_batch_that_was_started_in_part_ends_once_its_stream_is_idle_and_nobody_waits_for_that() {
+    let faked = faked("&path=engine&ring=off", BatchCopy::Cuda13);
+    let mut lane = lane(&faked);
+    // The copies were started, and no event says when they have ended. To wait for the stream here
+    // would kill the context.
+    faked.cuda.fail("cuStreamSynchronize", 0, -1, 719);
+    faked.cuda.fail("cuEventRecord", 0, 1, 1);
+    faked.cuda.fail("cuStreamQuery", 0, 3, 600);
+    assert_eq!(lane.write(1, Slot(1), &page(1)), Progress::Queued);
+    lane.submit();
+    for _ in 0..3 {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| panic!("{done:?} before the stream is idle"));
+    }
+    let mut result = None;
+    lane.poll(Instant::now(), &mut |done: Done<'_>| result = Some(done.result));
+    assert_eq!(result, Some(Err(Fault::Io(libc::EIO))));
+    assert_eq!(write(lane.as_mut(), 1, &page(2)), Ok(()));
+    // A stream that is never idle is a driver that does not answer: the window goes on.
+    faked.cuda.fail("cuEventRecord", 0, 1, 1);
+    faked.cuda.fail("cuStreamQuery", 0, -1, 600);
+    assert_eq!(lane.write(1, Slot(1), &page(3)), Progress::Queued);
+    lane.submit();
+    let now = Instant::now();
+    lane.poll(now, &mut |done: Done<'_>| panic!("{done:?} before the time is over"));
+    lane.poll(now + PATIENCE, &mut |done: Done<'_>| result = Some(done.result));
+    assert_eq!((result, read(lane.as_mut(), 1)), (Some(Ok(())), Ok(page(3))));
+}
+
+#[test]
 fn a_card_with_less_memory_than_was_asked_for_says_how_much_it_had() {
     let cuda = FakeCuda::build(BatchCopy::Cuda13);
     // The first of these calls is a trial of the path, before any chunk.

@@ -65,6 +65,7 @@ struct Batch {
     /// The sequence number after that of the batch's last operation.
     end: u64,
     begun: Option<Instant>,
+    /// The fault of a batch that was not started as a whole. A part of it may be under way.
     failed: Option<Fault>,
 }
 
@@ -235,18 +236,11 @@ impl BatchLane {
         }
         self.context.enter()?;
         let event = self.batches[(self.begun % BATCHES as u64) as usize].event;
-        let copied = self.copy(false).and_then(|()| self.copy(true));
-        let recorded = copied.and_then(|()| {
-            // SAFETY: event and stream are alive.
-            let result = unsafe { (self.context.driver.event_record)(event, self.stream.stream) };
-            self.context.check("cuEventRecord", result)
-        });
-        if recorded.is_err() {
-            // A part of the batch may be under way. Wait for it before its staging pages are used
-            // again.
-            let _ = self.stream.synchronize();
-        }
-        recorded
+        self.copy(false)?;
+        self.copy(true)?;
+        // SAFETY: event and stream are alive.
+        let result = unsafe { (self.context.driver.event_record)(event, self.stream.stream) };
+        self.context.check("cuEventRecord", result)
     }
 
     fn copy(&self, write: bool) -> Result<(), CallError> {
@@ -355,16 +349,22 @@ impl BatchLane {
     /// The result of a batch; `None` while it has not ended.
     fn outcome(&mut self, now: Instant, at: usize) -> Option<Result<(), Fault>> {
         let batch = &self.batches[at];
-        if let Some(fault) = batch.failed {
-            return Some(Err(fault));
-        }
         if self.dead {
-            return Some(Err(Fault::Lost));
+            return Some(Err(batch.failed.unwrap_or(Fault::Lost)));
         }
-        // SAFETY: the event was recorded.
-        let result = unsafe { (self.context.driver.event_query)(batch.event) };
-        if CudaError(result) != CudaError::NOT_READY {
-            return Some(self.context.check("cuEventQuery", result).map_err(fault));
+        if let Some(fault) = batch.failed {
+            // No event says when the part that was started has ended. Until the stream is idle, the
+            // card may use the batch's staging pages. Later batches keep the stream busy for a
+            // bounded time: no more than `BATCHES` begin before this one ends.
+            if !matches!(self.stream.is_idle(), Ok(false)) {
+                return Some(Err(fault));
+            }
+        } else {
+            // SAFETY: the event was recorded.
+            let result = unsafe { (self.context.driver.event_query)(batch.event) };
+            if CudaError(result) != CudaError::NOT_READY {
+                return Some(self.context.check("cuEventQuery", result).map_err(fault));
+            }
         }
         let late = batch.begun.is_some_and(|begun| now.saturating_duration_since(begun) > answer_limit());
         if !late {

@@ -154,9 +154,9 @@ impl Context {
         self.lost.store(true, Ordering::Release);
     }
 
-    /// Time since the context died.
-    pub(super) fn dead_for(&self) -> Duration {
-        self.died.get().map_or(Duration::ZERO, Instant::elapsed)
+    /// Time from the context's death until `now`.
+    pub(super) fn dead_for(&self, now: Instant) -> Duration {
+        self.died.get().map_or(Duration::ZERO, |&died| now.saturating_duration_since(died))
     }
 
     /// The reason why the context died, once it is [lost](Self::is_lost).
