@@ -22,11 +22,16 @@ impl Rest {
     /// Pauses until the next look. At first a pause takes some processor cycles. After many looks
     /// it is a nap, in which a thread of lower priority can run.
     pub fn until_next(&mut self) {
+        self.until_next_by(std::thread::sleep);
+    }
+
+    /// Does the same as [`until_next`](Self::until_next) with the naps of another clock.
+    pub fn until_next_by(&mut self, nap: impl FnOnce(Duration)) {
         if self.looks < EAGER {
             self.looks += 1;
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(NAP);
+            nap(NAP);
         }
     }
 

@@ -89,12 +89,12 @@ impl Compaction {
         while let Some(Sweep { store, slot, sparse }) = at.sweep {
             // A page that cannot be read stays in its pack, and its readers get the error.
             let task = Task::Compact { store, next: slot, sparse };
-            at.sweep = match drive(&mut mover, task, |_| !workers.is_stopping()) {
+            at.sweep = match drive(&mut mover, workers.clock(), task, |_| !workers.is_stopping()) {
                 Ok(done) if done.more => Some(Sweep { store, slot: mover.next(), sparse }),
                 Err(GiveBackError::Stopped) => return false,
                 Ok(_) | Err(_) => sweep_from(pool, store + 1),
             };
-            if began.elapsed() >= TURN {
+            if workers.clock().now() - began >= TURN {
                 break;
             }
         }

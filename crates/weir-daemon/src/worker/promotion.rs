@@ -84,8 +84,9 @@ impl Promotion {
         }
         let mut mover = workers.mover(0);
         let Progress { store, slot, looked, .. } = &mut *at;
-        while looked.elapsed() < TURN && !workers.is_stopping() {
-            let moved = drive(&mut mover, Task::MoveUp { from: *store, next: *slot }, |_| true);
+        while workers.clock().now() - *looked < TURN && !workers.is_stopping() {
+            let moved =
+                drive(&mut mover, workers.clock(), Task::MoveUp { from: *store, next: *slot }, |_| true);
             *slot = mover.next();
             match moved {
                 Ok(moved) if moved.more => {}

@@ -1,12 +1,13 @@
 //! Removals of volumes, and of their last pages: the workers discard the pages.
 
 use crate::control::Progress;
+use crate::environment::Clock;
 use crate::error::{Error, ErrorKind};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use weir_core::PAGE_SIZE;
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_volume::{Mover, Removal, Volume};
@@ -28,6 +29,9 @@ pub trait Discarders: Send + Sync + fmt::Debug {
 
     /// Whether the threads are to end.
     fn is_stopping(&self) -> bool;
+
+    /// The clock by which a turn ends.
+    fn clock(&self) -> &dyn Clock;
 }
 
 #[derive(Debug)]
@@ -46,7 +50,8 @@ impl Work for Discard {
     type Pointer = Arc<Discard>;
 
     fn run(this: Arc<Discard>) {
-        let begun = Instant::now();
+        let clock = this.by.clock();
+        let begun = clock.now();
         let mut work = this.work.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((removal, _)) = &mut *work else { return };
         let mut has_ended = false;
@@ -54,7 +59,7 @@ impl Work for Discard {
             while !has_ended && !this.by.is_stopping() {
                 has_ended = mover.remove(removal, PAGES_AT_ONCE);
                 this.left.store(removal.pages_left(), Ordering::Relaxed);
-                if begun.elapsed() >= TURN {
+                if clock.now() - begun >= TURN {
                     break;
                 }
             }
@@ -107,6 +112,7 @@ pub fn stopping() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::tests::Quick;
     use std::sync::OnceLock;
     use weir_store::Host;
     use weir_volume::{Config, Pool};
@@ -118,6 +124,7 @@ mod tests {
         queue: Queue,
         pool: Arc<Pool>,
         job: Arc<Job>,
+        clock: Arc<Quick>,
     }
 
     /// A job that notes how much room the pool has when it runs.
@@ -147,12 +154,16 @@ mod tests {
             if self.job.room.get().is_none() {
                 self.queue.schedule(&self.job);
             }
-            std::thread::sleep(TURN);
+            self.clock.sleep(TURN);
             of(&mut self.pool.mover().expect("a lane"));
         }
 
         fn is_stopping(&self) -> bool {
             false
+        }
+
+        fn clock(&self) -> &dyn Clock {
+            &*self.clock
         }
     }
 
@@ -165,8 +176,8 @@ mod tests {
         let removal = volume.shrink(0, |_| Ok(())).expect("nobody has it");
         let queue = Queue::builder().name("weir-worker").shards(1).start().expect("a thread");
         let job = Arc::new(Job { item: Item::new(), pool: Arc::clone(&pool), room: OnceLock::new() });
-        let slow = Arc::new(Slow { queue, pool: Arc::clone(&pool), job: Arc::clone(&job) });
-        assert!(discard(slow, removal, &mut |_| {}).expect("it ends").is_none());
+        let slow = Slow { queue, pool: Arc::clone(&pool), job: Arc::clone(&job), clock: Quick::new() };
+        assert!(discard(Arc::new(slow), removal, &mut |_| {}).expect("it ends").is_none());
         assert_eq!((job.room.get(), pool.free_pages()), (Some(&0), 3 * PAGES_AT_ONCE));
     }
 }

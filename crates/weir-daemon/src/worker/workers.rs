@@ -167,6 +167,10 @@ impl Discarders for Workers {
     fn is_stopping(&self) -> bool {
         Workers::is_stopping(self)
     }
+
+    fn clock(&self) -> &dyn Clock {
+        Workers::clock(self)
+    }
 }
 
 impl Workers {
@@ -465,12 +469,16 @@ impl Workers {
             // A page that cannot be moved is found again when the chunk is finished, and reported
             // then.
             let (Chunk { store, chunk: number, .. }, parts) = (*chunk, list.threads as u32);
-            let _ =
-                drive(&mut mover, Task::MoveOut { store, chunk: number, part: (part, parts) }, &mut goes_on);
+            let _ = drive(
+                &mut mover,
+                self.clock(),
+                Task::MoveOut { store, chunk: number, part: (part, parts) },
+                &mut goes_on,
+            );
             if list.left[at].fetch_sub(1, Ordering::AcqRel) > 1 || self.is_stopping() {
                 continue;
             }
-            match drive(&mut mover, Task::GiveBack { store, chunk: number }, &mut goes_on) {
+            match drive(&mut mover, self.clock(), Task::GiveBack { store, chunk: number }, &mut goes_on) {
                 Ok(_) => {
                     bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
                 }
