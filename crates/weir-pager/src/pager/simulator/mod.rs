@@ -31,7 +31,7 @@ use std::sync::{Arc, Mutex};
 pub(super) use store::Simulated;
 use store::{Faults, Said};
 use weir_core::PageBytes;
-pub(super) use world::{Area, Entry, address};
+pub(super) use world::{Area, Entry, address, page_of};
 use world::{OWN, World};
 
 /// One of the two kinds of simulated stores.

@@ -21,7 +21,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.scrub(slot);
             return true;
         }
-        if self.is_short_of_singles() && self.write_singles() {
+        let short = self.short_of_singles();
+        if short > 0 && self.write_singles(short) {
             return true;
         }
         let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
@@ -41,9 +42,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// several short steps, since page faults wait until a step has ended.
     fn write_singles_of_turn(&mut self) -> bool {
         if self.batches == 0 && self.is_turn_of_partial() {
-            self.batches = BLOCK_PAGES / singles::BATCH;
+            self.batches = BLOCK_PAGES / singles::FEW;
         }
-        let has_written = self.batches > 0 && self.write_singles();
+        let has_written = self.batches > 0 && self.write_singles(singles::FEW);
         self.batches = if has_written { self.batches - 1 } else { 0 };
         has_written
     }
@@ -231,8 +232,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     pub(super) fn blocks_ready(&self) -> usize {
-        let writing = usize::from(self.writing.is_some());
-        self.slots.iter().filter(|slot| **slot == Slot::Busy).count() - writing
+        let others = usize::from(self.writing.is_some()) + usize::from(self.outbox.is_some());
+        self.slots.iter().filter(|slot| **slot == Slot::Busy).count() - others
     }
 
     /// Reads the next [`STEP`] pages of the block that is being prefetched.
@@ -476,13 +477,13 @@ mod tests {
             let id = work.blocks.add_partial(address(page));
             work.came_singly(id, 0..1);
         }
-        assert!(!work.write_singles());
+        assert!(!work.write_singles(singles::BATCH));
         assert_eq!(refused(&work) - before, 1);
         // Release the rooms, one after the other. Each time no partial block takes the free room,
         // and then a whole block does.
         for (number, &room) in rooms.iter().enumerate() {
             work.store.release(room);
-            assert!(!work.write_singles(), "a whole block may need the room");
+            assert!(!work.write_singles(singles::BATCH), "a whole block may need the room");
             let id = work.blocks.add(address(first + (20 + 2 * number) * BLOCK_PAGES), State::Resident);
             assert!(work.claim_room(id));
             let id = work.blocks.add(address(first + (21 + 2 * number) * BLOCK_PAGES), State::Resident);
@@ -495,12 +496,12 @@ mod tests {
         let id = work.blocks.at(address(first + 20 * BLOCK_PAGES)).unwrap();
         work.rooms += 1;
         work.release_room(id);
-        assert!(work.write_singles());
+        assert!(work.write_singles(singles::BATCH));
         assert_eq!((told.load(Ordering::Relaxed), work.singles_there), (1, 7));
     }
 
     #[test]
-    fn the_turn_of_partial_blocks_goes_in_steps_of_one_batch() {
+    fn the_turn_of_partial_blocks_goes_in_short_steps() {
         let (mut work, first) = work_at_rest();
         work.kernel.world.map(first, first + BLOCK_PAGES - 1);
         work.kernel.register(address(first), address(first + BLOCK_PAGES - 1)).unwrap();
@@ -511,9 +512,9 @@ mod tests {
         }
         work.came_singly(id, 0..BLOCK_PAGES - 1);
         work.shared.limit.store(0, Ordering::Relaxed);
-        for step in 1..=BLOCK_PAGES / singles::BATCH {
+        for step in 1..=BLOCK_PAGES / singles::FEW {
             assert!(work.background());
-            let left = (BLOCK_PAGES - 1).saturating_sub(step * singles::BATCH);
+            let left = (BLOCK_PAGES - 1).saturating_sub(step * singles::FEW);
             assert_eq!(work.singles_there, left, "a page fault waits for the end of a step");
         }
         assert_eq!(work.batches, 0);

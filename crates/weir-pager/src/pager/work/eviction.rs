@@ -84,7 +84,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
         } else if singles > 0 {
             let before = self.singles_there;
-            let has_written = self.write_singles();
+            let has_written = self.write_singles(singles::BATCH);
             let gone = before.saturating_sub(self.singles_there);
             // While the address space changes, no page can be moved out.
             let goes_on = has_written || self.kernel.is_changing();
@@ -93,6 +93,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         } else if let Some(id) = self.unused() {
             self.drop_copy(id);
         } else {
+            self.end_outbox();
             self.eviction = None;
             count(&self.shared.counters.evictions, 1);
         }

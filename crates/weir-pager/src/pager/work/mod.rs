@@ -88,6 +88,15 @@ struct Transfer {
     next: usize,
 }
 
+/// A slot of which single pages on their way out use the first [`singles::OUTBOX`] pages, in order.
+/// The first `used` of these have memory, and their content is in the store. Memory is freed for
+/// many pages together, since that takes several system calls.
+#[derive(Clone, Copy, Debug)]
+struct Outbox {
+    slot: usize,
+    used: usize,
+}
+
 /// The part of an eviction that is still to do. Blocks are moved out in the order in which they
 /// became resident. A block that becomes resident meanwhile is behind the others, so the eviction
 /// has an end.
@@ -147,6 +156,7 @@ pub(super) struct Work<K: Kernel, S> {
     policy: Policy,
     writing: Option<Transfer>,
     filling: Option<Transfer>,
+    outbox: Option<Outbox>,
     wanted: VecDeque<usize>,
     /// Single pages in place, each as the number of its block and its index in the block, in the
     /// order in which they came. An entry is outdated once its page is no longer a single page in
@@ -257,6 +267,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             policy: Policy::default(),
             writing: None,
             filling: None,
+            outbox: None,
             wanted: VecDeque::new(),
             singles: VecDeque::new(),
             singles_there: 0,

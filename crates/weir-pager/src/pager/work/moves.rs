@@ -230,7 +230,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Pages of managed memory in use.
     pub(super) fn managed(&self) -> usize {
         let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
-        (self.policy.len() + slots) * BLOCK_PAGES + self.singles_there
+        // The outbox counts as if all of it were used. Else moving pages out would make no room
+        // until the outbox is full.
+        let unused = self.outbox.map_or(0, |_| BLOCK_PAGES - singles::OUTBOX);
+        (self.policy.len() + slots) * BLOCK_PAGES - unused + self.singles_there
     }
 
     pub(super) fn is_above(&self) -> bool {
@@ -243,9 +246,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Returns a slot in which every page has memory. Its content is arbitrary.
     pub(super) fn frame(&mut self) -> usize {
-        if self.find(Slot::Free).is_none()
-            && (self.frames() >= self.limit() || self.find(Slot::Vacant).is_none())
-        {
+        let is_short = |work: &Self| {
+            work.find(Slot::Free).is_none()
+                && (work.frames() >= work.limit() || work.find(Slot::Vacant).is_none())
+        };
+        if is_short(self) {
+            self.end_outbox();
+        }
+        if is_short(self) {
             self.make_room();
         }
         if let Some(slot) = self.find(Slot::Free) {

@@ -6,8 +6,16 @@
 
 use super::*;
 
-/// Number of single pages that are moved out together.
+/// Largest number of single pages that are moved out together. While the program accesses memory in
+/// random order, the pager keeps room for as many single pages.
 pub(super) const BATCH: usize = 64;
+/// Number of single pages that are moved out in one step between page faults. A page fault may have
+/// to wait until a step has ended, so larger steps would be too long. After each step the pager
+/// waits for the store, so in smaller steps a page would cost more.
+pub(super) const FEW: usize = 16;
+const _: () = assert!(BLOCK_PAGES.is_multiple_of(FEW));
+/// Number of pages of the outbox. Its memory is freed once less than a batch of it is left.
+pub(super) const OUTBOX: usize = 2 * BATCH;
 /// Largest number of pages that the kernel may refuse to move while one batch is collected. After
 /// that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
@@ -191,7 +199,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             // Blocks that cannot be moved out may take the whole limit. Then up to `BLOCK_PAGES`
             // single pages may exceed the limit. If only one page could exceed it, every page fault
             // would have to write a page out first.
-            if self.singles_there < BLOCK_PAGES || self.is_stuck_singly() || !self.write_singles() {
+            if self.singles_there < BLOCK_PAGES || self.is_stuck_singly() || !self.write_singles(BATCH) {
                 count(&self.shared.counters.beyond_limit, 1);
                 return;
             }
@@ -200,14 +208,17 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Number of single pages that can be brought before one must be moved out.
     fn room_for_singles(&self) -> usize {
-        let whole = self.frames() - self.singles_there.div_ceil(BLOCK_PAGES);
-        (self.limit().saturating_sub(whole) * BLOCK_PAGES).saturating_sub(self.singles_there)
+        (self.limit() * BLOCK_PAGES).saturating_sub(self.managed())
     }
 
-    /// Whether single pages should be moved out now, so that the next page fault need not wait for
-    /// room.
-    pub(super) fn is_short_of_singles(&self) -> bool {
-        self.singles_there - self.partial_there >= BATCH && self.room_for_singles() < BATCH
+    /// Number of single pages that should be moved out now, so that the next page faults need not
+    /// wait for room.
+    pub(super) fn short_of_singles(&self) -> usize {
+        if self.singles_there - self.partial_there < BATCH {
+            return 0;
+        }
+        let short = BATCH.saturating_sub(self.room_for_singles());
+        if short < FEW { 0 } else { short }
     }
 
     /// Whether the next victims are pages of partial blocks. The program uses small mappings more
@@ -245,22 +256,27 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// moved.
     pub(super) fn write_block_of_singles(&mut self) -> bool {
         let before = self.singles_there;
-        while before - self.singles_there < BLOCK_PAGES && self.write_singles() {}
+        while before - self.singles_there < BLOCK_PAGES && self.write_singles(BATCH) {}
+        self.end_outbox();
         self.singles_there < before
     }
 
-    /// Moves the oldest single pages out. Returns `false` if no page could be moved.
-    pub(super) fn write_singles(&mut self) -> bool {
+    /// Moves the oldest single pages out, `most` at most. Returns `false` if no page could be
+    /// moved.
+    pub(super) fn write_singles(&mut self, most: usize) -> bool {
         if self.is_broken || self.is_held() || !self.events.is_empty() || self.is_heeding {
             return false;
         }
-        let Some(slot) = self.find(Slot::Vacant) else { return false };
-        let mut gone = Vec::with_capacity(BATCH);
+        let most = most.min(BATCH);
+        let outbox = self.outbox.or_else(|| self.find(Slot::Vacant).map(|slot| Outbox { slot, used: 0 }));
+        let Some(Outbox { slot, used }) = outbox else { return false };
+        let first = self.slot(slot) + used * PAGE_SIZE;
+        let mut gone = Vec::with_capacity(most);
         let (mut refused, mut may_claim) = (0, true);
         // The loop may go through all entries: an outdated entry costs little, and there may be
         // many of them.
         for _ in 0..self.singles.len() {
-            if gone.len() == BATCH || refused == REFUSED_MAX {
+            if gone.len() == most || refused == REFUSED_MAX {
                 break;
             }
             let Some((id, page)) = self.singles.pop_front() else { break };
@@ -276,7 +292,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 refused += 1;
                 continue;
             }
-            let to = self.slot(slot) + gone.len() * PAGE_SIZE;
+            let to = first + gone.len() * PAGE_SIZE;
             match self.move_pages(to, self.blocks.get(id).at + page * PAGE_SIZE, PAGE_SIZE) {
                 Ok(()) => gone.push((id, page)),
                 // The kernel has moved the page, and reports an error all the same.
@@ -297,6 +313,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return false;
         }
         self.slots[slot] = Slot::Busy;
+        let gone_pages = gone.len();
         let mut result = Ok(());
         // Writes of the room's earlier owner may still be under way. Wait for their end, so that
         // they do not overwrite this block.
@@ -304,7 +321,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.fail();
         }
         for (at, &(id, page)) in gone.iter().enumerate() {
-            let from = self.slot(slot) + at * PAGE_SIZE;
+            let from = first + at * PAGE_SIZE;
             let bytes = self.kernel.pages(from, 1);
             let is_zero = uniform_value(&bytes[0]) == Some(0);
             if !is_zero {
@@ -324,7 +341,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if result.is_err() {
             self.fail();
             for (at, &(id, page)) in gone.iter().enumerate() {
-                self.copy_in(self.blocks.get(id).at + page * PAGE_SIZE, self.slot(slot) + at * PAGE_SIZE);
+                self.copy_in(self.blocks.get(id).at + page * PAGE_SIZE, first + at * PAGE_SIZE);
                 self.singles.push_back((id, page as u32));
             }
         } else {
@@ -336,8 +353,21 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.tidy(id);
             }
         }
-        self.scrub(slot);
+        let mut used = used + gone_pages;
+        if used + BATCH > OUTBOX {
+            self.scrub(slot);
+            self.slots[slot] = Slot::Busy;
+            used = 0;
+        }
+        self.outbox = Some(Outbox { slot, used });
         result.is_ok()
+    }
+
+    /// Gives the outbox up.
+    pub(super) fn end_outbox(&mut self) {
+        if let Some(Outbox { slot, .. }) = self.outbox.take() {
+            self.scrub(slot);
+        }
     }
 
     /// Releases the room of a partial block of which the store has nothing. Forgets the block if
@@ -370,7 +400,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{Entry, Machine, Simulated, address, work_at_rest};
+    use crate::pager::simulator::{Entry, Machine, Simulated, address, page_of, work_at_rest};
 
     #[test]
     fn page_faults_in_a_row_bring_twice_as_many_pages_each_and_then_the_whole_block() {
@@ -425,7 +455,7 @@ mod tests {
         assert!(work.bring(id).is_err());
         work.kernel.world.changing = 0;
         assert_eq!(work.blocks.get(id).state, State::Ready(slot));
-        assert!(!work.write_singles(), "the slot's older page would take its place");
+        assert!(!work.write_singles(BATCH), "the slot's older page would take its place");
         work.bring(id).unwrap();
         assert_eq!(work.kernel.world.word(first + 5), 8);
         assert_eq!(work.singles_there, 0);
@@ -441,7 +471,7 @@ mod tests {
         let id = work.blocks.add_partial(address(first));
         (0..8).for_each(|page| work.kernel.world.come(first + page, page as u64 + 1));
         work.came_singly(id, 0..8);
-        assert!(work.write_singles());
+        assert!(work.write_singles(BATCH));
         (work, first, id)
     }
 
@@ -472,7 +502,42 @@ mod tests {
         work.bring_singles(id).unwrap();
         let there = (0..8).filter(|page| work.kernel.world.entries[first + page].is_there).count();
         assert_eq!((there, work.kernel.world.entries[first + 2].is_poisoned), (7, true));
-        assert!(work.blocks.is_known(id) && work.write_singles(), "they can go out again");
+        assert!(work.blocks.is_known(id) && work.write_singles(BATCH), "they can go out again");
+    }
+
+    #[test]
+    fn single_pages_make_room_before_a_page_fault_needs_it_and_the_outbox_is_part_of_the_limit() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        work.add_span(address(first), address(first + BLOCK_PAGES));
+        let id = work.blocks.add(address(first), State::Stored);
+        (0..BLOCK_PAGES).for_each(|page| work.kernel.world.come(first + page, page as u64 + 1));
+        work.came_singly(id, 0..BLOCK_PAGES);
+        let mut there = |limit: usize, steps: &mut dyn FnMut(&mut Work<Machine, Simulated>)| {
+            work.shared.limit.store(limit, Ordering::Relaxed);
+            steps(&mut work);
+            let outbox: Vec<_> = (0..SLOTS).filter(|&slot| work.slots[slot] == Slot::Busy).collect();
+            let used = outbox.iter().map(|&slot| page_of(work.slot(slot))).map(|page| {
+                (page..page + BLOCK_PAGES).filter(|&page| work.kernel.world.entries[page].is_there).count()
+            });
+            (work.singles_there, work.room_for_singles(), used.sum::<usize>(), outbox.len())
+        };
+        // The limit is one block, all of it single pages. The first step makes room for a batch,
+        // and the outbox takes that room. More steps follow until there is room.
+        assert_eq!(there(1, &mut |_| {}), (BLOCK_PAGES, 0, 0, 0));
+        assert_eq!(there(1, &mut |work| assert!(work.background())), (BLOCK_PAGES - BATCH, 0, BATCH, 1));
+        let steps = &mut |work: &mut Work<Machine, Simulated>| while work.background() {};
+        let (singles, room, used, outboxes) = there(1, steps);
+        assert_eq!(singles + room + OUTBOX, BLOCK_PAGES, "the outbox is part of the limit");
+        assert!(room > BATCH - FEW && used + BATCH <= OUTBOX && outboxes == 1, "{room} {used} {outboxes}");
+        // A block needs the frame of the outbox.
+        let slot = work.frame();
+        assert_eq!((work.outbox.is_none(), work.slots[slot]), (true, Slot::Busy));
+        for page in 0..BLOCK_PAGES {
+            assert!(work.blocks.get(id).is_there(page) || work.bring_single(id, page).unwrap());
+            assert_eq!(work.kernel.world.word(first + page), page as u64 + 1);
+        }
     }
 
     #[test]
@@ -493,7 +558,7 @@ mod tests {
             if has_single {
                 assert!(work.bring_single(id, 5).unwrap());
                 work.kernel.world.come(first + 5, 8);
-                assert!(work.write_singles());
+                assert!(work.write_singles(BATCH));
             }
             work.bring(id).unwrap();
             work.policy.went(id);

@@ -676,7 +676,8 @@ mod tests {
         (hole..end).for_each(|page| work.kernel.world.go(page));
         work.apply(Event::Unmap(address(hole), address(end)));
         assert_eq!((work.frames(), work.singles_there, work.rooms), (1, 100, 0), "it counts");
-        while work.write_singles() {}
+        while work.write_singles(singles::BATCH) {}
+        work.end_outbox();
         assert_eq!((work.frames(), work.singles_there, work.rooms), (0, 0, 1));
         assert!((first..hole).all(|page| !work.kernel.world.is_something(page)), "all of it is out");
         work.kernel.world.map(hole, end);
@@ -714,7 +715,8 @@ mod tests {
             adopted(&mut work, pages.clone());
         }
         assert_eq!((work.blocks.len(), work.managed()), (1, 128));
-        while work.write_singles() {}
+        while work.write_singles(singles::BATCH) {}
+        work.end_outbox();
         assert_eq!((work.rooms, work.managed()), (1, 0));
         unmapped(&mut work, one);
         let id =
