@@ -512,7 +512,7 @@ fn goes_on<R: Run>(run: &mut R, since: &mut Option<(Duration, bool)>, line: &str
     if now - begun > PATIENCE {
         return false;
     }
-    if !is_said && now - begun > SAY_AFTER {
+    if !is_said && now - begun >= SAY_AFTER {
         *since = Some((begun, true));
         run.tell(line);
     }
