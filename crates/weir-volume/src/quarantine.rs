@@ -69,8 +69,9 @@ impl Tier {
 impl Config {
     /// Largest number of slots in quarantine with which every lane may still write a page. The
     /// first daemon that dies leaves at most [`depth`](Config::depth) slots for each lane. Each
-    /// later daemon that dies adds one slot for each lane. So the quarantine has more slots only
-    /// after 32 daemons have died without an answer from the store.
+    /// later daemon that dies adds one slot for each lane. So the quarantine of one store has more
+    /// slots only after 32 daemons have died without an answer from the store. Where several stores
+    /// owe an answer, each of them adds at most `depth` slots for each lane to that, once.
     pub fn quarantine(&self) -> u32 {
         (self.lanes as u32).saturating_mul((self.depth + HINTS / 2 - 1) as u32)
     }

@@ -733,9 +733,13 @@ impl World {
     fn note_quarantine(&self, pool: &Pool) {
         let Config { lanes, depth, .. } = self.config;
         let (held, room) = (pool.quarantined(), self.config.quarantine());
-        assert!(held <= room + lanes as u32, "dead daemons have left {held} slots, and {room} may be");
+        // A store is limited from its own first quarantine on.
+        let others = ((self.disks.len() - 1) * lanes * depth) as u32;
+        let most = room + lanes as u32 + others;
+        assert!(held <= most, "dead daemons have left {held} slots, and {most} may be");
         if held > room {
-            let least = room / lanes as u32 + 1 - depth as u32;
+            let room = room.saturating_sub(others);
+            let least = (room / lanes as u32 + 1).saturating_sub(depth as u32);
             let died = self.unanswered.get();
             assert!(died > least, "no lane may write after {died} deaths, and {least} are to be outlived");
             self.faults.set(Faults { crowded: Some(self.now.get()), ..self.faults.get() });

@@ -11,8 +11,10 @@ use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Fault, Progress};
 
 /// Largest number of times that a write waits for a poll because other lanes go on writing its
-/// page. Meanwhile the lane's owner can notice that the write's client has gone.
-const LOOKS_MAX: u8 = 16;
+/// page. Meanwhile the lane's owner can notice that the write's client has gone. The write that has
+/// waited so often takes effect without another look: if its client leaves right then, it may
+/// replace a newer one. So the number is as large as its counter allows.
+const LOOKS_MAX: u8 = u8::MAX;
 
 pub(super) enum Written {
     Published,
