@@ -133,8 +133,9 @@ struct Sweep {
     looked: bool,
     /// The reason for the sweep.
     reason: Reason,
-    /// Whether pages that the sweep leaves in the cache lose one of their counted uses.
-    ages: bool,
+    /// Whether the sweep only looks for pages to write together with the urgent ones. Any other
+    /// sweep for the watermark takes one counted use from the pages that it leaves in the cache.
+    is_company: bool,
     failed: bool,
     /// Whether a page was skipped because another user had its frame exclusively.
     skipped: bool,
@@ -220,7 +221,7 @@ impl WriteBack {
         }
         match self.sweep {
             Some(sweep) => self.look(sweep, now),
-            None if !self.urgent.is_empty() => self.begin_sweep(Reason::Watermark, self.cursor, false),
+            None if !self.urgent.is_empty() => self.begin_sweep(Reason::Watermark, self.cursor, true),
             None => self.choose(now),
         }
     }
@@ -230,12 +231,11 @@ impl WriteBack {
     /// have a chance to find more pages.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };
-        let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
         !self.urgent.is_empty()
             && self.urgent.len() < first
             && !has_some
             && !self.found_nobody
-            && self.directory().dirty() > least.max(first as u32)
+            && self.directory().dirty() > first as u32
             && self.flush_wanted().is_none()
     }
 
@@ -293,6 +293,9 @@ impl WriteBack {
 
     /// Whether a sweep for the watermark has reached the lower watermark, or must stop for a flush.
     fn has_done_enough(&self) -> bool {
+        if !self.urgent.is_empty() && self.sweep.is_some_and(|sweep| sweep.is_company) {
+            return self.flush_wanted().is_some();
+        }
         let config = &self.cache.config;
         // A sweep of pages that are often used stops at the upper watermark, because such pages
         // soon become dirty again.
@@ -309,25 +312,25 @@ impl WriteBack {
     /// Begins a sweep if there is a reason for one. Otherwise returns the time at which to look for
     /// a reason again.
     fn choose(&mut self, now: Instant) -> Next {
-        let (reason, start, ages) = match self.flush_wanted() {
-            Some(wanted) => (Reason::Flush(wanted), 0, false),
-            None if self.wants_less_dirt(now) => (Reason::Watermark, self.cursor, true),
+        let (reason, start) = match self.flush_wanted() {
+            Some(wanted) => (Reason::Flush(wanted), 0),
+            None if self.wants_less_dirt(now) => (Reason::Watermark, self.cursor),
             None => {
                 let settles = (self.late > 0).then_some(now + POLL_EVERY);
                 return Next::Work(settles.into_iter().chain(self.again_at.filter(|at| *at > now)).min());
             }
         };
-        self.begin_sweep(reason, start, ages)
+        self.begin_sweep(reason, start, false)
     }
 
-    fn begin_sweep(&mut self, reason: Reason, start: u32, ages: bool) -> Next {
+    fn begin_sweep(&mut self, reason: Reason, start: u32, is_company: bool) -> Next {
         self.sweep = Some(Sweep {
             start,
             from: 0,
             look: 0,
             looked: false,
             reason,
-            ages,
+            is_company,
             failed: false,
             skipped: false,
             flushing: false,
@@ -406,7 +409,7 @@ impl WriteBack {
                 continue;
             }
             if !takes_all && entry.hits() > 0 {
-                if sweep.ages && sweep.from == 0 {
+                if !sweep.is_company && sweep.from == 0 {
                     cache.directory.forget_use(frame);
                 }
                 continue;
