@@ -781,6 +781,11 @@ impl PageLane for CacheLane {
         Elsewhere
     }
 
+    /// Only a write to a frame can wait for another look. One on its way to the home cannot.
+    fn hold(&mut self, holds: bool) {
+        self.frames.hold(holds);
+    }
+
     /// Only a write that has not gone to the home yet can be stopped.
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         let operations = &self.parts.operations;

@@ -123,6 +123,8 @@ pub struct Requests<L> {
     lane: L,
     flight: Flight,
     rest: Rest,
+    /// The open write whose last piece found the lane full.
+    waited: Option<Id>,
 }
 
 /// The state that completions change.
@@ -177,6 +179,7 @@ impl<L: PageLane> Requests<L> {
                 finished: VecDeque::with_capacity(depth),
                 unfinished: 0,
             },
+            waited: None,
             rest: Rest::default(),
         }
     }
@@ -223,21 +226,32 @@ impl<L: PageLane> Requests<L> {
     /// Begins a write whose bytes come in pieces; `id` is idle. It is answered once it has been
     /// [closed](Requests::close).
     pub fn open(&mut self, id: Id, request: Request) {
+        self.waited = self.waited.filter(|waited| *waited != id);
         self.flight.open(id, request);
     }
 
     /// Issues the next bytes of a write that is [open](Requests::open), without a copy. The bytes
     /// go to the device from `offset` on. Returns the number of bytes taken: a bounded number, and
     /// 0 if the lane is full. If the write has failed already, takes all bytes and issues nothing.
+    /// A write that has found the lane full takes effect behind the owner's next look at its
+    /// client.
     pub fn write_piece(&mut self, id: Id, offset: u64, bytes: &[u8]) -> usize {
-        let Requests { lane, flight, .. } = self;
+        let Requests { lane, flight, waited, .. } = self;
         if flight.has_failed(id) {
             return bytes.len();
         }
         let span = Span { offset, length: bytes.len() as u64 };
         let place = |page| Some(PageNo(page as u32));
+        let has_waited = *waited == Some(id);
+        lane.hold(has_waited);
         let at = flight.write(lane, id, (span, 0), bytes, (true, PIECE), place);
-        if at == span.pages() || flight.has_failed(id) { bytes.len() } else { span.piece(at).from as usize }
+        lane.hold(false);
+        let is_whole = at == span.pages() || flight.has_failed(id);
+        let taken = if is_whole { bytes.len() } else { span.piece(at).from as usize };
+        if taken == 0 {
+            *waited = Some(id);
+        }
+        taken
     }
 
     /// Ends a write that was [open](Requests::open). If not all bytes of the write have come,
@@ -275,7 +289,7 @@ impl<L: PageLane> Requests<L> {
         if self.flight.unfinished == 0 {
             return;
         }
-        let Requests { lane, flight, rest } = self;
+        let Requests { lane, flight, rest, .. } = self;
         lane.poll(now, &mut |done| {
             rest.end();
             flight.complete(&done, memory);

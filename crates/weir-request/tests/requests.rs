@@ -329,6 +329,32 @@ fn a_request_that_is_forsaken_takes_no_effect_and_is_answered_so() {
 }
 
 #[test]
+fn a_write_that_has_waited_for_a_piece_takes_effect_behind_another_look_at_its_client() {
+    for (begins, length) in [(0, PAGE_SIZE), (1000, 500)] {
+        let volume = volume(64, None);
+        let full = Mood { late: 0, full: 100, fails: 0, polls: 1 };
+        let mut requests = Requests::new(Moody::new(volume.open().unwrap(), full, 1), IDS);
+        let (mut memory, mut other) = (Pages::new(), volume.lane().unwrap());
+        let span = Span { offset: 3 * PAGE + begins, length: length as u64 };
+        requests.open(0, Request { op: Op::Write, span, fua: false });
+        let piece: Vec<u8> = (0..length).map(|at| (at / 7) as u8).collect();
+        assert_eq!(requests.write_piece(0, span.offset, &piece), 0);
+        requests.turn(Instant::now(), &mut memory);
+        requests.lane().mood.full = 0;
+        // The owner has looked. The client leaves now, and writes the page by another connection.
+        assert_eq!(requests.write_piece(0, span.offset, &piece), length);
+        requests.close(0, Ok(()));
+        assert!(content(&mut other, 3, 1) == [0; PAGE_SIZE], "the page is changed too soon");
+        assert_eq!(other.write(0, PageNo(3), &[9; PAGE_SIZE]), Progress::Done(Ok(())));
+        other.submit();
+        requests.forsake(|_| true);
+        requests.turn(Instant::now(), &mut memory);
+        assert_eq!(next(&mut requests), Some((0, Err(Fault::Forsaken))));
+        assert!(content(&mut other, 3, 1) == [9; PAGE_SIZE]);
+    }
+}
+
+#[test]
 fn a_write_that_has_waited_takes_effect_behind_another_look_at_its_client() {
     let bytes = |first: u8| std::array::from_fn(|at| first.wrapping_add((at / 7) as u8));
     for (page, begins, length) in [(3, 0, PAGE), (4, 1000, 500), (5, 0, 6 * PAGE)] {

@@ -277,6 +277,30 @@ fn a_signal_to_a_run_reaches_all_of_its_processes_and_none_is_left() {
 }
 
 #[test]
+fn what_a_program_begins_when_a_signal_comes_goes_on_to_its_end() {
+    use rustix::process::Signal;
+    let name = "what_a_program_begins_when_a_signal_comes";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let saved = scratch.file("saved", "");
+    let script = format!(
+        "trap 'sh -c \"sleep 0.3; sleep 0.3; echo all >{}\"; exit 3' TERM; for i in $(seq 100); do sleep 20 & done; echo $$; wait",
+        saved.display()
+    );
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--", "sh", "-c", &script]);
+    let mut running = Sweeping::of(&mut command);
+    // Processes that begin in the tick of the signal or before it get it too. A hundred of them
+    // keep this run busy until the program answers.
+    thread::sleep(Duration::from_millis(100));
+    signal(running.run.id(), Signal::TERM);
+    let (code, said) = running.ended();
+    assert_eq!((code, fs::read_to_string(saved).unwrap().as_str()), (Some(3), "all\n"), "{said}");
+}
+
+#[test]
 fn a_run_that_is_killed_leaves_none_of_its_processes() {
     let Some((_scratch, mut running, all)) = family("a_run_that_is_killed_leaves_none") else { return };
     // The daemon knows the pager of each.

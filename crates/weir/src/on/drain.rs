@@ -147,7 +147,7 @@ fn still_on(device: &Path, used: ByteSize, status: ExitStatus) -> String {
     } else {
         format!("swapoff failed ({status})")
     };
-    format!("{why}: {device} stays on with {used}; nothing is lost, try again when there is room")
+    format!("{why}: {device} stays on with {used}; try again when there is room")
 }
 
 #[cfg(test)]

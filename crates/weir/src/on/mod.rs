@@ -29,6 +29,7 @@ pub use battery::run as battery;
 pub use off::run as off;
 pub use options::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions};
 pub use restart::run as restart;
+pub use service::started;
 pub use top::run as top;
 
 use clap::ValueEnum as _;
@@ -67,9 +68,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     if !journal.state().steps.is_empty() {
         println!("an earlier weir on or off did not come to its end: undoing what it left");
         let finished = off::finish(journal, None)?;
-        if let Some(lost) = finished.lost() {
-            eprintln!("weir: {lost}");
-        }
+        off::tell(finished.lost());
         journal = finished.reopen(&options.runtime)?;
     }
     match turn_on(options, &plan, &mut journal) {

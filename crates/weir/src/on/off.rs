@@ -105,13 +105,21 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
         // same. After a crash in the middle, some are then undone twice, which is harmless.
         let _ = journal.enter(Phase::TurningOff);
         let (daemons, (_, used)) = (unread::Daemons::before(&journal), gained(&journal));
-        undo_swaps(&mut journal, note)?;
+        let undone = undo_swaps(&mut journal, note);
         lost = daemons.lost(used);
+        undone.inspect_err(|_| tell(lost.as_deref()))?;
     }
     while !journal.state().steps.is_empty() {
-        undo_last(&mut journal)?;
+        undo_last(&mut journal).inspect_err(|_| tell(lost.as_deref()))?;
     }
     Ok(Finished { journal, lost })
+}
+
+/// Says what was lost where a failure of another kind is reported too.
+pub fn tell(lost: Option<&str>) {
+    if let Some(lost) = lost {
+        eprintln!("weir: {lost}");
+    }
 }
 
 /// Turns all swap devices off. If one of them cannot be turned off, turns the others on again:

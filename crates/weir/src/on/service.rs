@@ -414,6 +414,11 @@ pub fn identify(pid: u32) -> io::Result<Process> {
     read_identity(pid, &fs::read_to_string(format!("/proc/{pid}/stat"))?)
 }
 
+/// The time at which a process began, in ticks since the machine's start. `None`: it has ended.
+pub fn started(pid: u32) -> Option<u64> {
+    identify(pid).ok().map(|process| process.started)
+}
+
 /// Identifies process `pid` by the content of its `/proc/PID/stat`.
 fn read_identity(pid: u32, stat: &str) -> io::Result<Process> {
     let missing = || io::Error::other(format!("/proc/{pid}/stat makes no sense"));

@@ -44,7 +44,7 @@ impl Daemon {
         if used.0 == 0 {
             return None;
         }
-        if !self.was_there {
+        if !self.was_there && self.failed.is_none() && now.is_none() {
             return Some(format!(
                 "the daemon had ended before, and its pages with it: up to {used} are lost"
             ));
@@ -52,9 +52,12 @@ impl Daemon {
         let Some(now) = now else {
             return Some(format!("the daemon does not answer, so some of {used} may be lost"));
         };
-        // A daemon that has followed counts from 0 on.
-        let before = self.failed.filter(|before| before.process == now.process).map_or(0, |it| it.pages);
-        let pages = now.pages.saturating_sub(before);
+        // A daemon that has followed counts from 0 on, and the kernel may have given requests up
+        // while there was none.
+        let Some(before) = self.failed.filter(|before| before.process == now.process) else {
+            return Some(format!("the daemon was replaced meanwhile, so some of {used} may be lost"));
+        };
+        let pages = now.pages.saturating_sub(before.pages);
         (pages > 0).then(|| format!("{pages} pages could not be read, and are lost"))
     }
 }
@@ -88,11 +91,10 @@ mod tests {
             said(true, failed(7, 3), failed(7, 5), 1 << 20),
             "2 pages could not be read, and are lost"
         );
-        assert_eq!(
-            said(true, failed(7, 3), failed(8, 1), 1 << 20),
-            "1 pages could not be read, and are lost"
-        );
-        assert_eq!(said(true, None, failed(8, 0), 1 << 20), "");
+        let replaced = "the daemon was replaced meanwhile, so some of 1MiB may be lost";
+        assert_eq!(said(true, failed(7, 3), failed(8, 0), 1 << 20), replaced);
+        assert_eq!(said(true, None, failed(8, 0), 1 << 20), replaced);
+        assert_eq!(said(false, failed(7, 3), failed(7, 3), 1 << 20), "", "it has answered");
         assert!(said(true, failed(7, 3), None, 1 << 20).starts_with("the daemon does not answer"));
         assert!(said(false, None, None, 1 << 20).ends_with("up to 1MiB are lost"));
         assert_eq!(said(false, None, None, 0), "");

@@ -19,10 +19,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -76,9 +76,9 @@ fn execute<T>(
     let object = object()?;
     weir_pager::probe().map_err(|error| Failure::Failed(chain(&error)))?;
     // A signal that ends the program ends this process after it.
-    let signals =
+    let mut signals =
         SignalsInfo::<WithOrigin>::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
-    let daemon = Daemon::start(bound)?;
+    let daemon = Daemon::start(bound, &mut signals)?;
     fits(daemon.room)?;
     // From here on this process becomes the parent of each descendant whose own parent ends.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
@@ -126,16 +126,20 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: SignalsInfo<WithOrigin>)
     let ended = Instant::now();
     let mut is_said = false;
     loop {
-        let left = left_behind(group);
+        // Without descriptors or memory a look fails. Then nobody knows whether processes are left.
+        let Ok(left) = left_behind(group) else {
+            thread::sleep(SAY_AFTER);
+            continue;
+        };
         if left.is_empty() {
             break;
         }
         if !is_said && ended.elapsed() > SAY_AFTER {
             is_said = true;
             let count = left.len();
-            eprintln!(
+            say(&format!(
                 "weir: the program has ended; {count} of its processes go on, and this ends with the last"
-            );
+            ));
         }
         for process in left {
             // No caller needs the exit code of a background process.
@@ -159,43 +163,75 @@ fn pass_on(origin: &Origin, daemon: Option<Pid>) {
         SIGHUP => (Signal::HUP, false),
         _ => return,
     };
-    // A process may start others while this goes on. So look again until all that are found have
-    // got the signal. An orphan becomes a child of this process.
-    let mut told = BTreeSet::new();
+    // A process may start others while this goes on, so look again until a look finds none that has
+    // to get the signal. A process that began after its parent had got the signal is part of the
+    // parent's answer, such as a clean-up. It does not get the signal. An orphan becomes a child of
+    // this process.
+    let (mut told, mut latest) = (BTreeMap::new(), ticks());
     loop {
-        let mut found = left_behind(daemon);
+        let left = left_behind(daemon).unwrap_or_default();
+        let mut found: Vec<(Pid, u64)> = left.into_iter().map(|process| (process, latest)).collect();
         let mut at = 0;
-        while let Some(&process) = found.get(at).filter(|_| is_for_all) {
-            found.extend(children(&process.as_raw_nonzero().to_string()));
+        while let Some(&(process, latest)) = found.get(at).filter(|_| is_for_all) {
+            let latest = told.get(&process.as_raw_nonzero()).copied().unwrap_or(latest);
+            let number = process.as_raw_nonzero().to_string();
+            found.extend(children(&number).unwrap_or_default().into_iter().map(|child| (child, latest)));
             at += 1;
         }
-        found.retain(|process| told.insert(process.as_raw_nonzero()));
-        for process in &found {
+        found.retain(|(process, latest)| {
+            !told.contains_key(&process.as_raw_nonzero()) && started(*process).is_some_and(|at| at <= *latest)
+        });
+        for (process, _) in &found {
+            // A process that begins in the same tick may be an answer.
+            told.insert(process.as_raw_nonzero(), ticks().saturating_sub(1));
             let _ = rustix::process::kill_process(*process, signal);
         }
         if found.is_empty() || !is_for_all {
             break;
         }
+        latest = latest.min(ticks().saturating_sub(1));
     }
 }
 
-/// The children of a process that `/proc` shows under this name.
-fn children(process: &str) -> Vec<Pid> {
-    let of_task = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
-    let tasks = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
-    let all: String = tasks.filter_map(of_task).collect();
-    all.split_ascii_whitespace().filter_map(|number| Pid::from_raw(number.parse().ok()?)).collect()
+/// The time since the machine's start in ticks of 10 ms, as `/proc/PID/stat` counts it.
+fn ticks() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    now.tv_sec as u64 * 100 + now.tv_nsec as u64 / 10_000_000
+}
+
+/// The time at which a process began, in [`ticks`].
+fn started(process: Pid) -> Option<u64> {
+    crate::on::started(process.as_raw_nonzero().get() as u32)
+}
+
+/// Prints a line for people. Standard error may be a pipe that nobody reads any more.
+fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// The children of a process that `/proc` shows under this name. A kernel without lists of children
+/// shows none.
+fn children(process: &str) -> io::Result<Vec<Pid>> {
+    let mut all = String::new();
+    for task in fs::read_dir(format!("/proc/{process}/task"))? {
+        match fs::read_to_string(task?.path().join("children")) {
+            Ok(of_task) => all.push_str(&of_task),
+            // The thread has ended.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(all.split_ascii_whitespace().filter_map(|number| Pid::from_raw(number.parse().ok()?)).collect())
 }
 
 /// The children of this process that do not belong to the daemon. If the keeper was killed, its
 /// daemon has become a child of this process. The keeper and its daemons are all in one process
 /// group.
-fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
+fn left_behind(daemon: Option<Pid>) -> io::Result<Vec<Pid>> {
     let is_daemon_s = |process: Pid| rustix::process::getpgid(Some(process)).ok() == daemon;
-    children("self")
-        .into_iter()
-        .filter(|process| Some(*process) != daemon && !is_daemon_s(*process))
-        .collect()
+    let is_left = |process: &Pid| Some(*process) != daemon && !is_daemon_s(*process);
+    Ok(children("self")?.into_iter().filter(is_left).collect())
 }
 
 /// Finds the object to preload: beside this program, or where a package installs it.
@@ -245,12 +281,12 @@ fn relay(messages: &UnixDatagram) {
         let line = String::from_utf8_lossy(&line[..bytes]);
         let line: String =
             line.chars().map(|letter| if letter.is_control() { '?' } else { letter }).collect();
-        eprintln!("weir: {line}");
+        say(&format!("weir: {line}"));
     }
 }
 
 impl Daemon {
-    fn start(bound: &BoundOptions) -> Result<Self, Failure> {
+    fn start(bound: &BoundOptions, signals: &mut SignalsInfo<WithOrigin>) -> Result<Self, Failure> {
         let directory = std::env::temp_dir().join(format!("{DIRECTORY}{}", std::process::id()));
         // A killed run with the same process number may have left the directory.
         let _ = fs::remove_dir_all(&directory);
@@ -283,7 +319,7 @@ impl Daemon {
         // process.
         command.stdin(Stdio::piped()).process_group(0);
         daemon.process = Some(command.spawn().map_err(Failure::failed)?);
-        daemon.comes_up(&control)?;
+        daemon.comes_up(&control, signals)?;
         let pages = Client::connect(&daemon.share(), weir_share::Options::default())
             .map_err(|error| Failure::Failed(chain(&error)))?
             .pages();
@@ -296,9 +332,13 @@ impl Daemon {
         Ok(daemon)
     }
 
-    fn comes_up(&mut self, control: &Path) -> Result<(), Failure> {
+    /// Waits until the daemon answers. A signal ends the wait, since a store may take long to open.
+    fn comes_up(&mut self, control: &Path, signals: &mut SignalsInfo<WithOrigin>) -> Result<(), Failure> {
         let process = self.process.as_mut().expect("just started");
         while UnixStream::connect(control).is_err() {
+            if let Some(origin) = signals.pending().next() {
+                return Err(Failure::Ended(128 + origin.signal as u8));
+            }
             if process.try_wait().map_err(Failure::failed)?.is_some() {
                 // The daemon has printed why it ended.
                 return Err(Failure::Said);

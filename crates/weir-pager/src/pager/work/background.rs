@@ -40,7 +40,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Moves a batch of single pages out, if it is the turn of partial blocks. Such a turn takes
     /// several short steps, since page faults wait until a step has ended.
-    fn write_singles_of_turn(&mut self) -> bool {
+    pub(super) fn write_singles_of_turn(&mut self) -> bool {
         if self.batches == 0 && self.is_turn_of_partial() {
             self.batches = BLOCK_PAGES / singles::FEW;
         }

@@ -179,10 +179,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.scrub_free();
                 continue;
             }
+            // The pages in the outbox are in the store too. To free its memory takes no write.
+            if self.outbox.is_some() {
+                self.end_outbox();
+                continue;
+            }
             // Some blocks cannot be moved out: a child shares them, or devices use them. The pager
             // does not try those again for each page.
             let share = if is_partial { 0 } else { self.limit() / WHOLE_SHARE };
-            if is_partial && self.is_turn_of_partial() && self.write_block_of_singles() {
+            if is_partial && self.write_singles_of_turn() {
                 continue;
             }
             let is_whole =
