@@ -282,7 +282,7 @@ impl Store for RemoteStore {
         Some(self)
     }
 
-    /// Deletes the store's values, within [`closing::LIMIT`] for all nodes together.
+    /// Deletes the store's values, within 30 s for all nodes together.
     fn end(&self) {
         self.close(Vec::new());
     }
