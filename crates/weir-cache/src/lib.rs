@@ -104,18 +104,28 @@ pub struct Config {
     pub dirty_low: u8,
 }
 
+impl Config {
+    /// Default of [`dirty_high`](Config::dirty_high).
+    pub const DIRTY: u8 = 50;
+    /// The same before a log that is not durable. Such a log has no copy of a dirty page. So the
+    /// more pages are dirty, the less its cleaner moves.
+    pub const DIRTY_BEFORE_SCRATCH_LOG: u8 = 70;
+
+    /// These settings with a write-back that begins at `per_cent` dirty frames, and ends once a
+    /// tenth of the frames is clean again.
+    #[must_use]
+    pub fn with_dirty(self, per_cent: u8) -> Self {
+        Config { dirty_high: per_cent, dirty_low: per_cent.saturating_sub(10), ..self }
+    }
+}
+
 impl Default for Config {
     /// The defaults: a stream bypasses the cache after 4 MiB. The write-back begins at 50 % dirty
     /// frames and ends at 40 %.
     fn default() -> Self {
-        Config {
-            lanes: 4,
-            depth: 64,
-            mode: Mode::default(),
-            stream_pages: 1024,
-            dirty_high: 50,
-            dirty_low: 40,
-        }
+        let mode = Mode::default();
+        Config { lanes: 4, depth: 64, mode, stream_pages: 1024, dirty_high: 0, dirty_low: 0 }
+            .with_dirty(Config::DIRTY)
     }
 }
 

@@ -143,6 +143,13 @@ struct Sweep {
     flushing: bool,
 }
 
+impl Sweep {
+    /// The number of pages that `page` is behind the first page of the sweep.
+    fn behind(self, page: PageNo) -> u32 {
+        page.0.wrapping_sub(self.start)
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reason {
     /// The sweep serves all flushes up to this number.
@@ -401,11 +408,9 @@ impl WriteBack {
         let WriteBack { cache, batch, more, takes_hot, .. } = self;
         let takes_all = *takes_hot || sweep.reason != Reason::Watermark || cache.must_clean();
         let end = cache.directory.frames().min(sweep.look + LOOK);
-        let start = sweep.start;
-        let behind = |page: PageNo| page.0.wrapping_sub(start);
         for frame in sweep.look..end {
             let entry = cache.directory.load(frame);
-            if entry.kind() != Kind::Valid || !entry.is_dirty() || behind(entry.page()) < sweep.from {
+            if entry.kind() != Kind::Valid || !entry.is_dirty() || sweep.behind(entry.page()) < sweep.from {
                 continue;
             }
             if !takes_all && entry.hits() > 0 {
@@ -421,7 +426,7 @@ impl WriteBack {
             }
             batch.push((entry.page(), frame));
             if batch.len() == BATCH * 2 {
-                batch.select_nth_unstable_by_key(BATCH, |(page, _)| behind(*page));
+                batch.select_nth_unstable_by_key(BATCH, |(page, _)| sweep.behind(*page));
                 batch.truncate(BATCH);
                 *more = true;
             }
@@ -431,7 +436,7 @@ impl WriteBack {
             return;
         }
         sweep.looked = true;
-        batch.sort_unstable_by_key(|(page, _)| behind(*page));
+        batch.sort_unstable_by_key(|(page, _)| sweep.behind(*page));
         if batch.len() > BATCH {
             batch.truncate(BATCH);
             *more = true;
@@ -444,7 +449,7 @@ impl WriteBack {
     /// Makes the next search begin after the written batch, if more pages wait. Returns whether
     /// they do.
     fn next_batch(&mut self, sweep: &mut Sweep) -> bool {
-        let last = self.batch.last().map(|(page, _)| page.0.wrapping_sub(sweep.start));
+        let last = self.batch.last().map(|(page, _)| sweep.behind(*page));
         let more = std::mem::take(&mut self.more);
         self.batch.clear();
         self.at = 0;

@@ -113,9 +113,7 @@ impl Programs {
             Error::new(ErrorKind::Refused, what)
         })
     }
-}
 
-impl Programs {
     /// Kills the programs that are there when their run is over. A run that ends by itself waits
     /// for all of its programs, so this one was killed. The pages that its programs had moved out
     /// are gone, and nobody bounds their memory any more.

@@ -12,7 +12,7 @@ use common::bounded::{
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -215,7 +215,7 @@ fn a_run_that_is_killed_takes_its_keeper_its_daemon_and_its_files_along() {
         for is_between in [false, true] {
             let mut sweeping = Sweeping::start(&program, flags);
             let (keeper, pid) = (sweeping.keeper(), sweeping.pid);
-            let daemon = if flags[1] == "yes" { sweeping.daemon_after(0) } else { keeper };
+            let daemon = sweeping.daemon(flags[1]);
             if is_between {
                 kill(daemon);
             }
@@ -236,6 +236,21 @@ fn a_run_that_is_killed_takes_its_keeper_its_daemon_and_its_files_along() {
     println!("figure: killed-run seconds_until_all_is_free {:.3} lower 1", longest.as_secs_f64());
 }
 
+/// `weir run` with a small limit and these further flags. The program follows.
+fn bounded(flags: &[&str]) -> Command {
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "host:256MiB"]).args(flags).arg("--");
+    command
+}
+
+/// The words that run a script in Python, behind [`PRELUDE`]. `None`: the test cannot run here.
+fn scripted(name: &str, script: &str) -> Option<(Scratch, [PathBuf; 2])> {
+    let python = python().filter(|_| can_run(name))?;
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    Some((scratch, [python.into(), input]))
+}
+
 /// Prints its own number, and those of a child in a session of its own and of that one's children.
 /// All of them wait for ever.
 const FAMILY: &str = "
@@ -253,12 +268,8 @@ child.wait()
 
 /// Starts [`FAMILY`]. Returns the numbers of all of its processes too.
 fn family(name: &str) -> Option<(Scratch, Sweeping, Vec<u32>)> {
-    let python = python().filter(|_| can_run(name))?;
-    let scratch = Scratch::new(name);
-    let input = scratch.file("script.py", &format!("{PRELUDE}{FAMILY}"));
-    let mut command = Command::new(WEIR);
-    command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--", &python]).arg(&input);
-    let mut running = Sweeping::of(&mut command);
+    let (scratch, program) = scripted(name, FAMILY)?;
+    let mut running = Sweeping::of(bounded(&[]).args(&program));
     let mut all: Vec<u32> = running.line().split(' ').map(|number| number.parse().unwrap()).collect();
     all.push(running.pid);
     Some((scratch, running, all))
@@ -289,9 +300,7 @@ fn what_a_program_begins_when_a_signal_comes_goes_on_to_its_end() {
         "trap 'sh -c \"sleep 0.3; sleep 0.3; echo all >{}\"; exit 3' TERM; for i in $(seq 100); do sleep 20 & done; echo $$; wait",
         saved.display()
     );
-    let mut command = Command::new(WEIR);
-    command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--", "sh", "-c", &script]);
-    let mut running = Sweeping::of(&mut command);
+    let mut running = Sweeping::of(bounded(&[]).args(["sh", "-c", &script]));
     // Processes that begin in the tick of the signal or before it get it too. A hundred of them
     // keep this run busy until the program answers.
     thread::sleep(Duration::from_millis(100));
@@ -323,15 +332,11 @@ print(os.getpid(), flush=True)
 while True: signal.pause()
 ";
     let name = "a_signal_to_the_daemon";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let Some((_scratch, program)) = scripted(name, script) else { return };
     for keeper in ["yes", "no"] {
-        let mut command = Command::new(WEIR);
-        command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--keeper", keeper, "--"]);
-        let mut running = Sweeping::of(command.arg(&python).arg(&input));
+        let mut running = Sweeping::of(bounded(&["--keeper", keeper]).args(&program));
         let first = running.keeper();
-        let daemon = if keeper == "yes" { running.daemon_after(0) } else { first };
+        let daemon = running.daemon(keeper);
         // As a manager of services does, which signals all processes of a service.
         for _ in 0..20 {
             for sent in [Signal::TERM, Signal::INT, Signal::HUP] {
@@ -359,14 +364,10 @@ print(child.pid, flush=True)
 sys.stdin.read(1)
 ";
     let name = "a_process_that_meets_a_daemon";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let Some((_scratch, program)) = scripted(name, script) else { return };
     for keeper in ["yes", "no"] {
-        let mut command = Command::new(WEIR);
-        command.args(["run", "--resident", "32MiB", "--store", "host:256MiB", "--keeper", keeper, "--"]);
-        let mut running = Sweeping::of(command.arg(&python).arg(&input));
-        let daemon = if keeper == "yes" { running.daemon_after(0) } else { running.keeper() };
+        let mut running = Sweeping::of(bounded(&["--keeper", keeper]).args(&program));
+        let daemon = running.daemon(keeper);
         signal(daemon, Signal::STOP);
         running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
         running.says("the daemon does not answer yet; waiting for it, for 60 s at most");
@@ -387,7 +388,7 @@ fn what_a_killed_program_held_is_free_with_its_run() {
     for flags in [&["--keeper", "yes"][..], &["--keeper", "no"]] {
         let mut sweeping = Sweeping::start(&program, flags);
         let keeper = sweeping.keeper();
-        let daemon = if flags[1] == "yes" { sweeping.daemon_after(0) } else { keeper };
+        let daemon = sweeping.daemon(flags[1]);
         kill(sweeping.pid);
         // The memory of both ends with them.
         longest = longest.max(eventually("the end of all", || ![keeper, daemon].into_iter().any(is_alive)));

@@ -184,8 +184,7 @@ fn measure(
     let store = Arc::new(Host::new(pages / 4 + 1024)?);
     let mut config = weir_cache::Config { lanes: 1, depth: DEPTH, stream_pages: 0, ..Default::default() };
     if log.is_some() {
-        // As `weir cache` has it before a log that is not durable.
-        (config.dirty_high, config.dirty_low) = (70, 60);
+        config = config.with_dirty(weir_cache::Config::DIRTY_BEFORE_SCRATCH_LOG);
     }
     let cache = Cache::create(store, home, config)?;
     let lane = Cached { lane: cache.open()? };

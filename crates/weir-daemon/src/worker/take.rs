@@ -179,6 +179,14 @@ mod tests {
         owner.when_taken(move || assert!(workers.queue().schedule(&job), "it is new"));
     }
 
+    /// A give-back of one chunk, for a client or for the governor of the card.
+    fn give_back(workers: &Arc<Workers>, governed: bool) -> Arc<Job> {
+        match governed {
+            false => Job::new(workers, JobKind::GiveBack, Some(CHUNK)),
+            true => Job::governed(workers, JobKind::GiveBack, CHUNK, CARD),
+        }
+    }
+
     fn moved(job: &Job) -> u64 {
         job.reach.bytes.load(Ordering::Relaxed)
     }
@@ -215,10 +223,7 @@ mod tests {
         for governed in [false, true] {
             let (workers, owner) = workers();
             all_away(&workers, &owner, JobKind::GiveBack);
-            let give_back = match governed {
-                false => Job::new(&workers, JobKind::GiveBack, Some(CHUNK)),
-                true => Job::governed(&workers, JobKind::GiveBack, CHUNK, CARD),
-            };
+            let give_back = give_back(&workers, governed);
             comes(&workers, &owner, &give_back);
             let why = refused(&workers, JobKind::Take);
             let says =
@@ -240,10 +245,7 @@ mod tests {
             workers.pool().set_vacant(4 * chunk_pages);
             all_away(&workers, &owner, JobKind::GiveBack);
             workers.pool().set_vacant(0);
-            let give_back = match governed {
-                false => Job::new(&workers, JobKind::GiveBack, Some(CHUNK)),
-                true => Job::governed(&workers, JobKind::GiveBack, CHUNK, CARD),
-            };
+            let give_back = give_back(&workers, governed);
             comes(&workers, &owner, &give_back);
             if governed {
                 let why = refused(&workers, JobKind::Take);

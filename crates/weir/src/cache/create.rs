@@ -74,18 +74,16 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
         return Err(Failure::Said);
     }
     let store = opened.map_err(failure::of)?;
-    // A log that is not durable has no copy of a dirty page. So the more pages are dirty, the less
-    // its cleaner moves.
     let is_scratch_log = home.log.is_some() && home.is_scratch;
-    let dirty = options.dirty.unwrap_or(if is_scratch_log { 70 } else { 50 });
+    let default = if is_scratch_log { Config::DIRTY_BEFORE_SCRATCH_LOG } else { Config::DIRTY };
     let config = Config {
         lanes: wanted.lanes(),
         depth: DEPTH,
         mode: options.mode,
         stream_pages: u32::try_from(options.stream.0 / PAGE_SIZE as u64).unwrap_or(u32::MAX),
-        dirty_high: dirty,
-        dirty_low: dirty.saturating_sub(10),
+        ..Default::default()
     };
+    let config = config.with_dirty(options.dirty.unwrap_or(default));
     let behind = home.store();
     let names = [behind.name().to_owned(), store.name().to_owned()];
     let failed = |error: &dyn std::error::Error| Failure::Failed(chain(error));

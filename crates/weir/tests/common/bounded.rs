@@ -215,6 +215,11 @@ impl Sweeping {
         others[0]
     }
 
+    /// The daemon of a run with `--keeper yes`, or with `--keeper no`.
+    pub fn daemon(&self, keeper: &str) -> u32 {
+        if keeper == "yes" { self.daemon_after(0) } else { self.keeper() }
+    }
+
     /// The daemon that the keeper has started after this one.
     pub fn daemon_after(&self, before: u32) -> u32 {
         let keeper = self.keeper();
