@@ -452,9 +452,9 @@ impl Reclaimer {
         taken.len()
     }
 
-    /// The new limit: the number of frames that the present memory has slots for. Slots of pages
-    /// that have not left frames behind the old limit are subtracted first. The new limit is never
-    /// lower than the old one.
+    /// The new limit: the number of frames that the present memory has slots for. Some pages may
+    /// still be in frames above the old limit: their slots are subtracted first. The new limit is
+    /// never lower than the old one.
     fn limit(&self) -> u32 {
         let directory = &self.cache.directory;
         let (frames, limit) = (directory.frames(), directory.limit());

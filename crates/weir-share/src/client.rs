@@ -325,8 +325,8 @@ impl Client {
         self.ask(Submission { op: Op::Discard, tag, page, token: 0, count })
     }
 
-    /// Takes `count` frames for runs of pages, all of which lie one after another. Call it only
-    /// while nothing else is under way. Each wait takes `longest` at most.
+    /// Takes `count` frames that lie one after another, for runs of pages. Call it only while
+    /// nothing else is under way. Each wait for an answer takes `longest` at most.
     ///
     /// # Errors
     /// Fails with [`Error::Failed`] if the client may not hold so many frames. Fails with

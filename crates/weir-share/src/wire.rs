@@ -252,8 +252,8 @@ pub enum Spot {
 }
 
 impl Spot {
-    /// The two fields of a ring entry that name this place: the frame, and the window with the
-    /// slot.
+    /// The two fields of a ring entry that name this place. The first has the frame's number. The
+    /// second has the numbers of the window and of the slot together.
     fn words(self) -> (u32, u64) {
         match self {
             Spot::Nowhere => (NO_FRAME, 0),

@@ -153,8 +153,9 @@ impl Closing {
         let patience = if node.state() == State::Online { SILENCE } else { Duration::ZERO };
         let (mut since, mut tries, mut is_busy) = (Instant::now(), 0, true);
         while !self.is_over() {
-            // Look at the other nodes first: a node that is not busy any more has named the others
-            // by then.
+            // Read the number of busy nodes before the values that are left here. A busy node may
+            // still answer that values have moved to this node. Once it is not busy, what it has
+            // answered is among the values that are left.
             let others = self.busy.load(Ordering::Acquire) - usize::from(is_busy);
             if self.left(number) == 0 {
                 if std::mem::take(&mut is_busy) {

@@ -219,7 +219,8 @@ impl Left {
     }
 
     /// The mount points beside `point`: files whose name is the name of `point`, a dot, and more
-    /// text. An empty file under such a mount counts as one that a server made.
+    /// text. If the file that such a mount covers is empty, [`clear`](Left::clear) takes it for one
+    /// that a server made.
     pub fn beside(point: &Path) -> Vec<Left> {
         let Some((parent, name)) = point.parent().zip(point.file_name()) else { return Vec::new() };
         let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
