@@ -7,14 +7,19 @@ import time
 
 
 class Cache:
-    """A cache that runs, its seconds of creation, and its first status. `store` has no size, `size` is its own."""
+    """A cache that runs, its seconds of creation, and its first status. `store` has no size, `size` is its own.
 
-    def __init__(self, weir, directory, home, store, size, more=()):
+    It is served as `file`; with by="nbd", at the NBD address `uri`.
+    """
+
+    def __init__(self, weir, directory, home, store, size, more=(), by="fuse"):
         self.weir, self.control, self.file = weir, f"{directory}/control", f"{directory}/file"
+        self.uri = f"nbd+unix:///?socket={directory}/nbd"
+        served = ["--nbd", f"unix:{directory}/nbd"] if by == "nbd" else ["--fuse", self.file]
         begun = time.monotonic()
         self.process = subprocess.Popen(
-            [weir, "cache", "create", "--home", home, "--store", sized(store, size), "--fuse", self.file, "--control", self.control,
-             *more], stderr=subprocess.PIPE, text=True)
+            [weir, "cache", "create", "--home", home, "--store", sized(store, size), *served, "--control", self.control, *more],
+            stderr=subprocess.PIPE, text=True)
         while not (found := self.status()):
             if self.process.poll() is not None:
                 sys.exit(f"the cache does not start: {self.process.stderr.read()}")
