@@ -26,7 +26,7 @@ use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_request::Requests;
 use weir_share::wire::{HELLO_BYTES, Hello, NAME_BYTES_MAX, RUN_MAX, VERSION, WINDOWS_MAX, Welcome};
-use weir_share::{Layout, Offers, first_turns, short_turns};
+use weir_share::{Layout, Offers, first_turns, short_turns, usual_turns};
 use weir_store::OpenError;
 use weir_volume::{Lane, Pool, Volume};
 
@@ -322,10 +322,8 @@ impl Porter {
         let (mut last_work, mut rest, mut offers) = (Instant::now(), Rest::default(), Offers::default());
         if self.serves_pagers {
             first_turns();
-        } else {
-            short_turns();
         }
-        let mut rounds = 0;
+        let (mut rounds, mut was_crowded) = (0, false);
         while !stop.load(Ordering::Acquire) {
             if self.serve() {
                 last_work = Instant::now();
@@ -338,7 +336,18 @@ impl Porter {
                 std::hint::spin_loop();
             }
             rounds += 1;
-            let idle = last_work.elapsed() >= self.spin || offers.is_crowded();
+            let is_crowded = offers.is_crowded();
+            if is_crowded != was_crowded && !self.serves_pagers {
+                // Short turns let this thread run soon after a client woke it. Without other
+                // programs they only interrupt this thread and a client on the same processor.
+                if is_crowded {
+                    short_turns()
+                } else {
+                    usual_turns()
+                }
+                was_crowded = is_crowded;
+            }
+            let idle = last_work.elapsed() >= self.spin || is_crowded;
             if idle && !self.requests.must_poll() {
                 self.sleep();
                 // A client that rang is served before the next sleep, and its request begins a new
