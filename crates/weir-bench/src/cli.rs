@@ -205,6 +205,11 @@ pub enum Bench {
         #[arg(long, value_name = "SIZE", default_value = "400000000")]
         bandwidth: ByteSize,
 
+        /// The card whose memory is the cache, without a size: vram:0?chunk=1MiB. Whole chunks are
+        /// taken, so small ones come closest to a quarter [default: host memory].
+        #[arg(long, value_name = "URL")]
+        store: Option<StoreUrl>,
+
         /// Seconds for which each contender is measured.
         #[arg(long, value_name = "SECONDS", default_value_t = 10)]
         time: u64,

@@ -139,12 +139,13 @@ fn measure(options: &Cli) -> Result<(), Failure> {
         Bench::Policy { trace, room } => {
             weir_bench::policy::run(trace.as_deref(), room).map_err(|error| failed(&error))?
         }
-        Bench::Cache { size, members, iops, bandwidth, time, runs } => {
+        Bench::Cache { size, members, iops, bandwidth, store, time, runs } => {
             weir_bench::cache::run(&weir_bench::cache::Options {
                 size: *size,
                 members: *members,
                 operations: *iops,
                 bytes: *bandwidth,
+                card: store.as_ref().map(card).transpose()?.cloned(),
                 time: Duration::from_secs(*time),
                 runs: usize::from(*runs),
             })

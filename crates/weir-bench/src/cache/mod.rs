@@ -20,7 +20,7 @@ use weir_cache::{Cache, CacheError, CacheLane, WriteBack};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_device::{PageDevice as _, PageLane as _};
 use weir_log::{Cleaner, Log, LogError, LogStatus};
-use weir_store::{Fault, Host, Lane, OpenError, Progress, Store};
+use weir_store::{Fault, Host, Lane, OpenError, Progress, Store, StoreUrl, VramUrl};
 
 /// Number of requests that are in flight together.
 const DEPTH: usize = 256;
@@ -38,6 +38,8 @@ pub struct Options {
     pub operations: u64,
     /// Number of bytes a second that each disk can move.
     pub bytes: ByteSize,
+    /// The card whose memory is the cache; `None`: host memory. Its size is chosen here.
+    pub card: Option<VramUrl>,
     /// Time for which each contender is measured.
     pub time: Duration,
     /// Number of runs.
@@ -181,7 +183,14 @@ fn measure(
     let home = log.as_ref().map_or(below, |log| Arc::new(log.clone()) as _);
     // The cache has frames for a quarter of the working set, and 1024 more for the pages that lanes
     // have under way.
-    let store = Arc::new(Host::new(pages / 4 + 1024)?);
+    let frames = pages / 4 + 1024;
+    let store: Arc<dyn Store> = match &options.card {
+        None => Arc::new(Host::new(frames)?),
+        Some(card) => {
+            let size = Some(ByteSize(u64::from(frames) * PAGE_SIZE as u64));
+            weir_store::open(&StoreUrl::Vram(VramUrl { size, ..card.clone() }))?
+        }
+    };
     let mut config = weir_cache::Config { lanes: 1, depth: DEPTH, stream_pages: 0, ..Default::default() };
     if log.is_some() {
         config = config.with_dirty(weir_cache::Config::DIRTY_BEFORE_SCRATCH_LOG);
@@ -494,6 +503,7 @@ mod tests {
             members: 4,
             operations: 50_000,
             bytes: ByteSize(4 << 30),
+            card: None,
             time: Duration::from_millis(50),
             runs: 1,
         };
