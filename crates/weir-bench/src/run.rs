@@ -145,7 +145,7 @@ fn measure(options: &Cli) -> Result<(), Failure> {
                 members: *members,
                 operations: *iops,
                 bytes: *bandwidth,
-                card: store.as_ref().map(card).transpose()?.cloned(),
+                card: store.as_ref().map(card_without_size).transpose()?.cloned(),
                 time: Duration::from_secs(*time),
                 runs: usize::from(*runs),
             })
@@ -180,6 +180,16 @@ fn card(store: &StoreUrl) -> Result<&VramUrl, Failure> {
     match store {
         StoreUrl::Vram(url) => Ok(url),
         other => Err(Failure::Usage(format!("--store {other} is on no card; accepted: vram:0, vram:N"))),
+    }
+}
+
+/// The URL of the card, for a benchmark that chooses the store's size.
+fn card_without_size(store: &StoreUrl) -> Result<&VramUrl, Failure> {
+    match card(store)? {
+        url if url.size.is_none() => Ok(url),
+        _ => Err(Failure::Usage(format!(
+            "--store {store} has a size, which follows from --size; leave it out"
+        ))),
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{BLOCK, Error, Store, Tell};
 use rustix::process::{Pid, getpid};
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use weir_core::PAGE_SIZE;
@@ -211,6 +211,54 @@ fn own_descriptors() -> Result<(), Error> {
     Ok(())
 }
 
+/// A pager that starts looks so often for signals that may end its process meanwhile.
+const LOOKS_AFTER: Duration = Duration::from_secs(1);
+
+/// Blocks all signals of the calling thread until it is dropped. A thread that is started meanwhile
+/// keeps them blocked, so the program's signal handlers do not run there.
+struct Masked {
+    before: libc::sigset_t,
+}
+
+impl Masked {
+    fn new() -> Self {
+        // SAFETY: both sets of signals are on the stack.
+        unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&raw mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+            Masked { before }
+        }
+    }
+
+    /// Lets the signals through for which the program has no handler, if they were not blocked
+    /// before: they end or stop the process. A handler could fork or jump away.
+    fn let_end(&self) {
+        // SAFETY: the set and the structure are on the stack, and no action is changed.
+        unsafe {
+            let mut ending: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&raw mut ending);
+            for signal in 1..=libc::SIGRTMAX() {
+                let mut action: libc::sigaction = std::mem::zeroed();
+                if libc::sigismember(&raw const self.before, signal) == 0
+                    && libc::sigaction(signal, std::ptr::null(), &raw mut action) == 0
+                    && action.sa_sigaction == libc::SIG_DFL
+                {
+                    libc::sigaddset(&raw mut ending, signal);
+                }
+            }
+            libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const ending, std::ptr::null_mut());
+        }
+    }
+}
+
+impl Drop for Masked {
+    fn drop(&mut self) {
+        // SAFETY: restores this thread's mask.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut()) };
+    }
+}
+
 /// A pager: a thread that runs for as long as the process, or until [`stop`](Pager::stop).
 #[derive(Clone, Debug)]
 pub struct Pager(Arc<Shared>);
@@ -218,7 +266,8 @@ pub struct Pager(Arc<Shared>);
 impl Pager {
     /// Starts a pager. `store` is called on the pager's thread, which has descriptors of its own.
     /// If the program closes all of its descriptors, those of the thread stay open. The thread
-    /// keeps none of the program's descriptors open.
+    /// keeps none of the program's descriptors open. `ready` is called on that thread too, once
+    /// nothing can fail any more and before the pager manages any memory.
     ///
     /// # Errors
     /// Fails when userfaultfd is denied or too old, the limit is too small, or the store cannot be
@@ -226,8 +275,9 @@ impl Pager {
     pub fn start<S: Store>(
         options: Options,
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
+        ready: impl FnOnce(&Pager) + Send + 'static,
     ) -> Result<Self, Error> {
-        Self::begin(options, None, store)
+        Self::begin(options, None, store, ready)
     }
 
     /// Starts a pager for memory that an earlier pager has managed. The earlier pager has stopped,
@@ -241,23 +291,27 @@ impl Pager {
         options: Options,
         own: &[(usize, usize)],
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
+        ready: impl FnOnce(&Pager) + Send + 'static,
     ) -> Result<Self, Error> {
         let before = self.0.excluded.get().map_or(&[][..], Vec::as_slice);
-        Self::begin(options, Some([before, own].concat()), store)
+        Self::begin(options, Some([before, own].concat()), store, ready)
     }
 
     fn begin<S: Store>(
         options: Options,
         excluded: Option<Vec<(usize, usize)>>,
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
+        ready: impl FnOnce(&Pager) + Send + 'static,
     ) -> Result<Self, Error> {
         let Options { limit, scope, spin } = options;
         if limit / BLOCK < LIMIT_MIN {
             return Err(Error::Limit { bytes: limit });
         }
+        let masked = Masked::new();
         let shared = Arc::new(Shared::new(limit / BLOCK, Bells::new()?));
         let (say, hear) = sync_channel(1);
         let pager = Pager(Arc::clone(&shared));
+        let own = pager.clone();
         std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
             // If this thread panics, threads that wait for a page would wait for ever. So a panic
             // ends the process.
@@ -270,6 +324,8 @@ impl Pager {
                 .and_then(|(system, (store, tell))| Work::new(system, store, tell, scope, excluded, shared));
             match opened {
                 Ok(mut work) => {
+                    ready(&own);
+                    drop(own);
                     let _ = say.send(Ok(()));
                     drop(say);
                     work.run();
@@ -277,8 +333,16 @@ impl Pager {
                 Err(error) => drop(say.send(Err(error))),
             }
         })?;
-        hear.recv().map_err(|_| Error::System(std::io::ErrorKind::UnexpectedEof.into()))??;
-        Ok(pager)
+        loop {
+            match hear.recv_timeout(LOOKS_AFTER) {
+                Ok(started) => return started.map(|()| pager),
+                // The store takes long to open.
+                Err(RecvTimeoutError::Timeout) => masked.let_end(),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::System(std::io::ErrorKind::UnexpectedEof.into()));
+                }
+            }
+        }
     }
 
     /// Manages also the `bytes` bytes of memory from `start` on. They must be private, anonymous
@@ -359,9 +423,10 @@ impl Pager {
         self.look();
     }
 
-    /// Ends one [`hold`](Self::hold). Does nothing in a child process.
+    /// Ends one [`hold`](Self::hold). Does nothing in a child process, or without a hold: the one
+    /// that ends may have been of an earlier pager.
     pub fn release(&self) {
-        self.0.holds.fetch_sub(1, Ordering::SeqCst);
+        let _ = self.0.holds.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |holds| holds.checked_sub(1));
         self.look();
     }
 

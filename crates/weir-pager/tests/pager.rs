@@ -91,7 +91,7 @@ impl Memory {
             faulty: Arc::clone(&faulty),
         };
         let options = Options { limit: LIMIT, scope: Scope::Adopted, spin: Duration::ZERO };
-        let pager = match Pager::start(options, move || Ok((heap, Box::new(|_: &str| {}) as Tell))) {
+        let pager = match Pager::start(options, move || Ok((heap, Box::new(|_: &str| {}) as Tell)), |_| {}) {
             Ok(pager) => pager,
             Err(error @ (Error::Denied(_) | Error::Kernel(_))) => {
                 println!("skipped: {name}: {error}");

@@ -14,6 +14,7 @@ mod threads;
 
 use libc::{c_int, c_void, off_t, size_t, ssize_t};
 use rustix::process::{getpid, getppid};
+use std::cell::Cell;
 use std::ffi::CStr;
 use std::io;
 use std::mem::ManuallyDrop;
@@ -45,8 +46,19 @@ const HEAP_STEP: c_int = 64 << 20;
 /// pager yet.
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
 /// In a child of a fork: the parent's pager. The child's pager manages the memory that the parent's
-/// pager managed, and leaves alone the memory that the parent's pager left alone.
+/// pager managed, and leaves alone the memory that the parent's pager left alone. It stays until
+/// the child has a pager, so that a child of this child finds it too.
 static BEFORE: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
+/// Whether a thread of this child is starting the child's pager.
+static IS_STARTING: AtomicBool = AtomicBool::new(false);
+/// Number of forks under way that began while this process had no pager. Such a fork does not hold
+/// the memory of a pager that starts meanwhile.
+static UNHELD: AtomicUsize = AtomicUsize::new(0);
+thread_local! {
+    /// For each fork of this thread that is under way, whether it holds the pager's memory: the
+    /// lowest bit is the last fork. Another one can begin in a signal handler.
+    static HOLDS: Cell<u32> = const { Cell::new(0) };
+}
 /// The options of the pager, and the run's directory. The program may change its environment, so
 /// its children read both from here.
 static RUN: OnceLock<(Options, PathBuf)> = OnceLock::new();
@@ -62,7 +74,17 @@ static HAS_LIBC_ALLOCATOR: AtomicBool = AtomicBool::new(false);
 /// The pager of this process.
 fn pager() -> Option<&'static Pager> {
     // SAFETY: the pointer is null, or points to a pager that is never freed.
-    unsafe { PAGER.load(Ordering::Acquire).as_ref() }
+    unsafe { PAGER.load(Ordering::SeqCst).as_ref() }
+}
+
+/// Makes this the pager of the process. From then on each fork holds its memory. Returns once the
+/// forks have ended that do not. It is called before the pager manages any memory.
+fn publish(pager: &Pager) {
+    PAGER.store(Box::into_raw(Box::new(pager.clone())), Ordering::SeqCst);
+    BEFORE.store(std::ptr::null_mut(), Ordering::SeqCst);
+    while UNHELD.load(Ordering::SeqCst) > 0 {
+        std::thread::sleep(Duration::from_micros(100));
+    }
 }
 
 #[used]
@@ -83,20 +105,16 @@ extern "C" fn start() {
     let spin = std::env::var("WEIR_RUN_SPIN_US").ok().and_then(|spin| spin.parse().ok());
     let spin = Duration::from_micros(spin.unwrap_or(0));
     let (options, run) = RUN.get_or_init(|| (Options { limit, scope: Scope::Process, spin }, directory));
-    let started = masked(|| Pager::start(*options, || outside(run)));
-    match started {
-        Ok(pager) => {
-            PAGER.store(Box::into_raw(Box::new(pager)), Ordering::Release);
-            // SAFETY: the functions live as long as the program, and the call only changes a
-            // setting of its heap.
-            unsafe {
-                libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child));
-                libc::mallopt(libc::M_TOP_PAD, HEAP_STEP);
-            }
+    // SAFETY: the functions live as long as the program.
+    unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child)) };
+    match Pager::start(*options, || outside(run), publish) {
+        Ok(_) => {
+            // SAFETY: the call only changes a setting of the program's heap.
+            unsafe { libc::mallopt(libc::M_TOP_PAD, HEAP_STEP) };
         }
         Err(error) => {
             let what = if is_first { "is not run" } else { "is not bounded" };
-            say(&format!("weir: process {} {what}: {error}\n", getpid()));
+            say(&format!("weir: process {} {what}: {}\n", getpid(), in_words(&error)));
             if is_first {
                 // SAFETY: the call ends the process, which has done nothing yet.
                 unsafe { libc::_exit(1) };
@@ -128,16 +146,13 @@ fn tables(limit: usize) -> usize {
 /// started, prints the reason and returns false.
 fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
     let Some((options, run)) = RUN.get() else { return false };
-    match masked(|| before.start_again(*options, own, || outside(run))) {
-        Ok(pager) => {
-            PAGER.store(Box::into_raw(Box::new(pager)), Ordering::Release);
-            true
-        }
+    match before.start_again(*options, own, || outside(run), publish) {
+        Ok(_) => true,
         Err(error) => {
             // The program may have replaced its standard error by another file. So this line goes
             // to `weir run`, if its socket is within reach.
             if let Ok(messages) = messages(run) {
-                tell(&messages, &format!("not bounded from here on: {error}"));
+                tell(&messages, &format!("not bounded from here on: {}", in_words(&error)));
             }
             false
         }
@@ -148,13 +163,19 @@ fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
 /// since most children soon run another program.
 #[cold]
 fn start_in_child() {
-    if IS_FILTERED.load(Ordering::Relaxed) {
+    if IS_FILTERED.load(Ordering::Relaxed) || IS_STARTING.swap(true, Ordering::SeqCst) {
         return;
     }
     // SAFETY: the pointer is null, or points to a pager that is never freed.
-    let Some(before) = (unsafe { BEFORE.swap(std::ptr::null_mut(), Ordering::AcqRel).as_ref() }) else {
-        return;
-    };
+    if let Some(before) = unsafe { BEFORE.load(Ordering::SeqCst).as_ref() } {
+        start_after(before);
+        BEFORE.store(std::ptr::null_mut(), Ordering::SeqCst);
+    }
+    IS_STARTING.store(false, Ordering::SeqCst);
+}
+
+/// Starts the pager of a child whose parent had this one.
+fn start_after(before: &Pager) {
     let Some((options, _)) = RUN.get() else { return };
     // SAFETY: libc's location of this thread's error number is valid.
     let errno = unsafe { *libc::__errno_location() };
@@ -171,23 +192,12 @@ fn start_in_child() {
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Runs the function with all signals of this thread blocked, and turns its error into text. A
-/// thread that it starts blocks them too, so that the program's signal handlers do not run there.
-fn masked(start: impl FnOnce() -> Result<Pager, weir_pager::Error>) -> Result<Pager, String> {
-    // SAFETY: the sets of signals are on the stack, and this thread's mask is restored below.
-    let before = unsafe {
-        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-        libc::sigfillset(&raw mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
-        before
-    };
-    let pager = start();
-    // SAFETY: restores this thread's mask from a set on the stack.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
-    pager.map_err(|error| match std::error::Error::source(&error) {
+/// The text of the error with which a pager did not start.
+fn in_words(error: &weir_pager::Error) -> String {
+    match std::error::Error::source(error) {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),
-    })
+    }
 }
 
 /// The socket of a run for lines that people read.
@@ -280,13 +290,23 @@ fn say(line: &str) {
 }
 
 extern "C" fn before_fork() {
-    if let Some(pager) = pager() {
+    // Either this thread sees the pager that is published just now, or the pager's thread sees that
+    // this fork is under way.
+    UNHELD.fetch_add(1, Ordering::SeqCst);
+    let pager = pager();
+    if let Some(pager) = pager {
+        UNHELD.fetch_sub(1, Ordering::SeqCst);
         pager.hold();
     }
+    HOLDS.set(HOLDS.get() << 1 | u32::from(pager.is_some()));
 }
 
 extern "C" fn after_fork() {
-    if let Some(pager) = pager() {
+    let holds = HOLDS.get();
+    HOLDS.set(holds >> 1);
+    if holds & 1 == 0 {
+        let _ = UNHELD.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |forks| forks.checked_sub(1));
+    } else if let Some(pager) = pager() {
         pager.release();
     }
 }
@@ -294,8 +314,12 @@ extern "C" fn after_fork() {
 extern "C" fn after_fork_in_child() {
     let pager = PAGER.swap(std::ptr::null_mut(), Ordering::AcqRel);
     if !pager.is_null() {
-        BEFORE.store(pager, Ordering::Release);
+        BEFORE.store(pager, Ordering::SeqCst);
     }
+    // The threads that the parent's counts are about do not exist here.
+    HOLDS.set(0);
+    UNHELD.store(0, Ordering::SeqCst);
+    IS_STARTING.store(false, Ordering::SeqCst);
     CAME.store(0, Ordering::Relaxed);
 }
 

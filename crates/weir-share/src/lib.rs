@@ -36,4 +36,4 @@ pub mod wire;
 pub use area::{Area, Layout, Ring, Window};
 pub use client::{Client, Completion, Error, Frames, Lease, Options};
 pub use socket::{peek, receive, ring, send};
-pub use turn::{Offers, first_turns, short_turns, usual_turns};
+pub use turn::{Offers, Turns, first_turns, short_turns};

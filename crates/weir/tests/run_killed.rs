@@ -381,6 +381,73 @@ sys.stdin.read(1)
 }
 
 #[test]
+fn a_process_that_waits_for_its_daemon_can_be_ended_by_a_signal() {
+    use rustix::process::Signal;
+    let script = "
+print(os.getpid(), flush=True)
+sys.stdin.read(1)
+child = subprocess.Popen([sys.executable, '-c', ''])
+print(child.pid, flush=True)
+print(child.wait(), flush=True)
+sys.stdin.read(1)
+";
+    let name = "a_process_that_waits_for_its_daemon";
+    let Some((_scratch, program)) = scripted(name, script) else { return };
+    let mut running = Sweeping::of(bounded(&["--keeper", "yes"]).args(&program));
+    let daemon = running.daemon("yes");
+    signal(daemon, Signal::STOP);
+    running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+    let child = running.line().parse().unwrap();
+    running.says("the daemon does not answer yet; waiting for it, for 60 s at most");
+    signal(child, Signal::TERM);
+    let (begun, ended) = (Instant::now(), running.line());
+    signal(daemon, Signal::CONT);
+    // Without the signal the wait would take 60 s.
+    assert!(ended == format!("-{}", libc::SIGTERM) && begun.elapsed() < PATIENCE / 2, "{ended}");
+    drop(running.run.stdin.take());
+    let (code, said) = running.ended();
+    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+}
+
+#[test]
+fn a_fork_while_a_child_starts_its_pager_gives_a_child_that_is_bounded_too() {
+    use rustix::process::Signal;
+    let script = "
+import threading
+def end(child): return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(os.getpid(), flush=True)
+sys.stdin.read(1)
+child = os.fork()
+if child == 0:
+    threading.Thread(target=libc.malloc, args=(64 << 20,), daemon=True).start()
+    os.read(0, 1)
+    inner = os.fork()
+    if inner == 0:
+        print(os.getpid(), flush=True)
+        memory = new(64 << 20)
+        fill(memory, 1)
+        os.read(0, 1)
+        os._exit(not check(memory, 1))
+    os._exit(end(inner))
+sys.exit(end(child))
+";
+    let name = "a_fork_while_a_child_starts";
+    let Some((_scratch, program)) = scripted(name, script) else { return };
+    let mut running = Sweeping::of(bounded(&["--keeper", "yes"]).args(&program));
+    let daemon = running.daemon("yes");
+    signal(daemon, Signal::STOP);
+    running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+    running.says("the daemon does not answer yet; waiting for it, for 60 s at most");
+    running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+    let inner: u32 = running.line().parse().unwrap();
+    signal(daemon, Signal::CONT);
+    eventually("the pager of the inner child", || is_listed(inner));
+    drop(running.run.stdin.take());
+    let (code, said) = running.ended();
+    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+}
+
+#[test]
 fn what_a_killed_program_held_is_free_with_its_run() {
     let name = "what_a_killed_program_held_is_free_with_its_run";
     let Some((_scratch, program)) = sweeper(name) else { return };

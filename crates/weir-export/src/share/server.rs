@@ -26,7 +26,7 @@ use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_request::Requests;
 use weir_share::wire::{HELLO_BYTES, Hello, NAME_BYTES_MAX, RUN_MAX, VERSION, WINDOWS_MAX, Welcome};
-use weir_share::{Layout, Offers, first_turns, short_turns, usual_turns};
+use weir_share::{Layout, Offers, Turns, first_turns, short_turns};
 use weir_store::OpenError;
 use weir_volume::{Lane, Pool, Volume};
 
@@ -320,8 +320,13 @@ impl Porter {
 
     fn run(mut self, stop: &AtomicBool) {
         let (mut last_work, mut rest, mut offers) = (Instant::now(), Rest::default(), Offers::default());
+        // A thread that does not spin makes no offers, and so does not learn of other threads.
+        let learns = !self.serves_pagers && !self.spin.is_zero();
+        let turns = Turns::of_this_thread();
         if self.serves_pagers {
             first_turns();
+        } else if !learns {
+            short_turns();
         }
         let (mut rounds, mut was_crowded) = (0, false);
         while !stop.load(Ordering::Acquire) {
@@ -337,13 +342,13 @@ impl Porter {
             }
             rounds += 1;
             let is_crowded = offers.is_crowded();
-            if is_crowded != was_crowded && !self.serves_pagers {
+            if is_crowded != was_crowded && learns {
                 // Short turns let this thread run soon after a client woke it. Without other
-                // programs they only interrupt this thread and a client on the same processor.
+                // threads they only interrupt this thread and a client on the same processor.
                 if is_crowded {
-                    short_turns()
+                    short_turns();
                 } else {
-                    usual_turns()
+                    turns.restore();
                 }
                 was_crowded = is_crowded;
             }
