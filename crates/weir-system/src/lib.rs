@@ -17,6 +17,7 @@ pub mod local_socket;
 pub mod loop_device;
 mod machine;
 pub mod netlink;
+mod process_stat;
 pub mod program;
 pub mod signals;
 pub mod swap_area;
@@ -25,3 +26,4 @@ pub mod vm;
 pub mod zram;
 
 pub use machine::Machine;
+pub use process_stat::ProcessStat;

@@ -92,16 +92,11 @@ impl Server {
         Ok(Server { child, socket })
     }
 
-    /// The processor time that the server has used in user and in kernel mode (proc(5), fields 14
-    /// and 15 of `stat`).
+    /// The processor time that the server has used in user and in kernel mode.
     pub fn cpu_time(&self) -> [Duration; 2] {
-        let ticks = || {
-            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).ok()?;
-            let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-            Some([fields.get(11)?.parse::<u64>().ok()?, fields.get(12)?.parse::<u64>().ok()?])
-        };
+        let ticks = weir_system::ProcessStat::of(self.child.id()).map(|stat| stat.ticks);
         let per_second = rustix::param::clock_ticks_per_second();
-        ticks().unwrap_or([0; 2]).map(|ticks| Duration::from_secs_f64(ticks as f64 / per_second as f64))
+        ticks.unwrap_or_default().map(|ticks| Duration::from_secs_f64(ticks as f64 / per_second as f64))
     }
 }
 

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
-use weir_system::signals;
+use weir_system::{ProcessStat, signals};
 
 /// The environment variable that tells the child which process guards it.
 const ENVIRONMENT: &str = "WEIR_GUARD";
@@ -265,25 +265,18 @@ fn end(processes: &[Pid], signal: Signal) {
 fn is_gone(process: Pid) -> bool {
     match rustix::process::waitid(WaitId::Pid(process), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
         Ok(found) => found.is_some(),
-        Err(_) => {
-            let stat =
-                fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
-            // The process is dead, and its parent has not waited for it yet.
-            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
-        }
+        Err(_) => stat(process).is_none_or(|stat| stat.is_dead()),
     }
 }
 
 /// Whether a process is about to exit. An exiting process soon has no environment, and so names no
 /// guard any more. Then it may live on for as long as the kernel needs to free its memory.
 fn is_exiting(process: Pid) -> bool {
-    // The flag's value is from include/linux/sched.h.
-    const PF_EXITING: u32 = 4;
-    let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
-    // Field nine of `/proc/PID/stat` has the flags (proc_pid_stat(5)). Count from the end of field
-    // two, the program's name, which may contain blanks.
-    let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse::<u32>().ok());
-    flags.is_some_and(|flags| flags & PF_EXITING != 0)
+    stat(process).is_some_and(|stat| stat.is_exiting())
+}
+
+fn stat(process: Pid) -> Option<ProcessStat> {
+    ProcessStat::of(process.as_raw_nonzero().get().cast_unsigned()).ok()
 }
 
 /// The paths of all mount points.

@@ -17,6 +17,7 @@ use weir_core::ByteSize;
 use weir_daemon::control::{self, Program, Request};
 use weir_pager::BLOCK;
 use weir_pager::directory::CONTROL;
+use weir_system::ProcessStat;
 
 /// Longest wait for a program to follow an order.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -80,9 +81,7 @@ pub fn evict(options: EvictOptions) -> Result<(), Failure> {
 /// The failure if a program has got an order, and has not followed it in time.
 fn silent(program: &Program, later: &str) -> Failure {
     let Program { pid, silent_s, .. } = *program;
-    let stopped = fs::read_to_string(format!("/proc/{pid}/stat"))
-        .is_ok_and(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't'])));
-    let why = match stopped {
+    let why = match ProcessStat::of(pid).is_ok_and(|stat| stat.is_stopped()) {
         true => format!("it is stopped (kill -CONT {pid})"),
         false => {
             "it waits for its store, or is busy with page faults; weir status shows how it goes on".to_owned()
