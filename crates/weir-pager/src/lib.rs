@@ -68,6 +68,13 @@ pub trait Outside {
 
     /// Sends a report to the daemon, as the answer to [`Order::Report`](link::Order::Report).
     fn report(&mut self, _: &link::Report) {}
+
+    /// Whether the pager may manage more memory now. It asks before each look for new memory, and
+    /// looks again later if not: a fork may be under way that does not [hold](Pager::hold) the
+    /// pager.
+    fn may_manage(&mut self) -> bool {
+        true
+    }
 }
 
 impl<F: FnMut(&str)> Outside for F {

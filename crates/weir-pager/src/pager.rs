@@ -231,23 +231,23 @@ impl Masked {
         }
     }
 
-    /// Lets the signals through for which the program has no handler, if they were not blocked
-    /// before: they end or stop the process. A handler could fork or jump away.
+    /// Lets just those signals through for which the program has no handler now, if they were not
+    /// blocked before: they end or stop the process. A handler could fork or jump away.
     fn let_end(&self) {
         // SAFETY: the set and the structure are on the stack, and no action is changed.
         unsafe {
-            let mut ending: libc::sigset_t = std::mem::zeroed();
-            libc::sigemptyset(&raw mut ending);
+            let mut others: libc::sigset_t = std::mem::zeroed();
+            libc::sigfillset(&raw mut others);
             for signal in 1..=libc::SIGRTMAX() {
                 let mut action: libc::sigaction = std::mem::zeroed();
                 if libc::sigismember(&raw const self.before, signal) == 0
                     && libc::sigaction(signal, std::ptr::null(), &raw mut action) == 0
                     && action.sa_sigaction == libc::SIG_DFL
                 {
-                    libc::sigaddset(&raw mut ending, signal);
+                    libc::sigdelset(&raw mut others, signal);
                 }
             }
-            libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const ending, std::ptr::null_mut());
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const others, std::ptr::null_mut());
         }
     }
 }
@@ -267,7 +267,8 @@ impl Pager {
     /// Starts a pager. `store` is called on the pager's thread, which has descriptors of its own.
     /// If the program closes all of its descriptors, those of the thread stay open. The thread
     /// keeps none of the program's descriptors open. `ready` is called on that thread too, once
-    /// nothing can fail any more and before the pager manages any memory.
+    /// nothing can fail any more and before the pager manages any memory. It must not wait for a
+    /// thread that may wait for the pager.
     ///
     /// # Errors
     /// Fails when userfaultfd is denied or too old, the limit is too small, or the store cannot be

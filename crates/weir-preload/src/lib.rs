@@ -51,12 +51,13 @@ static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
 static BEFORE: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
 /// Whether a thread of this child is starting the child's pager.
 static IS_STARTING: AtomicBool = AtomicBool::new(false);
-/// Number of forks under way that began while this process had no pager. Such a fork does not hold
-/// the memory of a pager that starts meanwhile.
+/// Number of forks under way that began while this process had no pager. A pager that starts
+/// meanwhile manages no memory until they have ended: the children would lack it.
 static UNHELD: AtomicUsize = AtomicUsize::new(0);
 thread_local! {
     /// For each fork of this thread that is under way, whether it holds the pager's memory: the
-    /// lowest bit is the last fork. Another one can begin in a signal handler.
+    /// lowest bit is the last fork. Another one can begin in a signal handler. In a child, the bit
+    /// of the fork that has made it stays, and is never read.
     static HOLDS: Cell<u32> = const { Cell::new(0) };
 }
 /// The options of the pager, and the run's directory. The program may change its environment, so
@@ -77,14 +78,10 @@ fn pager() -> Option<&'static Pager> {
     unsafe { PAGER.load(Ordering::SeqCst).as_ref() }
 }
 
-/// Makes this the pager of the process. From then on each fork holds its memory. Returns once the
-/// forks have ended that do not. It is called before the pager manages any memory.
+/// Makes this the pager of the process, before it manages any memory. From then on each fork holds
+/// it. It manages memory once the forks have ended that do not.
 fn publish(pager: &Pager) {
     PAGER.store(Box::into_raw(Box::new(pager.clone())), Ordering::SeqCst);
-    BEFORE.store(std::ptr::null_mut(), Ordering::SeqCst);
-    while UNHELD.load(Ordering::SeqCst) > 0 {
-        std::thread::sleep(Duration::from_micros(100));
-    }
 }
 
 #[used]
@@ -169,7 +166,10 @@ fn start_in_child() {
     // SAFETY: the pointer is null, or points to a pager that is never freed.
     if let Some(before) = unsafe { BEFORE.load(Ordering::SeqCst).as_ref() } {
         start_after(before);
-        BEFORE.store(std::ptr::null_mut(), Ordering::SeqCst);
+        // A signal handler that runs after the start may have forked. In its child the new pager is
+        // the one before.
+        let before = std::ptr::from_ref(before).cast_mut();
+        let _ = BEFORE.compare_exchange(before, std::ptr::null_mut(), Ordering::SeqCst, Ordering::SeqCst);
     }
     IS_STARTING.store(false, Ordering::SeqCst);
 }
@@ -268,6 +268,10 @@ impl Outside for Run {
     fn report(&mut self, report: &Report) {
         self.link.report(report);
     }
+
+    fn may_manage(&mut self) -> bool {
+        UNHELD.load(Ordering::SeqCst) == 0
+    }
 }
 
 fn tell(messages: &UnixDatagram, line: &str) {
@@ -295,17 +299,22 @@ extern "C" fn before_fork() {
     UNHELD.fetch_add(1, Ordering::SeqCst);
     let pager = pager();
     if let Some(pager) = pager {
-        UNHELD.fetch_sub(1, Ordering::SeqCst);
+        one_unheld_less();
         pager.hold();
     }
     HOLDS.set(HOLDS.get() << 1 | u32::from(pager.is_some()));
+}
+
+/// In a child that a signal handler has forked, the count may be zero already.
+fn one_unheld_less() {
+    let _ = UNHELD.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |forks| forks.checked_sub(1));
 }
 
 extern "C" fn after_fork() {
     let holds = HOLDS.get();
     HOLDS.set(holds >> 1);
     if holds & 1 == 0 {
-        let _ = UNHELD.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |forks| forks.checked_sub(1));
+        one_unheld_less();
     } else if let Some(pager) = pager() {
         pager.release();
     }
@@ -316,8 +325,7 @@ extern "C" fn after_fork_in_child() {
     if !pager.is_null() {
         BEFORE.store(pager, Ordering::SeqCst);
     }
-    // The threads that the parent's counts are about do not exist here.
-    HOLDS.set(0);
+    // The threads that the parent's count is about do not exist here.
     UNHELD.store(0, Ordering::SeqCst);
     IS_STARTING.store(false, Ordering::SeqCst);
     CAME.store(0, Ordering::Relaxed);

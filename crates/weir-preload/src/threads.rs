@@ -57,6 +57,12 @@ fn others_pager() -> Option<&'static Pager> {
     pager().filter(|pager| !pager.is_this_thread())
 }
 
+/// Whether the program has other threads than the calling one. The pager's thread is not of the
+/// program.
+fn has_other_threads() -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 2)
+}
+
 /// Makes a call that needs a process with one thread. If it fails, makes it again without the
 /// pager's thread. After that the process has another pager.
 fn alone(call: impl Fn() -> c_long) -> c_long {
@@ -66,7 +72,7 @@ fn alone(call: impl Fn() -> c_long) -> c_long {
     if !failed(first) {
         return first;
     }
-    let Some(before) = others_pager() else { return first };
+    let Some(before) = others_pager().filter(|_| !has_other_threads()) else { return first };
     PAGER.store(std::ptr::null_mut(), Ordering::Release);
     before.clone().stop();
     let mut result = call();

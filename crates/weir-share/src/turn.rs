@@ -52,7 +52,7 @@ impl Offers {
 
 /// The kernel's `struct sched_attr`, first version.
 #[repr(C)]
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Attributes {
     size: u32,
     policy: u32,
@@ -94,20 +94,21 @@ pub fn short_turns() {
 /// processor do a tenth more work with turns of the kernel's usual length than with short ones.
 #[derive(Debug)]
 pub struct Turns {
-    /// `None`: the thread is no ordinary one, and its turns stay.
-    usual: Option<Attributes>,
+    /// Nanoseconds of a turn; 0 means the kernel's own choice. `None`: the thread is no ordinary
+    /// one, and its turns stay.
+    usual: Option<u64>,
 }
 
 impl Turns {
     /// Takes the present turns of the calling thread as its usual ones.
     pub fn of_this_thread() -> Self {
-        Turns { usual: ordinary() }
+        Turns { usual: ordinary().map(|now| now.runtime) }
     }
 
     /// Gives the calling thread its usual turns again, after [`short_turns`].
     pub fn restore(&self) {
-        if let Some(usual) = &self.usual {
-            usual.set();
+        if let (Some(runtime), Some(now)) = (self.usual, ordinary()) {
+            Attributes { runtime, ..now }.set();
         }
     }
 }

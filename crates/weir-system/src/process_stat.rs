@@ -2,7 +2,7 @@
 
 use std::{fs, io};
 
-/// What the kernel shows of a process.
+/// A process as the kernel shows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ProcessStat {
     state: char,
@@ -19,17 +19,19 @@ impl ProcessStat {
     /// Reads the state of the process with this process ID.
     ///
     /// # Errors
-    /// Fails with `NotFound` if there is no such process, and with `InvalidData` if its file is not
-    /// as proc_pid_stat(5) says.
+    /// Fails with `NotFound` if there is no such process, and with `Other` if its file is not as
+    /// proc_pid_stat(5) says.
     pub fn of(pid: u32) -> io::Result<Self> {
-        let path = format!("/proc/{pid}/stat");
-        let makes_no_sense = || io::Error::new(io::ErrorKind::InvalidData, format!("{path} makes no sense"));
-        Self::parse(&fs::read_to_string(&path)?).ok_or_else(makes_no_sense)
+        Self::read(pid, &fs::read_to_string(format!("/proc/{pid}/stat"))?)
+    }
+
+    fn read(pid: u32, stat: &str) -> io::Result<Self> {
+        Self::parse(stat).ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat makes no sense")))
     }
 
     fn parse(stat: &str) -> Option<Self> {
-        // The second field is the program's name, which may contain blanks and parentheses. So count
-        // from its end: the first field after it is number three.
+        // The second field is the program's name, which may contain blanks and parentheses. So
+        // count from its end: the first field after it is number three.
         let rest: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
         let field = |number: usize| rest.get(number - 3).copied();
         Some(ProcessStat {
@@ -51,8 +53,8 @@ impl ProcessStat {
         matches!(self.state, 'T' | 't')
     }
 
-    /// Whether the process is about to end. It may still free its memory, and has no environment any
-    /// more.
+    /// Whether the process is about to end. It may still free its memory, and has no environment
+    /// any more.
     pub fn is_exiting(&self) -> bool {
         // The flag's value is from include/linux/sched.h.
         const PF_EXITING: u32 = 4;
@@ -78,7 +80,8 @@ mod tests {
     #[test]
     fn a_file_that_is_cut_short_makes_no_sense() {
         for end in [0, STAT.len() - 12] {
-            assert_eq!(ProcessStat::parse(&STAT[..end]), None);
+            let refused = ProcessStat::read(7, &STAT[..end]).unwrap_err();
+            assert_eq!(refused.to_string(), "/proc/7/stat makes no sense");
         }
     }
 

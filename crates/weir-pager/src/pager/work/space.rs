@@ -319,6 +319,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.scope != Scope::Process {
             return;
         }
+        if !self.outside.may_manage() {
+            self.seen = 0;
+            return;
+        }
         self.seen = self.kernel.size().mapped;
         if !self.kernel.read_mappings(&mut self.mappings) {
             return;
@@ -551,6 +555,27 @@ mod tests {
         let all = work.kernel.world.now - begun;
         assert!(looks > 1, "new memory is found all the same");
         assert!((looks - 1) * work.kernel.world.reading * LOOK_REST <= all, "{looks} looks in {all:?}");
+    }
+
+    #[test]
+    fn no_memory_is_managed_while_that_is_forbidden_and_it_is_found_afterwards() {
+        struct Forbids(std::rc::Rc<std::cell::Cell<bool>>);
+        impl crate::Outside for Forbids {
+            fn tell(&mut self, _: &str) {}
+            fn may_manage(&mut self) -> bool {
+                !self.0.get()
+            }
+        }
+        let (mut work, first) = work_at_rest();
+        let forbids = std::rc::Rc::new(std::cell::Cell::new(true));
+        (work.scope, work.outside) = (Scope::Process, Box::new(Forbids(forbids.clone())));
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.look();
+        assert!(work.spans.is_empty());
+        forbids.set(false);
+        // Nothing has changed since, and the next look comes by itself.
+        work.look_if_changed();
+        assert_eq!(work.spans.len(), 1);
     }
 
     #[test]
