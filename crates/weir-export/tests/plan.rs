@@ -31,6 +31,9 @@ struct Watched {
 struct WatchedLane {
     lane: Box<dyn Lane>,
     calls: Arc<Mutex<Vec<Call>>>,
+    /// Whether operations were begun since the last submit. Other lanes note their calls too, also
+    /// that of a connection which has ended, at any time.
+    has_queued: bool,
 }
 
 impl WatchedLane {
@@ -54,7 +57,11 @@ impl Store for Watched {
     }
 
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
-        Ok(Box::new(WatchedLane { lane: self.store.lane(depth)?, calls: Arc::clone(&self.calls) }))
+        Ok(Box::new(WatchedLane {
+            lane: self.store.lane(depth)?,
+            calls: Arc::clone(&self.calls),
+            has_queued: false,
+        }))
     }
 
     fn state(&self, member: u32) -> State {
@@ -77,23 +84,27 @@ impl Lane for WatchedLane {
 
     fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
         self.note(Call::Write);
+        self.has_queued = true;
         self.lane.write(ticket, slot, page)
     }
 
     fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
         self.note(Call::Read);
+        self.has_queued = true;
         self.lane.read(ticket, slot, page)
     }
 
     fn submit(&mut self) {
-        if matches!(self.calls.lock().unwrap().last(), Some(Call::Read | Call::Write)) {
+        if std::mem::take(&mut self.has_queued) {
             self.note(Call::Submit);
         }
         self.lane.submit();
     }
 
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
-        self.note(Call::Poll);
+        if self.lane.in_flight() > 0 {
+            self.note(Call::Poll);
+        }
         self.lane.poll(now, done);
     }
 

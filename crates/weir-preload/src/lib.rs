@@ -57,7 +57,7 @@ static UNHELD: AtomicUsize = AtomicUsize::new(0);
 thread_local! {
     /// For each fork of this thread that is under way, whether it holds the pager's memory: the
     /// lowest bit is the last fork. Another one can begin in a signal handler. In a child, the bit
-    /// of the fork that has made it stays, and is never read.
+    /// of the fork that has made it stays.
     static HOLDS: Cell<u32> = const { Cell::new(0) };
 }
 /// The options of the pager, and the run's directory. The program may change its environment, so
@@ -294,12 +294,13 @@ fn say(line: &str) {
 }
 
 extern "C" fn before_fork() {
-    // Either this thread sees the pager that is published just now, or the pager's thread sees that
-    // this fork is under way.
-    UNHELD.fetch_add(1, Ordering::SeqCst);
-    let pager = pager();
+    let pager = pager().or_else(|| {
+        // Either this thread sees the pager that is published just now, or the pager's thread sees
+        // that this fork is under way.
+        UNHELD.fetch_add(1, Ordering::SeqCst);
+        pager().inspect(|_| one_unheld_less())
+    });
     if let Some(pager) = pager {
-        one_unheld_less();
         pager.hold();
     }
     HOLDS.set(HOLDS.get() << 1 | u32::from(pager.is_some()));

@@ -72,7 +72,13 @@ fn alone(call: impl Fn() -> c_long) -> c_long {
     if !failed(first) {
         return first;
     }
-    let Some(before) = others_pager().filter(|_| !has_other_threads()) else { return first };
+    let before = others_pager().filter(|_| !has_other_threads());
+    let Some(before) = before else {
+        // The count of the threads may have changed the error number.
+        // SAFETY: libc's location of this thread's error number is valid.
+        unsafe { *libc::__errno_location() = libc::EINVAL };
+        return first;
+    };
     PAGER.store(std::ptr::null_mut(), Ordering::Release);
     before.clone().stop();
     let mut result = call();

@@ -19,10 +19,11 @@ impl ProcessStat {
     /// Reads the state of the process with this process ID.
     ///
     /// # Errors
-    /// Fails with `NotFound` if there is no such process, and with `Other` if its file is not as
-    /// proc_pid_stat(5) says.
+    /// Fails with `NotFound`, or `ESRCH`, if there is no such process, and with `Other` if its file
+    /// is not as proc_pid_stat(5) says.
     pub fn of(pid: u32) -> io::Result<Self> {
-        Self::read(pid, &fs::read_to_string(format!("/proc/{pid}/stat"))?)
+        // A program's name may be no UTF-8.
+        Self::read(pid, &String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/stat"))?))
     }
 
     fn read(pid: u32, stat: &str) -> io::Result<Self> {

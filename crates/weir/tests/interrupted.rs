@@ -130,7 +130,8 @@ fn a_benchmark_of_swap_that_is_interrupted_leaves_the_machine_as_it_was() {
     let probe = Command::new(WEIR).args(SWAP).args(["--only", "ram-loop"]).output().unwrap();
     if !probe.status.success() {
         let why = String::from_utf8_lossy(&probe.stderr).trim().to_owned();
-        assert!(!why.contains("did not finish"), "{why}");
+        // The kernel ends a child whose pages leave too slowly: the machine has too much to do.
+        assert!(!why.contains("did not finish") || why.contains("let less run beside it"), "{why}");
         return println!("\nskipped: {name}: {why}");
     }
     // A run of two devices takes longer than this one.

@@ -490,7 +490,7 @@ fn a_signal_waits_for_the_daemon_that_takes_another_s_place() {
         }
     };
     // The signal comes while the daemon does not handle signals yet.
-    rustix::process::kill_process(next, rustix::process::Signal::STOP).unwrap();
+    assert!(common::kill(next, rustix::process::Signal::STOP));
     let status = fs::read_to_string(format!("/proc/{}/status", next.as_raw_nonzero())).unwrap();
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim();
     let listens = u64::from_str_radix(caught, 16).unwrap() >> (libc::SIGTERM - 1) & 1 == 1;
@@ -561,7 +561,7 @@ fn a_keeper_whose_daemon_is_killed_over_a_signal_asks_the_next_one_and_does_not_
     let mut scene = start("hung", &["--store", "host:8MiB"]);
     assert!(scene.comes_up(Daemon::listens));
     let daemon = scene.daemon().unwrap();
-    kill_process(daemon, Signal::STOP).unwrap();
+    assert!(common::kill(daemon, Signal::STOP));
     kill_process(Pid::from_child(&scene.process), Signal::TERM).unwrap();
     // The keeper passes the signal on to a daemon that is stopped.
     eventually("the signal at the daemon", || Daemon::has_pending(daemon, Signal::TERM));
@@ -600,7 +600,7 @@ fn the_pages_of_a_daemon_that_was_never_ready_are_kept_though_the_next_ones_cann
         });
         scene.connect().write(7 * PAGE as u64, &page).unwrap();
         let Some(first) = scene.daemon() else { continue };
-        kill_process(first, Signal::STOP).unwrap();
+        assert!(common::kill(first, Signal::STOP));
         let control = scene.control();
         if !control.exists() {
             // A file that is no socket is not removed, so the next daemons end with exit code 1.

@@ -529,7 +529,7 @@ for line in sys.stdin:
 
     fn signal(&self, signal: rustix::process::Signal) {
         let process = rustix::process::Pid::from_raw(self.pid.cast_signed()).expect("a process");
-        rustix::process::kill_process(process, signal).unwrap();
+        assert!(common::kill(process, signal));
     }
 
     fn ends(mut self) {

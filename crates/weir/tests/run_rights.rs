@@ -165,6 +165,25 @@ int main(void) {
 }
 
 #[test]
+fn a_program_with_threads_is_refused_a_user_namespace_as_it_is_alone() {
+    let source = r#"
+#include <errno.h>
+#include <pthread.h>
+static void *wait_for_ever(void *unused) { pause(); return unused; }
+int main(void) {
+    char *memory = filled(6);
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, wait_for_ever, NULL)) return 1;
+    errno = 0;
+    int refused = unshare(CLONE_NEWUSER);
+    printf("%d %d %d\n", refused, errno == EINVAL, is_whole(memory, 6));
+}
+"#;
+    let Some(found) = bounded("a_program_with_threads", source) else { return };
+    assert_eq!(found, (Some(0), "-1 1 1\n".into(), String::new()));
+}
+
+#[test]
 fn a_program_that_keeps_a_capability_when_it_changes_its_user_goes_on() {
     let source = r#"
 int main(void) {

@@ -215,7 +215,7 @@ fn a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replace
     let daemon = pid(&scene);
     let user = User::new(&scene, Carries::FileSystem);
     let [keeper, one] = [Pid::from_child(&scene.process), Pid::from_raw(daemon as i32).unwrap()];
-    kill_process(one, Signal::STOP).unwrap();
+    assert!(common::kill(one, Signal::STOP));
     kill_process(keeper, Signal::TERM).unwrap();
     let begun = Instant::now();
     while !Daemon::has_pending(one, Signal::TERM) {

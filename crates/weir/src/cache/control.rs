@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 use weir_cli::failure::Failure;
@@ -27,6 +27,8 @@ use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// Time that a client may take for its request.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Time for which the end of a cache waits for the answers to its last requests.
+const LAST: Duration = if cfg!(test) { Duration::from_secs(600) } else { PATIENCE };
 /// Time that a client may leave its answer unread.
 const UNREAD: Duration = if cfg!(test) { Duration::from_millis(50) } else { PATIENCE };
 /// Longest request, in bytes.
@@ -144,11 +146,47 @@ pub trait Service: Send + Sync + 'static {
     fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String>;
 }
 
-/// Listens at `path`, with a thread for each request. Dropping what it returns removes the socket.
+/// A control socket that answers requests. Dropping it removes the socket.
+pub struct Control {
+    file: SocketFile,
+    under_way: Arc<UnderWay>,
+}
+
+impl Control {
+    /// The path of the socket.
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Removes the socket, and waits until the requests under way have their answers. The process
+    /// may exit then: it waits for no client that does not read.
+    pub fn end(self) {
+        drop(self.file);
+        let count = self.under_way.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = self.under_way.none.wait_timeout_while(count, LAST, |count| *count > 0);
+    }
+}
+
+/// The requests that are served now.
+#[derive(Default)]
+struct UnderWay {
+    count: Mutex<usize>,
+    none: Condvar,
+}
+
+impl UnderWay {
+    fn change(&self, change: impl FnOnce(usize) -> usize) {
+        let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        *count = change(*count);
+        self.none.notify_all();
+    }
+}
+
+/// Listens at `path`, with a thread for each request.
 ///
 /// # Errors
 /// Fails when another cache listens at `path`, or the socket cannot be made.
-pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Failure> {
+pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<Control, Failure> {
     make_run_time_directory(path).map_err(failure::of)?;
     let shown = path.display();
     let (socket, file) = local_socket::listen(path, SocketType::STREAM).map_err(|error| match error {
@@ -159,26 +197,38 @@ pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Fail
     })?;
     let listener = UnixListener::from(socket);
     listener.set_nonblocking(false).map_err(Failure::failed)?;
+    let under_way = Arc::new(UnderWay::default());
+    let served = Arc::clone(&under_way);
     let answer_all = move || {
         for client in listener.incoming().flatten() {
-            let service = Arc::clone(&service);
+            let (service, served) = (Arc::clone(&service), Arc::clone(&served));
             // If no thread can be started for the client, it is disconnected.
             let _ = thread::Builder::new().name("weir-cache-job".into()).spawn(move || {
                 // A client that went away needs no answer.
-                let _ = answer(&client, &*service);
+                let _ = hear(&client).and_then(|line| {
+                    served.change(|count| count + 1);
+                    let answered = answer(&client, &line, &*service);
+                    served.change(|count| count - 1);
+                    answered
+                });
             });
         }
     };
     thread::Builder::new().name("weir-cache-control".into()).spawn(answer_all).map_err(Failure::failed)?;
-    Ok(file)
+    Ok(Control { file, under_way })
 }
 
-fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
+/// Reads a client's request.
+fn hear(client: &UnixStream) -> io::Result<String> {
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(UNREAD))?;
     let mut line = String::new();
     BufReader::new(client.take(REQUEST_MOST)).read_line(&mut line)?;
-    let error = match serde_json::from_str::<Envelope>(&line) {
+    Ok(line)
+}
+
+fn answer(client: &UnixStream, line: &str, service: &dyn Service) -> io::Result<()> {
+    let error = match serde_json::from_str::<Envelope>(line) {
         Ok(Envelope { schema: SCHEMA, request: Request::Status }) => {
             return write_line(client, &service.report());
         }
@@ -379,7 +429,7 @@ mod tests {
         let (done, is_done) = std::sync::mpsc::channel();
         let cache = thread::spawn(move || {
             let (client, _) = listener.accept().unwrap();
-            answer(&client, &Large(done))
+            answer(&client, &hear(&client)?, &Large(done))
         });
         let mut told = Vec::new();
         let result = trace(&path, (9, None), &mut |pages| {
@@ -390,5 +440,48 @@ mod tests {
         assert_eq!((told, result.unwrap()), (vec![1], None));
         assert!(cache.join().unwrap().is_err());
         std::fs::remove_file(&path).unwrap();
+    }
+
+    /// A test's service that says when it has a request, and waits to be told how to go on.
+    struct Waits(std::sync::mpsc::SyncSender<()>, Mutex<std::sync::mpsc::Receiver<()>>);
+
+    impl Service for Waits {
+        fn report(&self) -> Report {
+            unreachable!("nobody asks")
+        }
+
+        fn trace(&self, _: u64, _: Option<u32>, _: &mut dyn FnMut(Vec<u32>) -> bool) -> Result<u64, String> {
+            unreachable!("nobody asks")
+        }
+
+        fn reclaim(&self, _job: Job, _tell: &mut dyn FnMut(Progress) -> bool) -> Result<Moved, String> {
+            unreachable!("nobody asks")
+        }
+
+        fn serve(&self, _request: &Request, _tell: &mut dyn FnMut(u64)) -> Result<(), String> {
+            self.0.send(()).unwrap();
+            self.1.lock().unwrap().recv().unwrap();
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_end_waits_for_the_answer_to_a_request_that_it_ends_by() {
+        let path = std::env::temp_dir().join(format!("weir-last-answer-{}", std::process::id()));
+        let (has_begun, begun) = std::sync::mpsc::sync_channel(1);
+        let (go_on, goes_on) = std::sync::mpsc::sync_channel(1);
+        let control = listen(&path, Arc::new(Waits(has_begun, Mutex::new(goes_on)))).unwrap();
+        let asked = path.clone();
+        let client = thread::spawn(move || ask(&asked, &Request::Detach, &mut |_| {}));
+        begun.recv().unwrap();
+        let end = thread::spawn(move || control.end());
+        while path.exists() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        thread::sleep(Duration::from_millis(100));
+        assert!(!end.is_finished(), "the client has no answer yet");
+        go_on.send(()).unwrap();
+        client.join().unwrap().unwrap();
+        end.join().unwrap();
     }
 }

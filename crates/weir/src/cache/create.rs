@@ -118,7 +118,7 @@ pub fn run(options: &CacheOptions, create: Option<&CreateOptions>) -> Result<(),
     );
     warn_of_unlocked_memory(&log);
     wait(&daemon, &mut told, unmounted, &log)?;
-    drop(control);
+    control.end();
     write_back.stop();
     cleaner.into_iter().for_each(Background::stop);
     Ok(())

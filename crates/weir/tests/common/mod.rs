@@ -141,9 +141,25 @@ impl Stalls {
     }
 }
 
-/// Kills a process by `signal`; returns false if it was gone already.
+/// Whether all threads of a process are stopped or have ended.
+fn stands_still(process: Pid) -> bool {
+    let stands = |thread: fs::DirEntry| {
+        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 'Z', 'X']))
+    };
+    let threads = fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero()));
+    threads.map_or(true, |threads| threads.flatten().all(stands))
+}
+
+/// Kills a process by `signal`, or stops it; returns false if it was gone already. A process that
+/// is to stop stands still when this returns, which may take a while on a busy machine.
 pub fn kill(process: Pid, signal: Signal) -> bool {
     let is_sent = kill_process(process, signal).is_ok();
+    let until = Instant::now() + PATIENCE;
+    while signal == Signal::STOP && is_sent && !stands_still(process) {
+        assert!(Instant::now() < until, "the process does not stop");
+        thread::sleep(Duration::from_millis(1));
+    }
     // Rust's handler for this signal looks for a stack overflow; for anything else it returns, so
     // that the signal comes again.
     while signal == Signal::SEGV && is_sent && lives(process) {

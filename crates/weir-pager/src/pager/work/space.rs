@@ -570,6 +570,7 @@ mod tests {
         let forbids = std::rc::Rc::new(std::cell::Cell::new(true));
         (work.scope, work.outside) = (Scope::Process, Box::new(Forbids(forbids.clone())));
         work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.seen = work.kernel.size().mapped;
         work.look();
         assert!(work.spans.is_empty());
         forbids.set(false);
