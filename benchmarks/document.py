@@ -35,6 +35,11 @@ def write(bench, runs, rows, path=None):
     return all(figure["met"] is not False for figure in rows)
 
 
+def of_fio(text):
+    """The JSON that fio has printed. Its engine for NBD writes lines before."""
+    return json.loads(text[text.index("{"):])
+
+
 def card():
     """The first GPU's name and its driver's version; None without one."""
     try:

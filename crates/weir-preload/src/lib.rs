@@ -192,9 +192,9 @@ fn start_after(before: &Pager) {
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// The text of the error with which a pager did not start.
-fn in_words(error: &weir_pager::Error) -> String {
-    match std::error::Error::source(error) {
+/// The text of an error and of its source.
+fn in_words(error: &dyn std::error::Error) -> String {
+    match error.source() {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),
     }
@@ -219,10 +219,7 @@ fn outside(run: &Path) -> Result<(ShareStore, Tell), String> {
     let line = Arc::clone(&messages);
     let share = ShareStore::connect(&run.join(directory::SHARE), ledger, move |text| tell(&line, text));
     let share = share.map_err(|error| {
-        let text = match std::error::Error::source(&error) {
-            Some(source) => format!("{error}: {source}"),
-            None => error.to_string(),
-        };
+        let text = in_words(&error);
         match text.contains(&format!("(os error {})", libc::EUSERS)) {
             true => "as many processes of this run are bounded as its daemon serves".to_owned(),
             false => text,

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{PATIENCE, WEIR, number};
+use common::{PATIENCE, WEIR, is_alive, number};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use std::fs;
 use std::os::unix::process::CommandExt as _;
@@ -50,10 +50,10 @@ fn machine() -> Vec<String> {
         let line = fs::read(Path::new(&process).join("cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).replace('\0', " ");
         let is_served = line.contains("/weir-bench-") || line.contains("swap-touch");
-        let is_worker = line.contains("bench swap") && guard(&process).is_some_and(|guard| !lives(guard));
+        let is_worker = line.contains("bench swap") && guard(&process).is_some_and(|guard| !is_alive(guard));
         found.extend(((is_served || is_worker) && !line.contains("interrupted")).then_some(line));
     }
-    found.retain(|line| maker(line).is_none_or(|maker| !lives(maker)));
+    found.retain(|line| maker(line).is_none_or(|maker| !is_alive(maker)));
     let setting = fs::read_to_string("/proc/sys/vm/page-cluster").unwrap_or_default();
     found.push(format!("vm.page-cluster {setting}"));
     found
@@ -72,11 +72,6 @@ fn guard(process: &str) -> Option<u32> {
     let mut variables = environment.split(|byte| *byte == 0);
     let guard = variables.find_map(|it| it.strip_prefix(b"WEIR_GUARD="))?;
     std::str::from_utf8(guard).ok()?.parse().ok()
-}
-
-fn lives(process: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 /// As many swaps of benchmarks as are on.

@@ -4,11 +4,10 @@
 
 mod common;
 
-use common::PATIENCE;
 use common::bounded::{
-    self, LIMIT_MIB, PRELUDE, Scratch, Sweeping, can_run, children, directory_of, is_alive, kill, python,
-    sweeper,
+    self, LIMIT_MIB, PRELUDE, Scratch, Sweeping, can_run, children, directory_of, kill, python, sweeper,
 };
+use common::{PATIENCE, is_alive};
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -201,9 +200,7 @@ for line in sys.stdin: print(check(memory, 3), flush=True)
     kill(running.daemon_after(0));
     running.run.stdin.as_mut().expect("piped").write_all(b"check\n").unwrap();
     assert_eq!(running.line(), "True");
-    drop(running.run.stdin.take());
-    let (code, said) = running.ended();
-    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+    ends_well(running);
 }
 
 #[test]
@@ -351,6 +348,21 @@ while True: signal.pause()
     }
 }
 
+/// Stops the daemon of a program, and lets the program go on. Returns the daemon's process ID.
+fn goes_on_without_its_daemon(running: &mut Sweeping, keeper: &str) -> u32 {
+    let daemon = running.daemon(keeper);
+    signal(daemon, rustix::process::Signal::STOP);
+    running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+    daemon
+}
+
+/// Waits for the end of a program, which must be a good one.
+fn ends_well(mut running: Sweeping) {
+    drop(running.run.stdin.take());
+    let (code, said) = running.ended();
+    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+}
+
 #[test]
 fn a_process_that_meets_a_daemon_which_stands_still_waits_for_it_and_is_bounded() {
     use rustix::process::Signal;
@@ -367,16 +379,12 @@ sys.stdin.read(1)
     let Some((_scratch, program)) = scripted(name, script) else { return };
     for keeper in ["yes", "no"] {
         let mut running = Sweeping::of(bounded(&["--keeper", keeper]).args(&program));
-        let daemon = running.daemon(keeper);
-        signal(daemon, Signal::STOP);
-        running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+        let daemon = goes_on_without_its_daemon(&mut running, keeper);
         running.says("the daemon does not answer yet; waiting for it, for 60 s at most");
         signal(daemon, Signal::CONT);
         let child: u32 = running.line().parse().unwrap();
         eventually("the child's pager", || is_listed(child));
-        drop(running.run.stdin.take());
-        let (code, said) = running.ended();
-        assert_eq!((code, besides(&said)), (Some(0), vec![]), "keeper {keeper}: {said}");
+        ends_well(running);
     }
 }
 
@@ -394,9 +402,7 @@ sys.stdin.read(1)
     let name = "a_process_that_waits_for_its_daemon";
     let Some((_scratch, program)) = scripted(name, script) else { return };
     let mut running = Sweeping::of(bounded(&["--keeper", "yes"]).args(&program));
-    let daemon = running.daemon("yes");
-    signal(daemon, Signal::STOP);
-    running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+    let daemon = goes_on_without_its_daemon(&mut running, "yes");
     let child = running.line().parse().unwrap();
     running.says("the daemon does not answer yet; waiting for it, for 60 s at most");
     signal(child, Signal::TERM);
@@ -404,9 +410,7 @@ sys.stdin.read(1)
     signal(daemon, Signal::CONT);
     // Without the signal the wait would take 60 s.
     assert!(ended == format!("-{}", libc::SIGTERM) && begun.elapsed() < PATIENCE / 2, "{ended}");
-    drop(running.run.stdin.take());
-    let (code, said) = running.ended();
-    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+    ends_well(running);
 }
 
 #[test]
@@ -434,17 +438,13 @@ sys.exit(end(child))
     let name = "a_fork_while_a_child_starts";
     let Some((_scratch, program)) = scripted(name, script) else { return };
     let mut running = Sweeping::of(bounded(&["--keeper", "yes"]).args(&program));
-    let daemon = running.daemon("yes");
-    signal(daemon, Signal::STOP);
-    running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
+    let daemon = goes_on_without_its_daemon(&mut running, "yes");
     running.says("the daemon does not answer yet; waiting for it, for 60 s at most");
     running.run.stdin.as_mut().expect("piped").write_all(b".").unwrap();
     let inner: u32 = running.line().parse().unwrap();
     signal(daemon, Signal::CONT);
     eventually("the pager of the inner child", || is_listed(inner));
-    drop(running.run.stdin.take());
-    let (code, said) = running.ended();
-    assert_eq!((code, besides(&said)), (Some(0), vec![]), "{said}");
+    ends_well(running);
 }
 
 #[test]

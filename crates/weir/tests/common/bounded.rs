@@ -1,6 +1,6 @@
 //! Functions for the tests of `weir run`.
 
-use super::WEIR;
+use super::{WEIR, is_alive};
 use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -296,12 +296,6 @@ pub fn children(process: u32) -> Vec<u32> {
         .map(|number| number.parse().unwrap())
         .filter(|child| is_alive(*child))
         .collect()
-}
-
-/// Whether a process is there and has not ended.
-pub fn is_alive(process: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 pub fn kill(process: u32) {

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use weir_export::nbd::client::{Client, Wish};
+use weir_system::ProcessStat;
 
 /// Time limit for actions that take almost no time, on a machine with other work. Only a hang takes
 /// longer.
@@ -143,10 +144,9 @@ impl Stalls {
 
 /// Whether all threads of a process are stopped or have ended.
 fn stands_still(process: Pid) -> bool {
-    let stands = |thread: fs::DirEntry| {
-        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 'Z', 'X']))
-    };
+    // A thread has an entry below `/proc` too, which a listing leaves out.
+    let stat = |thread: fs::DirEntry| ProcessStat::of(thread.file_name().to_str()?.parse().ok()?).ok();
+    let stands = |thread| stat(thread).is_none_or(|stat| stat.is_stopped() || stat.is_dead());
     let threads = fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero()));
     threads.map_or(true, |threads| threads.flatten().all(stands))
 }
@@ -162,7 +162,7 @@ pub fn kill(process: Pid, signal: Signal) -> bool {
     }
     // Rust's handler for this signal looks for a stack overflow; for anything else it returns, so
     // that the signal comes again.
-    while signal == Signal::SEGV && is_sent && lives(process) {
+    while signal == Signal::SEGV && is_sent && is_alive(process.as_raw_nonzero().get().cast_unsigned()) {
         let _ = kill_process(process, signal);
         thread::sleep(Duration::from_micros(200));
     }
@@ -170,9 +170,8 @@ pub fn kill(process: Pid, signal: Signal) -> bool {
 }
 
 /// Whether a process exists, and is no zombie.
-fn lives(process: Pid) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+pub fn is_alive(process: u32) -> bool {
+    ProcessStat::of(process).is_ok_and(|stat| !stat.is_dead())
 }
 
 /// Lets this process and its children write cores of any size, if the system allows it.
