@@ -677,12 +677,18 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
         ("resizes", all.resized),
         ("growths of the home", all.grown),
         ("errors that were injected", all.errors),
+        ("pages written back", all.written_back),
+        ("hits", all.hits),
+        ("operations without memory", all.passed),
     ] {
         println!("figure: cache {} {value} higher", metric.replace(' ', "_"));
     }
-    // The histories must have had the events that they are for.
-    assert!(one.is_some() || all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
-    assert!(one.is_some() || all.written_back > 1000 && all.hits > 1000, "{all:?}");
-    assert!(one.is_some() || all.given_back > 50 && all.taken > 50 && all.passed > 1000, "{all:?}");
-    assert!(one.is_some() || all.resized > 50 && all.grown > 50, "{all:?}");
+    // The histories must have had the events that they are for. tests/torture asks that of the sum of
+    // all parts.
+    if one.is_none() && part.is_none() {
+        assert!(all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
+        assert!(all.written_back > 1000 && all.hits > 1000, "{all:?}");
+        assert!(all.given_back > 50 && all.taken > 50 && all.passed > 1000, "{all:?}");
+        assert!(all.resized > 50 && all.grown > 50, "{all:?}");
+    }
 }
