@@ -35,6 +35,8 @@ use weir_volume::Lane as FrameLane;
 
 /// Largest number of pages in a [`Group`]: 4 MiB. The write-back reads and writes them together.
 const GROUP: usize = 1024;
+/// Number of groups. While the home writes one of them, the next one is read from its frames.
+const GROUPS: usize = 2;
 /// Largest number of pages that one search through the directory finds.
 const BATCH: usize = 16 << 10;
 /// Number of frames that one step looks at. In unit tests it is small, so that a look takes several
@@ -42,7 +44,8 @@ const BATCH: usize = 16 << 10;
 const LOOK: u32 = if cfg!(test) { 64 } else { 1 << 18 };
 /// Time for which the write-back leaves pages alone whose write failed.
 const AGAIN: Duration = Duration::from_secs(1);
-/// The ticket of the home's flush. All other tickets are indices in [`Group::members`].
+/// The ticket of the home's flush. Any other ticket is the number of a group times [`GROUP`], plus
+/// an index in [`Group::members`].
 const FLUSH: Ticket = Ticket::MAX;
 
 /// The event that the write-back needs before its next step.
@@ -68,7 +71,11 @@ pub struct WriteBack {
     more: bool,
     /// Dirty pages of sets without a free frame. They are written before the batch.
     urgent: Vec<(PageNo, Frame)>,
-    group: Group,
+    /// Whether the last group was of urgent pages alone.
+    was_urgent: bool,
+    groups: [Group; GROUPS],
+    /// The group that was begun last. The home has all pages of the others.
+    current: usize,
     sweep: Option<Sweep>,
     /// The page number at which the next sweep for the watermark begins.
     cursor: u32,
@@ -166,20 +173,22 @@ impl WriteBack {
     pub fn open(cache: &Arc<Cache>) -> Result<Self, CacheError> {
         Ok(WriteBack {
             frames: cache.frames.lane()?,
-            home: cache.home.lane(GROUP)?,
+            home: cache.home.lane(GROUPS * GROUP)?,
             cache: Arc::clone(cache),
             batch: Vec::with_capacity(BATCH * 2),
             at: 0,
             more: false,
             urgent: Vec::with_capacity(WAYS as usize * 4),
-            group: Group {
+            was_urgent: false,
+            groups: std::array::from_fn(|_| Group {
                 pages: vec![Page::zeroed(); GROUP].into(),
                 members: Vec::with_capacity(GROUP),
                 read: 0,
                 written: 0,
                 waits: 0,
                 row: (0, 0),
-            },
+            }),
+            current: 0,
             sweep: None,
             cursor: 0,
             late: 0,
@@ -194,24 +203,39 @@ impl WriteBack {
     /// Does one bounded piece of work. Returns what the write-back needs before the next one.
     pub fn step(&mut self, now: Instant) -> Next {
         self.take_answers(now);
-        if !self.group.members.is_empty() {
-            self.go_on();
-            if !self.group.is_over() {
-                return Next::Answers;
-            }
-            self.group.members.clear();
+        self.go_on();
+        self.groups.iter_mut().filter(|group| group.is_over()).for_each(Group::clear);
+        if !self.groups[self.current].is_at_home() || self.groups.iter().all(|group| !group.is_idle()) {
+            return Next::Answers;
         }
         if self.sweep.is_some_and(|sweep| sweep.flushing) {
             return Next::Answers;
+        }
+        // A flush comes before all else.
+        match (self.sweep, self.flush_wanted()) {
+            (None, Some(wanted)) => return self.begin_sweep(Reason::Flush(wanted), 0, false),
+            (Some(sweep @ Sweep { reason: Reason::Watermark, .. }), Some(_)) => {
+                let next = self.batch.get(self.at).filter(|_| sweep.looked).map(|(page, _)| page.0);
+                self.stop_watermark(next.unwrap_or(sweep.start.wrapping_add(sweep.from)));
+                return Next::Step;
+            }
+            (Some(sweep @ Sweep { reason: Reason::Flush(_), looked: true, .. }), _)
+                if self.at == self.batch.len() && !self.more =>
+            {
+                return self.look(sweep, now);
+            }
+            (Some(sweep @ Sweep { looked: false, .. }), _) if self.is_turn_of_flush() => {
+                self.was_urgent = false;
+                return self.look(sweep, now);
+            }
+            _ => {}
         }
         self.find_urgent();
         // A batch is in address order only once the sweep has looked at the whole directory.
         let is_sorted = self.sweep.is_none_or(|sweep| sweep.looked);
         let begins = self.batch.get(self.at).filter(|_| is_sorted).map(|(page, _)| page.0);
         if let (Some(page), true, true) = (begins, self.urgent.is_empty(), self.has_done_enough()) {
-            self.end_watermark(Some(page));
-            (self.sweep, self.at) = (None, 0);
-            self.batch.clear();
+            self.stop_watermark(page);
             return Next::Step;
         }
         let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
@@ -231,6 +255,17 @@ impl WriteBack {
             None if !self.urgent.is_empty() => self.begin_sweep(Reason::Watermark, self.cursor, true),
             None => self.choose(now),
         }
+    }
+
+    /// Whether a flush goes on before urgent pages do. Those may come without end, so a flush has
+    /// every second turn.
+    fn is_turn_of_flush(&self) -> bool {
+        self.was_urgent && self.sweep.is_some_and(|sweep| matches!(sweep.reason, Reason::Flush(_)))
+    }
+
+    /// Whether no group is under way.
+    fn is_idle(&self) -> bool {
+        self.groups.iter().all(Group::is_idle)
     }
 
     /// Whether to search for more pages before the urgent ones are written. The search is worth its
@@ -298,10 +333,10 @@ impl WriteBack {
         self.directory().dirty() > most && self.again_at.is_none_or(|at| now >= at)
     }
 
-    /// Whether a sweep for the watermark has reached the lower watermark, or must stop for a flush.
+    /// Whether a sweep for the watermark has reached the lower watermark.
     fn has_done_enough(&self) -> bool {
         if !self.urgent.is_empty() && self.sweep.is_some_and(|sweep| sweep.is_company) {
-            return self.flush_wanted().is_some();
+            return false;
         }
         let config = &self.cache.config;
         // A sweep of pages that are often used stops at the upper watermark, because such pages
@@ -309,25 +344,23 @@ impl WriteBack {
         let least = if self.takes_hot { config.dirty_high } else { config.dirty_low };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(least) };
         let is_for_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
-        is_for_watermark && (self.directory().dirty() <= least || self.flush_wanted().is_some())
+        is_for_watermark && self.directory().dirty() <= least
     }
 
     fn has_work(&self, now: Instant) -> bool {
         self.flush_wanted().is_some() || self.wants_less_dirt(now) || self.directory().has_pressed()
     }
 
-    /// Begins a sweep if there is a reason for one. Otherwise returns the time at which to look for
-    /// a reason again.
+    /// Begins a sweep if there is too much dirt. Otherwise returns what the next step needs.
     fn choose(&mut self, now: Instant) -> Next {
-        let (reason, start) = match self.flush_wanted() {
-            Some(wanted) => (Reason::Flush(wanted), 0),
-            None if self.wants_less_dirt(now) => (Reason::Watermark, self.cursor),
-            None => {
-                let settles = (self.late > 0).then_some(now + POLL_EVERY);
-                return Next::Work(settles.into_iter().chain(self.again_at.filter(|at| *at > now)).min());
-            }
-        };
-        self.begin_sweep(reason, start, false)
+        if self.wants_less_dirt(now) {
+            return self.begin_sweep(Reason::Watermark, self.cursor, false);
+        }
+        if !self.is_idle() {
+            return Next::Answers;
+        }
+        let settles = (self.late > 0).then_some(now + POLL_EVERY);
+        Next::Work(settles.into_iter().chain(self.again_at.filter(|at| *at > now)).min())
     }
 
     fn begin_sweep(&mut self, reason: Reason, start: u32, is_company: bool) -> Next {
@@ -360,6 +393,9 @@ impl WriteBack {
             self.sweep = Some(sweep);
             return Next::Step;
         }
+        if !self.is_idle() {
+            return Next::Answers;
+        }
         if sweep.skipped {
             // A page was skipped that may still be dirty, because another user had its frame
             // exclusively. That user lets the frame go when the home answers. So the sweep waits
@@ -390,10 +426,22 @@ impl WriteBack {
             self.sweep = Some(sweep);
             return Next::Step;
         }
+        // Whether a write has failed is known only once all are answered.
+        if !self.is_idle() {
+            return Next::Answers;
+        }
         self.end_watermark(is_enough.then(|| sweep.start.wrapping_add(sweep.from)));
         self.again_at = sweep.failed.then_some(now + AGAIN);
         self.sweep = None;
         Next::Step
+    }
+
+    /// Stops a sweep for the watermark before it has written its batch. The next one begins at
+    /// `page`.
+    fn stop_watermark(&mut self, page: u32) {
+        self.end_watermark(Some(page));
+        (self.sweep, self.at, self.more) = (None, 0, false);
+        self.batch.clear();
     }
 
     /// Ends a sweep for the watermark. `stopped` is the page at which it stopped; `None`: it went
@@ -475,8 +523,9 @@ impl WriteBack {
     }
 
     fn begin_group(&mut self, is_sorted: bool) {
-        let WriteBack { cache, home, batch, at, urgent, group, sweep, .. } = self;
-        (group.read, group.written, group.waits) = (0, 0, 0);
+        let is_turn_of_flush = is_sorted && self.is_turn_of_flush();
+        let WriteBack { cache, home, batch, at, urgent, groups, current, sweep, .. } = self;
+        *current = groups.iter().position(Group::is_idle).expect("step has looked for one");
         let runs = home.best_runs();
         let most = runs.map_or(GROUP, |(first, then)| match GROUP.checked_sub(first) {
             Some(rest) => first + rest / then * then,
@@ -485,8 +534,9 @@ impl WriteBack {
         // A home that is a log takes urgent pages and the batch together. Any other home gets them
         // one after another, each in address order.
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
-        let others = if mixes { &batch[*at..] } else { &[] };
-        let most = match (runs, urgent.len() + others.len()) {
+        let others = if mixes || is_turn_of_flush { &batch[*at..] } else { &[] };
+        let urgent_now = if mixes || others.is_empty() { urgent.len() } else { 0 };
+        let most = match (runs, urgent_now + others.len()) {
             // Only whole runs are written. The pages beyond the last whole run wait until more
             // pages make their run whole.
             (Some((first, then)), some) if (first..most).contains(&some) => {
@@ -494,13 +544,14 @@ impl WriteBack {
             }
             _ => most,
         };
-        let hasty = urgent.len().min(most);
+        let hasty = urgent_now.min(most);
         let others = &others[..others.len().min(most - hasty)];
         for (_, frame) in urgent[..hasty].iter().chain(others) {
             // Read the frame's state again: its user may have let the frame go since the search.
             let (entry, begins) = cache.directory.begin_write_back(*frame);
             if begins {
-                group.members.push(Member { page: entry.page(), frame: *frame, state: MemberState::Reads });
+                let member = Member { page: entry.page(), frame: *frame, state: MemberState::Reads };
+                groups[*current].members.push(member);
             } else if let Some(sweep) = sweep {
                 sweep.skipped |= entry.is_dirty() && !entry.is_writing();
                 sweep.failed |= entry.is_dirty() && entry.is_writing();
@@ -508,6 +559,7 @@ impl WriteBack {
         }
         *at += others.len();
         urgent.drain(..hasty);
+        self.was_urgent = others.is_empty();
         self.found_nobody = false;
         self.go_on();
     }
@@ -515,9 +567,10 @@ impl WriteBack {
     /// Issues the operations that the pages of the [`Group`] still need: reads first, then writes
     /// in order.
     fn go_on(&mut self) {
-        let WriteBack { cache, frames, home, group, sweep, .. } = self;
+        let WriteBack { cache, frames, home, groups, current, sweep, .. } = self;
+        let (group, first) = (&mut groups[*current], *current * GROUP);
         while let Some(member) = group.members.get_mut(group.read) {
-            let ticket = group.read as Ticket;
+            let ticket = (first + group.read) as Ticket;
             match frames.read(ticket, PageNo(member.frame), &mut group.pages[group.read]) {
                 Progress::Done(Ok(())) => member.state = MemberState::Ready,
                 Progress::Done(Err(_)) => fail(cache, member, sweep, Outcome::Dirty),
@@ -527,12 +580,12 @@ impl WriteBack {
             group.read += 1;
         }
         frames.submit();
-        if group.read < group.members.len() || (group.written == 0 && group.waits > 0) {
+        if group.is_at_home() || group.read < group.members.len() || (group.written == 0 && group.waits > 0) {
             return;
         }
         while let Some(member) = group.members.get_mut(group.written) {
             if member.state == MemberState::Ready {
-                let (ticket, page) = (group.written as Ticket, member.page.0);
+                let (ticket, page) = ((first + group.written) as Ticket, member.page.0);
                 match home.write(ticket, Slot(page), &group.pages[group.written]) {
                     Progress::Done(Ok(())) => finish(cache, member),
                     Progress::Done(Err(_)) => fail(cache, member, sweep, Outcome::Dirty),
@@ -556,18 +609,17 @@ impl WriteBack {
     }
 
     fn take_answers(&mut self, now: Instant) {
-        let WriteBack { cache, frames, home, group, sweep, late, rest, .. } = self;
-        let Group { pages, members, waits, .. } = group;
+        let WriteBack { cache, frames, home, groups, sweep, late, rest, .. } = self;
         frames.poll(now, &mut |done| {
             rest.end();
-            *waits -= 1;
-            let at = done.ticket as usize;
+            let (group, at) = (&mut groups[done.ticket as usize / GROUP], done.ticket as usize % GROUP);
+            group.waits -= 1;
             match done.page {
                 Some(page) if done.result.is_ok() => {
-                    *pages[at] = *page;
-                    members[at].state = MemberState::Ready;
+                    *group.pages[at] = *page;
+                    group.members[at].state = MemberState::Ready;
                 }
-                _ => fail(cache, &mut members[at], sweep, Outcome::Dirty),
+                _ => fail(cache, &mut group.members[at], sweep, Outcome::Dirty),
             }
         });
         let mut flushed = None;
@@ -577,8 +629,9 @@ impl WriteBack {
                 flushed = Some(done.result);
                 return;
             }
-            *waits -= 1;
-            let member = &mut members[done.ticket as usize];
+            let group = &mut groups[done.ticket as usize / GROUP];
+            group.waits -= 1;
+            let member = &mut group.members[done.ticket as usize % GROUP];
             match done.result {
                 Ok(()) => finish(cache, member),
                 Err(Fault::Timeout) => {
@@ -609,9 +662,24 @@ impl WriteBack {
 }
 
 impl Group {
+    /// Whether the group has no pages.
+    fn is_idle(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// Whether the home has all pages of the group, or has written them.
+    fn is_at_home(&self) -> bool {
+        self.written == self.members.len()
+    }
+
     /// Whether the write-back is done with all pages of the group.
     fn is_over(&self) -> bool {
-        self.waits == 0 && self.read == self.members.len() && self.written == self.members.len()
+        self.waits == 0 && self.is_at_home()
+    }
+
+    fn clear(&mut self) {
+        self.members.clear();
+        (self.read, self.written) = (0, 0);
     }
 }
 
@@ -620,7 +688,7 @@ impl Drop for WriteBack {
         // Writes under way at the home may still land, so their frames stay marked as being
         // written.
         let is_here = |member: &&Member| matches!(member.state, MemberState::Reads | MemberState::Ready);
-        for member in self.group.members.iter().filter(is_here) {
+        for member in self.groups.iter().flat_map(|group| &group.members).filter(is_here) {
             self.cache.directory.end_write_back(member.frame, Outcome::Dirty);
         }
     }
@@ -648,19 +716,84 @@ mod tests {
     use weir_device::{PageDevice as _, PageLane as _};
     use weir_store::{Host, Sim, SimUrl};
 
+    /// A cache over a home of the simulator, with a lane.
+    fn over(home: &Arc<Sim>, slots: u32) -> (Arc<Cache>, crate::CacheLane) {
+        let store = Arc::new(Host::new(slots).unwrap());
+        let config = Config { stream_pages: 0, ..Config::default() };
+        let cache = Cache::create(store, Arc::clone(home) as _, config).unwrap();
+        let lane = cache.open().unwrap();
+        (cache, lane)
+    }
+
+    fn content(page: u32) -> [u8; PAGE_SIZE] {
+        std::array::from_fn(|at| (at as u32 / 64 + page) as u8)
+    }
+
+    #[test]
+    fn the_next_pages_are_read_while_the_home_writes_and_a_flush_waits_for_all_of_them() {
+        const PAGES: u32 = 3 * GROUP as u32;
+        let second = Duration::from_secs(1);
+        let home = SimUrl { size: ByteSize(16 << 20), latency: second, ..SimUrl::default() };
+        let home = Arc::new(Sim::open(home).unwrap());
+        let (cache, mut lane) = over(&home, 8192);
+        for page in 0..PAGES {
+            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
+        }
+        let mut write_back = WriteBack::open(&cache).unwrap();
+        assert_eq!(lane.flush(2), Progress::Queued);
+        let (begun, mut answer) = (Instant::now(), None);
+        let mut run = |write_back: &mut WriteBack, answer: &mut Option<_>, now: Instant| {
+            for _ in 0..1000 {
+                write_back.step(now);
+                lane.poll(now, &mut |done| *answer = Some(done.result));
+            }
+        };
+        run(&mut write_back, &mut answer, begun);
+        let under_way =
+            |it: &WriteBack| it.groups.iter().map(|group| group.members.len()).collect::<Vec<_>>();
+        assert_eq!(under_way(&write_back), [GROUP, GROUP], "the home has not answered");
+        assert_eq!(answer, None);
+        (1..=3).for_each(|seconds| run(&mut write_back, &mut answer, begun + seconds * second));
+        assert_eq!((answer, under_way(&write_back)), (Some(Ok(())), vec![0; GROUPS]));
+        assert_eq!(cache.status().written_back, PAGES.into());
+    }
+
+    #[test]
+    fn a_flush_ends_though_sets_without_a_free_frame_press_on() {
+        // A home that is no log gets the pages of such sets first.
+        let home = Arc::new(Sim::open(SimUrl { size: ByteSize(64 << 20), ..SimUrl::default() }).unwrap());
+        let (cache, mut lane) = over(&home, 4096);
+        let mut write_back = WriteBack::open(&cache).unwrap();
+        let (now, mut page, mut answer) = (Instant::now(), 0, None);
+        let mut press = |lane: &mut crate::CacheLane| {
+            // Until a page finds no frame.
+            while lane.write(1, PageNo(page % (16 << 10)), &content(page)) == Progress::Done(Ok(())) {
+                page += 1;
+            }
+            lane.poll(now, &mut |_| {});
+        };
+        press(&mut lane);
+        (0..20).for_each(|_| _ = write_back.step(now));
+        assert!(write_back.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark));
+        let mut flusher = cache.open().unwrap();
+        assert_eq!(flusher.flush(2), Progress::Queued);
+        let steps = 4 * cache.directory.frames() / LOOK + 4 * cache.directory.frames() / GROUP as u32;
+        for _ in 0..steps {
+            press(&mut lane);
+            write_back.step(now);
+            flusher.poll(now, &mut |done| answer = Some(done.result));
+        }
+        assert_eq!(answer, Some(Ok(())), "after {steps} steps: {:?}", cache.status());
+    }
+
     #[test]
     fn pages_go_home_in_address_order_though_a_look_takes_several_steps() {
         const PAGES: u32 = 512;
-        let home = Sim::open(SimUrl { size: ByteSize(4 << 20), ..SimUrl::default() }).unwrap();
-        let store = Arc::new(Host::new(4096).unwrap());
-        let config = Config { stream_pages: 0, ..Config::default() };
-        let cache = Cache::create(store, Arc::new(home), config).unwrap();
+        let home = Arc::new(Sim::open(SimUrl { size: ByteSize(4 << 20), ..SimUrl::default() }).unwrap());
+        let (cache, mut lane) = over(&home, 4096);
         assert!(cache.directory.frames() > 4 * LOOK);
-        let mut lane = cache.open().unwrap();
         for page in 0..PAGES {
-            let content = std::array::from_fn(|at| (at as u32 / 64 + page) as u8);
-            let content: [u8; PAGE_SIZE] = content;
-            assert_eq!(lane.write(1, PageNo(page), &content), Progress::Done(Ok(())));
+            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
         }
         assert_eq!(lane.flush(2), Progress::Queued);
         let mut write_back = WriteBack::open(&cache).unwrap();

@@ -683,8 +683,8 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
     ] {
         println!("figure: cache {} {value} higher", metric.replace(' ', "_"));
     }
-    // The histories must have had the events that they are for. tests/torture asks that of the sum of
-    // all parts.
+    // The histories must have had the events that they are for. tests/torture asks that of the sum
+    // of all parts.
     if one.is_none() && part.is_none() {
         assert!(all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
         assert!(all.written_back > 1000 && all.hits > 1000, "{all:?}");
