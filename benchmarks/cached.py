@@ -14,8 +14,9 @@ class Cache:
 
     def __init__(self, weir, directory, home, store, size, more=(), by="fuse"):
         self.weir, self.control, self.file = weir, f"{directory}/control", f"{directory}/file"
-        self.uri = f"nbd+unix:///?socket={directory}/nbd"
-        served = ["--nbd", f"unix:{directory}/nbd"] if by == "nbd" else ["--fuse", self.file]
+        self.nbd = f"{directory}/nbd"
+        self.uri = f"nbd+unix:///?socket={self.nbd}"
+        served = ["--nbd", f"unix:{self.nbd}"] if by == "nbd" else ["--fuse", self.file]
         begun = time.monotonic()
         self.process = subprocess.Popen(
             [weir, "cache", "create", "--home", home, "--store", sized(store, size), *served, "--control", self.control, *more],

@@ -35,8 +35,9 @@
 #     parts         0.3  one device in four parts: processes and contexts, and what goes back to the card (benchmarks/parts); as root
 #     fault         5    a program in a quarter of its memory, pages in VRAM and in host memory, beside zram and a bare handler
 #                        (FAULT_SIZE, FAULT_LIMIT: 256MiB and 64MiB); as root
-#     qrack         3    a quantum simulator in a quarter and an eighth of its state, by `weir run` and by swap (benchmarks/qrack); as root,
-#                        with pyqrack-cpu in PYTHONPATH
+#     qrack         3    Qrack in a quarter and an eighth of its state, by `weir run` and by swap (benchmarks/state-vector); as root, with
+#                        pyqrack-cpu in PYTHONPATH
+#     state_vector  5    the same with the example state_vector, STATE_VECTOR or target/release/examples/state_vector, and a cache before the disk
 #     tiered        4    16 GiB of the card before a file of 48 GiB on the disk (benchmarks/tiered); fio
 #     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
 #
@@ -248,8 +249,16 @@ fault() {
 # This step runs only where it is named.
 qrack() {
     python3 -c 'import pyqrack' 2> /dev/null || { echo "SKIP qrack: no pyqrack"; return; }
-    benchmarks/qrack "$weir" --store "$card,host" --limit 128,64 --swap "${SWAPS:-zram,weir,disk}" --runs "$runs" --goal 1.25 \
-        --json "$out/gpu-qrack.json" || failed=1
+    benchmarks/state-vector "$weir" --program qrack --qubits 26 --layers 4 --beside 40 --store "$card,host" --limit 128,64 \
+        --way "run,${SWAPS:-zram,weir,disk,cached}" --cache 128MiB --runs "$runs" --goal 1.25 --json "$out/gpu-qrack.json" || failed=1
+}
+
+# This step runs only where it is named.
+state_vector() {
+    [ "$(id -u)" = 0 ] || { echo "SKIP state_vector: needs root"; return; }
+    benchmarks/state-vector "$weir" --program "${STATE_VECTOR:-target/release/examples/state_vector}" --qubits 25 --gates "${GATES:-16}" \
+        --store "$card,host" --limit 128,64 --way "run,${SWAPS:-zram,weir,disk,cached}" --cache 128MiB --runs "$runs" \
+        --directory "${DIRECTORY:-/var/tmp}" --json "$out/gpu-state-vector.json" || failed=1
 }
 
 # This step runs only where it is named. TIERED: `--cache 4GiB --set 12GiB` and the like.

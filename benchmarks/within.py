@@ -1,8 +1,11 @@
 """A process within a limit of its memory cgroup, and a swap device for it. Both are undone when they are closed."""
 
+import contextlib
 import os
 import subprocess
 import time
+
+from cached import Cache, sized
 
 # Swap of the contenders that swap, in MiB.
 SWAP_MIB = 2048
@@ -45,9 +48,14 @@ class Cgroup:
 
 
 class Swap:
-    """A swap device of this kind, and no other device beside it."""
+    """A swap device of this kind, and no other device beside it.
 
-    def __init__(self, kind, weir, store, directory):
+    zram: compressed memory. disk: a file in `directory`, or a stripe (md raid0) over `disks`. weir: `weir on` over `store`.
+    cached: `weir cache create` with `cache` of `store` before a log of `disks`, or of a file in `directory`. stack: `weir stack`,
+    with `cache` of `store` before `disks`. `front` says how the devices of the last three come to the kernel: fuse or nbd.
+    """
+
+    def __init__(self, kind, weir, store, directory, *, mib=SWAP_MIB, cache=None, disks=(), front="fuse"):
         for _ in range(120):
             with open("/proc/swaps", encoding="utf-8") as file:
                 if len(file.readlines()) == 1:
@@ -55,44 +63,86 @@ class Swap:
             time.sleep(0.5)
         else:
             raise Unfit("another swap device is on")
-        self.kind, self.weir, self.runtime, self.number, self.path = kind, weir, f"{directory}/on", None, None
-        try:
-            self.on(store, directory)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, (OSError, subprocess.CalledProcessError)):
+        self.weir, self.store, self.directory, self.mib = weir, store, directory, mib
+        self.cache, self.disks, self.front = cache, list(disks), front
+        with contextlib.ExitStack() as held:
+            try:
+                getattr(self, f"_{kind}")(held)
+            except (OSError, subprocess.CalledProcessError) as error:
                 raise Unfit(f"{kind}: {error}") from error
-            raise
+            self.close = held.pop_all().close
 
-    def on(self, store, directory):
-        if self.kind == "weir":
-            flags = ["--front", "fuse", "--store", store, "--size", f"{SWAP_MIB}MiB", "--unsafe-no-flusher", "--allow-hibernation", "--runtime", self.runtime]
-            subprocess.run([self.weir, "on", *flags], check=True, stdout=subprocess.DEVNULL)
-            return
-        if self.kind == "zram":
-            with open("/sys/class/zram-control/hot_add", encoding="utf-8") as file:
-                self.number = int(file.read())
-            self.path = f"/dev/zram{self.number}"
-            write(f"/sys/block/zram{self.number}/disksize", f"{SWAP_MIB}M")
+    def _swapon(self, held, path):
+        run("mkswap", "-q", path)
+        run("swapon", path)
+        held.callback(run, "swapoff", path)
+
+    def _zram(self, held):
+        with open("/sys/class/zram-control/hot_add", encoding="utf-8") as file:
+            number = int(file.read())
+        held.callback(write, "/sys/class/zram-control/hot_remove", number)
+        write(f"/sys/block/zram{number}/disksize", f"{self.mib}M")
+        self._swapon(held, f"/dev/zram{number}")
+
+    def _disk(self, held):
+        if not self.disks:
+            path = f"{self.directory}/swap"
+            with open(path, "wb") as file:
+                held.callback(os.unlink, path)
+                os.posix_fallocate(file.fileno(), 0, self.mib << 20)
+            os.chmod(path, 0o600)
+            return self._swapon(held, path)
+        # Marks of an earlier way.
+        run("wipefs", "--quiet", "--all", *self.disks)
+        run("mdadm", "--quiet", "--create", "/dev/md0", "--run", "--level=0", f"--raid-devices={len(self.disks)}", "--chunk=512", *self.disks)
+        held.callback(run, "mdadm", "--quiet", "--zero-superblock", *self.disks)
+        held.callback(run, "mdadm", "--quiet", "--stop", "/dev/md0")
+        return self._swapon(held, "/dev/md0")
+
+    def _weir(self, held):
+        runtime = f"{self.directory}/on"
+        flags = ["--front", self.front, "--store", self.store, "--size", f"{self.mib}MiB", "--allow-hibernation", "--runtime", runtime]
+        run(self.weir, "on", *flags, *(["--unsafe-no-flusher"] if self.front == "fuse" else []))
+        held.callback(run, self.weir, "off", "--runtime", runtime)
+
+    def _cached(self, held):
+        if self.disks:
+            home = ",".join(self.disks)
+            run("wipefs", "--quiet", "--all", *self.disks)
         else:
-            self.path = f"{directory}/swap"
-            with open(self.path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, SWAP_MIB << 20)
-            os.chmod(self.path, 0o600)
-        subprocess.run(["mkswap", "-q", self.path], check=True)
-        subprocess.run(["swapon", self.path], check=True)
+            # A log takes a fifth for its cleaner.
+            home = f"{self.directory}/home?size={self.mib * 5 // 4}MiB"
+            held.callback(os.unlink, f"{self.directory}/home")
+        cache = Cache(self.weir, self.directory, f"log:{home}", self.store, self.cache, ["--connections", "2"], self.front)
+        held.enter_context(cache)
+        held.callback(cache.detach)
+        if self.front == "nbd":
+            # Without a time limit: what the disks have not taken is late, not lost.
+            device = run(self.weir, "attach", f"unix:{cache.nbd}", "--request-timeout", "300").strip()
+            held.callback(run, self.weir, "detach", device)
+        else:
+            device = run("losetup", "--direct-io=on", "--sector-size", "4096", "--find", "--show", cache.file).strip()
+            held.callback(run, "losetup", "-d", device)
+        self._swapon(held, device)
 
-    def close(self):
-        """Undoes as much as was done."""
-        if self.kind == "weir":
-            if os.path.exists(self.runtime):
-                subprocess.run([self.weir, "off", "--runtime", self.runtime], check=True, stdout=subprocess.DEVNULL)
-            return
-        with open("/proc/swaps", encoding="utf-8") as file:
-            is_on = self.path is not None and any(line.split()[0] == self.path for line in file)
-        if is_on:
-            subprocess.run(["swapoff", self.path], check=True)
-        if self.number is not None:
-            write("/sys/class/zram-control/hot_remove", self.number)
-        elif self.path is not None:
-            os.unlink(self.path)
+    def _stack(self, held):
+        control, socket = f"{self.directory}/serve", f"{self.directory}/pages"
+        server = subprocess.Popen([self.weir, "serve", "--log", "warn", "--store", sized(self.store, self.cache), "--nbd", f"unix:{socket}", "--control", control])
+        held.callback(server.wait)
+        held.callback(server.terminate)
+        while subprocess.run([self.weir, "status", "--control", control], capture_output=True, check=False).returncode:
+            if server.poll() is not None:
+                raise Unfit(f"weir serve has ended with {server.returncode}")
+            time.sleep(0.05)
+        device = run(self.weir, "attach", f"unix:{socket}", "--control", control).strip()
+        held.callback(run, self.weir, "detach", device)
+        run("wipefs", "--quiet", "--all", *self.disks)
+        held.callback(run, "wipefs", "--quiet", "--all", *self.disks)
+        path = run(self.weir, "stack", "create", "--mode", "write-back", "--cache", device, *self.disks).strip()
+        held.callback(run, self.weir, "stack", "destroy", "--wipe")
+        self._swapon(held, path)
+
+
+def run(*command):
+    """Runs a command, and returns what it printed."""
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

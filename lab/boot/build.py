@@ -16,7 +16,7 @@ def programs(tree, packages, into, profile):
         raise Missing("cargo (the guest runs programs of this workspace)")
     os.makedirs(into, exist_ok=True)
     selected = [argument for package in packages for argument in ("-p", package)]
-    command = ["cargo", "build", "--quiet", "--profile", profile, "--bins", "--message-format=json-render-diagnostics"]
+    command = ["cargo", "build", "--quiet", "--profile", profile, "--bins", "--examples", "--message-format=json-render-diagnostics"]
     done = subprocess.run([*command, *selected], cwd=tree, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise Failed(f"cargo build {' '.join(selected)}: exit {done.returncode}")
