@@ -144,13 +144,24 @@ struct Sweep {
     /// sweep for the watermark takes one counted use from the pages that it leaves in the cache.
     is_company: bool,
     failed: bool,
-    /// Whether a page was skipped because another user had its frame exclusively.
+    /// Whether a page was skipped because another user had its frame exclusively, or because it was
+    /// written again while it went home.
     skipped: bool,
     /// Whether the home's flush for this sweep is under way.
     flushing: bool,
 }
 
 impl Sweep {
+    /// Passes by a dirty page of which an earlier content goes home. Its end is near if it is in a
+    /// group. Otherwise the write is late.
+    fn pass_by(&mut self, groups: &[Group], frame: Frame) {
+        let goes = |member: &Member| member.frame == frame && member.state != MemberState::Done;
+        match groups.iter().any(|group| group.members.iter().any(goes)) {
+            true => self.skipped = true,
+            false => self.failed = true,
+        }
+    }
+
     /// The number of pages that `page` is behind the first page of the sweep.
     fn behind(self, page: PageNo) -> u32 {
         page.0.wrapping_sub(self.start)
@@ -397,8 +408,8 @@ impl WriteBack {
             return Next::Answers;
         }
         if sweep.skipped {
-            // A page was skipped that may still be dirty, because another user had its frame
-            // exclusively. That user lets the frame go when the home answers. So the sweep waits
+            // A page was skipped that may still be dirty. If another user has its frame
+            // exclusively, that user lets the frame go when the home answers. So the sweep waits
             // for an answer, and begins again.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
@@ -453,7 +464,7 @@ impl WriteBack {
 
     /// Looks at the sweep's next frames, and adds their dirty pages to the batch.
     fn gather(&mut self, sweep: &mut Sweep) {
-        let WriteBack { cache, batch, more, takes_hot, .. } = self;
+        let WriteBack { cache, batch, more, takes_hot, groups, .. } = self;
         let takes_all = *takes_hot || sweep.reason != Reason::Watermark || cache.must_clean();
         let end = cache.directory.frames().min(sweep.look + LOOK);
         for frame in sweep.look..end {
@@ -468,8 +479,7 @@ impl WriteBack {
                 continue;
             }
             if entry.is_writing() {
-                // An earlier write of the page has no answer yet.
-                sweep.failed = true;
+                sweep.pass_by(groups, frame);
                 continue;
             }
             batch.push((entry.page(), frame));
@@ -552,9 +562,11 @@ impl WriteBack {
             if begins {
                 let member = Member { page: entry.page(), frame: *frame, state: MemberState::Reads };
                 groups[*current].members.push(member);
-            } else if let Some(sweep) = sweep {
-                sweep.skipped |= entry.is_dirty() && !entry.is_writing();
-                sweep.failed |= entry.is_dirty() && entry.is_writing();
+            } else if let Some(sweep) = sweep.as_mut().filter(|_| entry.is_dirty()) {
+                match entry.is_writing() {
+                    true => sweep.pass_by(groups, *frame),
+                    false => sweep.skipped = true,
+                }
             }
         }
         *at += others.len();
@@ -756,6 +768,41 @@ mod tests {
         (1..=3).for_each(|seconds| run(&mut write_back, &mut answer, begun + seconds * second));
         assert_eq!((answer, under_way(&write_back)), (Some(Ok(())), vec![0; GROUPS]));
         assert_eq!(cache.status().written_back, PAGES.into());
+    }
+
+    #[test]
+    fn a_flush_brings_home_what_was_written_while_older_content_was_on_its_way() {
+        let second = Duration::from_secs(1);
+        let home = SimUrl { size: ByteSize(16 << 20), latency: second, ..SimUrl::default() };
+        let home = Arc::new(Sim::open(home).unwrap());
+        let (cache, mut lane) = over(&home, 4096);
+        let mut write_back = WriteBack::open(&cache).unwrap();
+        let begun = Instant::now();
+        // More than may be dirty.
+        for page in 0..cache.directory.frames() * 2 / 3 {
+            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
+        }
+        while write_back.groups.iter().any(Group::is_idle) {
+            write_back.step(begun);
+        }
+        // The home has looked at the first group, and looks at the second half a second later. So
+        // that one ends as much later.
+        let mut at = 250;
+        let page = write_back.groups[1].members[7].page;
+        assert_eq!(lane.write(1, page, &content(77)), Progress::Done(Ok(())));
+        assert_eq!(lane.flush(2), Progress::Queued);
+        let mut answer = None;
+        while answer.is_none() {
+            at += 1;
+            assert!(at < 10_000, "the flush does not end");
+            let now = begun + at * Duration::from_millis(2);
+            write_back.step(now);
+            lane.poll(now, &mut |done| answer = Some(done.result));
+        }
+        assert_eq!(answer, Some(Ok(())));
+        let mut is_there = false;
+        home.change(Slot(page.0), |bytes| is_there = *bytes == content(77));
+        assert!(is_there, "the home has older content");
     }
 
     #[test]

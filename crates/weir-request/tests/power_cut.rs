@@ -1,5 +1,7 @@
 //! Requests through a cache to a disk that loses power. A flush, or a write with FUA, that was
-//! answered is there afterwards.
+//! answered is there afterwards. Clients leave their connections, as a kernel does that waits for
+//! too long, and send what has no answer on another one. From its answer on, nothing of the
+//! connection that was left takes effect.
 //!
 //! One thread plays several clients, the write-back and the disk, so a seed is a history. The disk
 //! keeps any of the contents that a page had since the disk's last flush. `WEIR_SIMULATOR_SEEDS`
@@ -67,11 +69,25 @@ impl RequestMemory for Buffers {
     }
 }
 
+/// A client's connection.
 struct Client {
     requests: Requests<CacheLane>,
     buffers: Buffers,
-    /// For each request under way: the time at which it began.
+    /// For each request under way: the time at which it began. 0: its client has left.
     begun: Vec<Option<u64>>,
+    /// What was sent under each identity.
+    sent: Vec<Option<Again>>,
+    /// Whether the client has left, and the server has not noticed it.
+    is_left: bool,
+    /// The server's thread does not get to run for so many of its turns.
+    sleeps: u32,
+}
+
+/// A request that goes out again, and the value that it writes.
+#[derive(Clone, Copy)]
+struct Again {
+    request: Request,
+    value: u64,
 }
 
 #[derive(Default, Debug, PartialEq, Eq)]
@@ -80,6 +96,8 @@ struct Counts {
     flushes: u64,
     fua: u64,
     cuts: u64,
+    left: u64,
+    again: u64,
     /// Sectors that lost a write which nothing had made safe.
     lost: u64,
     errors: u64,
@@ -93,6 +111,8 @@ struct World {
     value: u64,
     disk: Arc<Sim>,
     clients: Vec<Client>,
+    /// The requests that had no answer on a connection that was left.
+    again: Vec<Again>,
     write_back: Option<WriteBack>,
     sectors: Vec<Sector>,
     counts: Counts,
@@ -119,6 +139,7 @@ impl World {
             value: 0,
             disk,
             clients: Vec::new(),
+            again: Vec::new(),
             write_back: None,
             sectors: (0..SECTORS).map(|_| Sector::of(0)).collect(),
             counts: Counts::default(),
@@ -146,6 +167,9 @@ impl World {
             requests: Requests::new(weir_device::PageDevice::open(&cache).expect("a lane"), IDS),
             buffers: Buffers::new(),
             begun: vec![None; usize::from(IDS)],
+            sent: vec![None; usize::from(IDS)],
+            is_left: false,
+            sleeps: 0,
         };
         self.clients = (0..CLIENTS).map(|_| client()).collect();
         self.write_back = Some(WriteBack::open(&cache).expect("a lane"));
@@ -157,6 +181,7 @@ impl World {
         let at = self.chance.below(CLIENTS as u64) as usize;
         match self.chance.below(10) {
             0..4 => self.begin(at),
+            4 if self.chance.below(40) == 0 => self.leave(at),
             4..8 => self.go_on(at),
             _ => {
                 let write_back = self.write_back.as_mut().expect("it is there");
@@ -167,9 +192,17 @@ impl World {
         }
     }
 
-    /// A client begins a request.
+    /// A client begins a request. What has no answer yet comes first.
     fn begin(&mut self, at: usize) {
-        let Some(id) = self.clients[at].begun.iter().position(Option::is_none) else { return };
+        let begun = &self.clients[at].begun;
+        let Some(id) = begun.iter().position(Option::is_none) else { return };
+        if self.clients[at].is_left || begun.contains(&Some(0)) {
+            return;
+        }
+        if let Some(Again { request, value }) = self.again.pop() {
+            self.counts.again += 1;
+            return self.send(at, id, request, value);
+        }
         // Half of all requests use an eighth of the disk.
         let below = if self.chance.below(2) == 0 { SECTORS / 8 } else { SECTORS };
         let first = self.chance.below(below.into()) as u32;
@@ -192,19 +225,49 @@ impl World {
             self.value += 1;
             let value = self.value;
             sectors.iter_mut().for_each(|sector| sector.history.begin(value));
-            self.clients[at].buffers.data[id] = value.to_ne_bytes().repeat(span.length as usize / 8);
         }
-        let Client { requests, buffers, begun } = &mut self.clients[at];
+        self.send(at, id, Request { op, span, fua }, self.value);
+    }
+
+    fn send(&mut self, at: usize, id: usize, request: Request, value: u64) {
+        if request.op == Op::Write {
+            let length = request.span.length as usize;
+            self.clients[at].buffers.data[id] = value.to_ne_bytes().repeat(length / 8);
+        }
+        let Client { requests, buffers, begun, sent, .. } = &mut self.clients[at];
         begun[id] = Some(self.time);
-        requests.begin(id as Id, Request { op, span, fua }, buffers);
+        requests.begin(id as Id, request, buffers);
+        sent[id] = Some(Again { request, value });
         if self.chance.below(2) == 0 {
             requests.submit();
         }
         self.hear(at);
     }
 
+    /// A client leaves its connection. The server notices it later, and gives up what is under way
+    /// there. It takes the next client once that has ended.
+    fn leave(&mut self, at: usize) {
+        self.counts.left += 1;
+        let client = &mut self.clients[at];
+        for (begun, sent) in client.begun.iter_mut().zip(&client.sent) {
+            if begun.is_some_and(|since| since > 0) {
+                *begun = Some(0);
+                self.again.extend(*sent);
+            }
+        }
+        client.is_left = true;
+        client.sleeps = self.chance.below(200) as u32;
+    }
+
     fn go_on(&mut self, at: usize) {
-        let Client { requests, buffers, .. } = &mut self.clients[at];
+        let Client { requests, buffers, is_left, sleeps, .. } = &mut self.clients[at];
+        if *sleeps > 0 {
+            *sleeps -= 1;
+            return;
+        }
+        if std::mem::take(is_left) {
+            requests.forsake(|_| true);
+        }
         requests.submit();
         requests.turn(self.now, buffers);
         self.hear(at);
@@ -215,6 +278,9 @@ impl World {
         while let Some(answer) = self.clients[at].requests.finished() {
             let (id, Request { op, span, fua }) = (usize::from(answer.id), answer.request);
             let since = self.clients[at].begun[id].take().expect("each request is answered once");
+            if since == 0 {
+                continue;
+            }
             let first = (span.offset / SECTOR as u64) as usize;
             let range = first..first + (span.length / SECTOR as u64) as usize;
             if let Err(fault) = answer.result {
@@ -255,6 +321,7 @@ impl World {
     fn cut_power(&mut self) {
         self.counts.cuts += 1;
         self.clients.clear();
+        self.again.clear();
         self.write_back = None;
         let chance = &mut self.chance;
         self.disk.cut_power(&mut |contents| chance.below(contents as u64) as usize);
@@ -326,16 +393,20 @@ fn what_was_flushed_or_written_with_fua_is_there_after_a_power_cut() {
         all.flushes += counts.flushes;
         all.fua += counts.fua;
         all.cuts += counts.cuts;
+        all.left += counts.left;
+        all.again += counts.again;
         all.lost += counts.lost;
         all.errors += counts.errors;
     }
     println!("{all:?}");
-    let Counts { writes, flushes, fua, cuts, lost, errors } = all;
+    let Counts { writes, flushes, fua, cuts, left, again, lost, errors } = all;
     for (what, count) in [
         ("writes", writes),
         ("flushes", flushes),
         ("fua", fua),
         ("power_cuts", cuts),
+        ("connections_left", left),
+        ("sent_again", again),
         ("unflushed_lost", lost),
     ] {
         println!("figure: {what} count {count} higher 1");
