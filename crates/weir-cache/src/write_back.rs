@@ -21,7 +21,7 @@
 //! that. A home that has failed to flush may have lost earlier writes, so no later flush succeeds.
 
 use crate::directory::{Directory, Frame, Outcome, WAYS};
-use crate::entry::Kind;
+use crate::entry::{Entry, Kind};
 use crate::{Cache, CacheError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::os::fd::BorrowedFd;
@@ -37,8 +37,9 @@ use weir_volume::Lane as FrameLane;
 const GROUP: usize = 1024;
 /// Number of groups. While the home writes one of them, the next one is read from its frames.
 const GROUPS: usize = 2;
-/// Largest number of pages that one search through the directory finds.
-const BATCH: usize = 16 << 10;
+/// Largest number of pages that one search through the directory finds. In unit tests it is small,
+/// so that a sweep has several batches.
+const BATCH: usize = if cfg!(test) { 2 << 10 } else { 16 << 10 };
 /// Number of frames that one step looks at. In unit tests it is small, so that a look takes several
 /// steps.
 const LOOK: u32 = if cfg!(test) { 64 } else { 1 << 18 };
@@ -88,6 +89,8 @@ pub struct WriteBack {
     found_nobody: bool,
     /// The time until which pages whose write failed are left alone.
     again_at: Option<Instant>,
+    /// The number of failures so far.
+    failures: u64,
     /// Whether the home has failed to flush.
     is_broken: bool,
     rest: Rest,
@@ -144,24 +147,13 @@ struct Sweep {
     /// sweep for the watermark takes one counted use from the pages that it leaves in the cache.
     is_company: bool,
     failed: bool,
-    /// Whether a page was skipped because another user had its frame exclusively, or because it was
-    /// written again while it went home.
+    /// Whether a page was skipped because another user had its frame exclusively.
     skipped: bool,
     /// Whether the home's flush for this sweep is under way.
     flushing: bool,
 }
 
 impl Sweep {
-    /// Passes by a dirty page of which an earlier content goes home. Its end is near if it is in a
-    /// group. Otherwise the write is late.
-    fn pass_by(&mut self, groups: &[Group], frame: Frame) {
-        let goes = |member: &Member| member.frame == frame && member.state != MemberState::Done;
-        match groups.iter().any(|group| group.members.iter().any(goes)) {
-            true => self.skipped = true,
-            false => self.failed = true,
-        }
-    }
-
     /// The number of pages that `page` is behind the first page of the sweep.
     fn behind(self, page: PageNo) -> u32 {
         page.0.wrapping_sub(self.start)
@@ -206,6 +198,7 @@ impl WriteBack {
             takes_hot: false,
             found_nobody: false,
             again_at: None,
+            failures: 0,
             is_broken: false,
             rest: Rest::default(),
         })
@@ -215,6 +208,10 @@ impl WriteBack {
     pub fn step(&mut self, now: Instant) -> Next {
         self.take_answers(now);
         self.go_on();
+        let failures = self.cache.write_back.failed.load(Relaxed);
+        if failures != self.failures {
+            (self.failures, self.again_at) = (failures, Some(now + AGAIN));
+        }
         self.groups.iter_mut().filter(|group| group.is_over()).for_each(Group::clear);
         if !self.groups[self.current].is_at_home() || self.groups.iter().all(|group| !group.is_idle()) {
             return Next::Answers;
@@ -222,21 +219,24 @@ impl WriteBack {
         if self.sweep.is_some_and(|sweep| sweep.flushing) {
             return Next::Answers;
         }
-        // A flush comes before all else.
+        // A flush comes before all else. A page that is on its way home may have been written again
+        // since. So a flush's sweep begins once all pages before it are there.
         match (self.sweep, self.flush_wanted()) {
-            (None, Some(wanted)) => return self.begin_sweep(Reason::Flush(wanted), 0, false),
+            (None, Some(wanted)) if self.is_idle() => {
+                return self.begin_sweep(Reason::Flush(wanted), 0, false);
+            }
+            (None, Some(_)) => return Next::Answers,
             (Some(sweep @ Sweep { reason: Reason::Watermark, .. }), Some(_)) => {
                 let next = self.batch.get(self.at).filter(|_| sweep.looked).map(|(page, _)| page.0);
                 self.stop_watermark(next.unwrap_or(sweep.start.wrapping_add(sweep.from)));
                 return Next::Step;
             }
             (Some(sweep @ Sweep { reason: Reason::Flush(_), looked: true, .. }), _)
-                if self.at == self.batch.len() && !self.more =>
+                if self.at == self.batch.len() =>
             {
                 return self.look(sweep, now);
             }
             (Some(sweep @ Sweep { looked: false, .. }), _) if self.is_turn_of_flush() => {
-                self.was_urgent = false;
                 return self.look(sweep, now);
             }
             _ => {}
@@ -279,6 +279,12 @@ impl WriteBack {
         self.groups.iter().all(Group::is_idle)
     }
 
+    /// Number of dirty pages that are not on their way home.
+    fn dirty(&self) -> u32 {
+        let under_way = self.groups.iter().map(|group| group.waits as u32).sum();
+        self.directory().dirty().saturating_sub(under_way)
+    }
+
     /// Whether to search for more pages before the urgent ones are written. The search is worth its
     /// time if the urgent pages are fewer than the home best writes in a row. The search must also
     /// have a chance to find more pages.
@@ -288,7 +294,7 @@ impl WriteBack {
             && self.urgent.len() < first
             && !has_some
             && !self.found_nobody
-            && self.directory().dirty() > first as u32
+            && self.dirty() > first as u32
             && self.flush_wanted().is_none()
     }
 
@@ -341,7 +347,7 @@ impl WriteBack {
 
     fn wants_less_dirt(&self, now: Instant) -> bool {
         let most = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_high) };
-        self.directory().dirty() > most && self.again_at.is_none_or(|at| now >= at)
+        self.dirty() > most && self.again_at.is_none_or(|at| now >= at)
     }
 
     /// Whether a sweep for the watermark has reached the lower watermark.
@@ -355,7 +361,7 @@ impl WriteBack {
         let least = if self.takes_hot { config.dirty_high } else { config.dirty_low };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(least) };
         let is_for_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
-        is_for_watermark && self.directory().dirty() <= least
+        is_for_watermark && self.dirty() <= least
     }
 
     fn has_work(&self, now: Instant) -> bool {
@@ -408,8 +414,8 @@ impl WriteBack {
             return Next::Answers;
         }
         if sweep.skipped {
-            // A page was skipped that may still be dirty. If another user has its frame
-            // exclusively, that user lets the frame go when the home answers. So the sweep waits
+            // A page was skipped that may still be dirty, because another user had its frame
+            // exclusively. That user lets the frame go when the home answers. So the sweep waits
             // for an answer, and begins again.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
@@ -442,7 +448,9 @@ impl WriteBack {
             return Next::Answers;
         }
         self.end_watermark(is_enough.then(|| sweep.start.wrapping_add(sweep.from)));
-        self.again_at = sweep.failed.then_some(now + AGAIN);
+        if sweep.failed {
+            self.again_at = Some(now + AGAIN);
+        }
         self.sweep = None;
         Next::Step
     }
@@ -479,7 +487,7 @@ impl WriteBack {
                 continue;
             }
             if entry.is_writing() {
-                sweep.pass_by(groups, frame);
+                sweep.failed |= is_late(groups, frame);
                 continue;
             }
             batch.push((entry.page(), frame));
@@ -525,7 +533,9 @@ impl WriteBack {
         let directory = &cache.directory;
         for first in directory.take_pressed() {
             let dirty = (first..first + WAYS).map(|frame| (directory.load(frame), frame));
-            let dirty = dirty.filter(|(entry, _)| entry.kind() == Kind::Valid && entry.is_dirty());
+            let may_go =
+                |entry: &Entry| entry.kind() == Kind::Valid && entry.is_dirty() && !entry.is_writing();
+            let dirty = dirty.filter(|(entry, _)| may_go(entry));
             let room = urgent.capacity() - urgent.len();
             urgent.extend(dirty.map(|(entry, frame)| (entry.page(), frame)).take(room));
         }
@@ -563,10 +573,8 @@ impl WriteBack {
                 let member = Member { page: entry.page(), frame: *frame, state: MemberState::Reads };
                 groups[*current].members.push(member);
             } else if let Some(sweep) = sweep.as_mut().filter(|_| entry.is_dirty()) {
-                match entry.is_writing() {
-                    true => sweep.pass_by(groups, *frame),
-                    false => sweep.skipped = true,
-                }
+                sweep.skipped |= !entry.is_writing();
+                sweep.failed |= entry.is_writing() && is_late(groups, *frame);
             }
         }
         *at += others.len();
@@ -664,6 +672,7 @@ impl WriteBack {
 
     fn end_flush(&mut self, wanted: u64, result: Result<(), Fault>) {
         let failed = self.sweep.take().is_none_or(|sweep| sweep.failed);
+        self.was_urgent = false;
         self.is_broken |= result.is_err();
         let ok = !failed && !self.is_broken;
         let counters = &self.cache.write_back;
@@ -671,6 +680,13 @@ impl WriteBack {
         counters.flushes_failed.fetch_add(u64::from(!ok), Relaxed);
         self.cache.flush_done.store(wanted * 2 + u64::from(ok), SeqCst);
     }
+}
+
+/// Whether the write of a frame's page is late. Otherwise a group has the page on its way home. A
+/// flush needs nothing that was written to the page since: the flush was asked for before that.
+fn is_late(groups: &[Group], frame: Frame) -> bool {
+    let goes = |member: &Member| member.frame == frame && member.state != MemberState::Done;
+    !groups.iter().any(|group| group.members.iter().any(goes))
 }
 
 impl Group {
@@ -771,20 +787,41 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_brings_home_what_was_written_while_older_content_was_on_its_way() {
+    fn pages_on_their_way_home_are_counted_once_where_the_watermark_is_looked_at() {
         let second = Duration::from_secs(1);
         let home = SimUrl { size: ByteSize(16 << 20), latency: second, ..SimUrl::default() };
         let home = Arc::new(Sim::open(home).unwrap());
         let (cache, mut lane) = over(&home, 4096);
         let mut write_back = WriteBack::open(&cache).unwrap();
-        let begun = Instant::now();
-        // More than may be dirty.
         for page in 0..cache.directory.frames() * 2 / 3 {
             assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
         }
-        while write_back.groups.iter().any(Group::is_idle) {
-            write_back.step(begun);
+        let begun = Instant::now();
+        for at in 0..3000 {
+            write_back.step(begun + at * Duration::from_millis(2));
         }
+        let (dirty, low) = (cache.dirty(), cache.share(cache.config.dirty_low));
+        assert!(dirty <= low && dirty + GROUP as u32 > low, "{dirty} pages are dirty, {low} may be");
+    }
+
+    #[test]
+    fn a_flush_brings_home_what_was_written_while_older_content_was_on_its_way() {
+        let second = Duration::from_secs(1);
+        let home = SimUrl { size: ByteSize(32 << 20), latency: second, ..SimUrl::default() };
+        let home = Arc::new(Sim::open(home).unwrap());
+        let (cache, mut lane) = over(&home, 8192);
+        let mut write_back = WriteBack::open(&cache).unwrap();
+        let begun = Instant::now();
+        // More than may be dirty, by two groups at least.
+        for page in 0..cache.directory.frames() * 2 / 3 {
+            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
+        }
+        let are_busy = |it: &mut WriteBack| !it.groups.iter().any(Group::is_idle);
+        let begin = |_| {
+            write_back.step(begun);
+            are_busy(&mut write_back)
+        };
+        assert!((0..1000).any(begin));
         // The home has looked at the first group, and looks at the second half a second later. So
         // that one ends as much later.
         let mut at = 250;
@@ -824,7 +861,7 @@ mod tests {
         assert!(write_back.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark));
         let mut flusher = cache.open().unwrap();
         assert_eq!(flusher.flush(2), Progress::Queued);
-        let steps = 4 * cache.directory.frames() / LOOK + 4 * cache.directory.frames() / GROUP as u32;
+        let steps = 12 * cache.directory.frames() / LOOK;
         for _ in 0..steps {
             press(&mut lane);
             write_back.step(now);

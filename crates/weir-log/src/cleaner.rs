@@ -186,11 +186,13 @@ impl Cleaner {
         });
         below.settled(&mut |slot| parts.appender.settled(log, slot.0));
         parts.appender.write_summaries(log, &mut **below);
+        // Writes come first: the lane has no room for the pages of all victims.
+        self.write();
+        let Cleaner { log, below, parts, .. } = self;
         for at in 0..VICTIMS {
             parts.read(log, &mut **below, at);
         }
         below.submit();
-        self.write();
         let ended = self.parts.end(&self.log);
         let may_add = self.wants_more();
         let chosen = may_add && self.choose(now);
@@ -336,7 +338,7 @@ impl Cleaner {
         let Cleaner { log, below, parts, .. } = self;
         let Parts { appender, victims } = parts;
         let mut wrote = false;
-        let ready = victims.iter_mut().enumerate().filter(|(_, victim)| victim.target() == generation);
+        let ready = victims.iter_mut().enumerate().filter(|(_, victim)| victim.is_read(generation));
         'all: for (number, victim) in ready {
             for at in 0..victim.records.len() {
                 if victim.states[at] != PageState::Here {
@@ -396,6 +398,14 @@ impl Victim {
     /// The generation to which the segment's pages move.
     fn target(&self) -> usize {
         (self.generation + 1).min(GENERATIONS - 1)
+    }
+
+    /// Whether the segment's pages move to this generation, and all were read. Only then are they
+    /// written: each segment that the cleaner fills ends a victim, so its reserve is never used up.
+    fn is_read(&self, generation: usize) -> bool {
+        self.target() == generation
+            && self.phase == Phase::Write
+            && self.states.iter().all(|state| *state != PageState::Reads)
     }
 
     /// Notes that the page at index `at` has been written to `place`.
@@ -527,7 +537,7 @@ impl Parts {
     /// lane has written anew meanwhile.
     fn count_here(&mut self, log: &Shared, generation: usize) -> usize {
         let mut count = 0;
-        for victim in self.victims.iter_mut().filter(|victim| victim.target() == generation) {
+        for victim in self.victims.iter_mut().filter(|victim| victim.is_read(generation)) {
             for at in 0..victim.records.len() {
                 if victim.states[at] != PageState::Here {
                     continue;

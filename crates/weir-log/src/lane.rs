@@ -144,7 +144,8 @@ impl Parts {
                 Progress::Full => is_short = true,
                 Progress::Done(result) => {
                     *summary = Part::Ended(result);
-                    *proof = result.ok().and_then(|()| log.read_summary(operation.place, &page));
+                    let (place, life) = (operation.place, operation.life);
+                    *proof = result.ok().and_then(|()| log.read_summary(place, life, &page));
                 }
             }
             log.counters.summary_reads.fetch_add(u64::from(*summary != Part::Wanted), Relaxed);
@@ -234,8 +235,8 @@ impl Parts {
             return self.appender.summary_answered(&self.log, ticket, result);
         }
         let at = (ticket % SUMMARY) as u16;
-        let Operation { page, place, version, state, .. } = &mut self.operations[usize::from(at)];
-        let (page, place, version) = (*page, *place, *version);
+        let Operation { page, place, life, version, state, .. } = &mut self.operations[usize::from(at)];
+        let (page, place, life, version) = (*page, *place, *life, *version);
         match state {
             State::Idle => {}
             State::Write => {
@@ -254,7 +255,7 @@ impl Parts {
             }
             State::Read { summary, proof, .. } if ticket >= SUMMARY => {
                 *summary = Part::Ended(result);
-                *proof = found.and_then(|bytes| self.log.read_summary(place, bytes));
+                *proof = found.and_then(|bytes| self.log.read_summary(place, life, bytes));
                 if let Some(result) = self.verdict(at, None) {
                     let page = self.pages[usize::from(at)].clone();
                     self.hand_over(at, result, Some(&page), done);
@@ -299,10 +300,11 @@ impl Parts {
 }
 
 impl Shared {
-    /// The record of a place in a summary that was read. Stores the summary in memory.
-    fn read_summary(&self, place: u32, bytes: &PageBytes) -> Option<Record> {
+    /// The record of a place in a summary that was read. Stores the summary in memory. A summary of
+    /// another life proves nothing: a disk may have lost all writes of this one.
+    fn read_summary(&self, place: u32, life: u32, bytes: &PageBytes) -> Option<Record> {
         let (segment, within) = self.shape.split(place);
-        let summary = Summary::parse(bytes, segment)?;
+        let summary = Summary::parse(bytes, segment).filter(|summary| summary.life() == life)?;
         self.rows.keep(&self.segments, &summary);
         Some(summary.record(within))
     }

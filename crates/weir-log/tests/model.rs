@@ -263,3 +263,63 @@ fn a_log_holds_what_was_written_whatever_fails_and_is_cleaned_meanwhile() {
     );
     assert!(one.is_some() || summary_reads > 1_000 && corrupt > 50, "{summary_reads} {corrupt}");
 }
+
+/// A disk may lose a long write as a whole, and so the pages of a segment together with their
+/// summary. The segment's summary and pages of an earlier life are then proof of each other.
+#[test]
+fn a_disk_that_has_lost_all_writes_of_a_segments_life_gives_no_page_of_an_earlier_one() {
+    const PAGES: u32 = 24;
+    let (mut wrong, mut right, mut refused) = (0, 0, 0);
+    for seed in 0..40 {
+        let size = ByteSize(40 * u64::from(SEGMENT) * PAGE_SIZE as u64);
+        let below = Arc::new(Sim::open(SimUrl { seed, size, ..SimUrl::default() }).unwrap());
+        let config = Config { pages: PAGES, segment_pages: SEGMENT, members: 1, lanes: 2, summaries: 1 };
+        let log = Log::create(Arc::clone(&below) as _, config).unwrap();
+        let mut cleaner = Cleaner::open(&log).unwrap();
+        let (mut lane, mut chance, now) = (log.lane(DEPTH).unwrap(), Chance(seed), Instant::now());
+        let mut values = [0; PAGES as usize];
+        let mut value = 0;
+        let mut write = |lane: &mut dyn Lane, values: &mut [u64]| {
+            for _ in 0..2000 {
+                let page = chance.below(PAGES.into()) as u32;
+                value += 1;
+                while lane.write(0, Slot(page), &content(value)) != Progress::Done(Ok(())) {
+                    lane.poll(now, &mut |_| {});
+                    cleaner.step(now);
+                }
+                values[page as usize] = value;
+            }
+        };
+        let peek = |slot: u32| {
+            let mut found = [0; PAGE_SIZE];
+            below.change(Slot(slot), |bytes| found = *bytes);
+            found
+        };
+        write(&mut *lane, &mut values);
+        let earlier: Vec<PageBytes> = (0..below.slots()).map(peek).collect();
+        write(&mut *lane, &mut values);
+        for (slot, page) in (0..).zip(&earlier) {
+            below.change(Slot(slot), |bytes| *bytes = *page);
+        }
+        for (page, value) in (0..).zip(values) {
+            let (mut out, mut result) = ([0; PAGE_SIZE], None);
+            if let Progress::Done(done) = lane.read(0, Slot(page), &mut out) {
+                result = Some(done);
+            }
+            while result.is_none() {
+                lane.submit();
+                lane.poll(now, &mut |done| {
+                    result = Some(done.result);
+                    out = done.page.copied().unwrap_or(out);
+                });
+            }
+            match result {
+                Some(Ok(())) if out == content(value) => right += 1,
+                Some(Ok(())) => wrong += 1,
+                _ => refused += 1,
+            }
+        }
+    }
+    assert_eq!(wrong, 0, "{right} pages were right, and {refused} were refused");
+    assert!(refused > 500, "{right} pages were right, and {refused} were refused");
+}

@@ -75,7 +75,7 @@ struct Client {
     buffers: Buffers,
     /// For each request under way: the time at which it began. 0: its client has left.
     begun: Vec<Option<u64>>,
-    /// What was sent under each identity.
+    /// The request that was sent under each identity.
     sent: Vec<Option<Again>>,
     /// Whether the client has left, and the server has not noticed it.
     is_left: bool,
