@@ -2,8 +2,11 @@
 
 import json
 import subprocess
-import sys
 import time
+
+
+class NoStart(SystemExit):
+    """A cache that has not started, and why."""
 
 
 class Cache:
@@ -23,7 +26,7 @@ class Cache:
             stderr=subprocess.PIPE, text=True)
         while not (found := self.status()):
             if self.process.poll() is not None:
-                sys.exit(f"the cache does not start: {self.process.stderr.read()}")
+                raise NoStart(f"the cache does not start: {self.process.stderr.read().strip()}")
             time.sleep(0.02)
         self.seconds, self.first = time.monotonic() - begun, found
 

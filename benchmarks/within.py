@@ -5,7 +5,7 @@ import os
 import subprocess
 import time
 
-from cached import Cache, sized
+from cached import Cache, NoStart, sized
 
 # Swap of the contenders that swap, in MiB.
 SWAP_MIB = 2048
@@ -68,14 +68,14 @@ class Swap:
         with contextlib.ExitStack() as held:
             try:
                 getattr(self, f"_{kind}")(held)
-            except (OSError, subprocess.CalledProcessError) as error:
+            except (OSError, subprocess.CalledProcessError, NoStart) as error:
                 raise Unfit(f"{kind}: {error}") from error
             self.close = held.pop_all().close
 
     def _swapon(self, held, path):
         run("mkswap", "-q", path)
         run("swapon", path)
-        held.callback(run, "swapoff", path)
+        held.callback(swapoff, path)
 
     def _zram(self, held):
         with open("/sys/class/zram-control/hot_add", encoding="utf-8") as file:
@@ -102,8 +102,9 @@ class Swap:
     def _weir(self, held):
         runtime = f"{self.directory}/on"
         flags = ["--front", self.front, "--store", self.store, "--size", f"{self.mib}MiB", "--allow-hibernation", "--runtime", runtime]
+        # A weir on that fails or is interrupted may have done a part.
+        held.callback(lambda: os.path.exists(runtime) and run(self.weir, "off", "--runtime", runtime))
         run(self.weir, "on", *flags, *(["--unsafe-no-flusher"] if self.front == "fuse" else []))
-        held.callback(run, self.weir, "off", "--runtime", runtime)
 
     def _cached(self, held):
         if self.disks:
@@ -111,13 +112,14 @@ class Swap:
             run("wipefs", "--quiet", "--all", *self.disks)
         else:
             # A log takes a fifth for its cleaner.
-            home = f"{self.directory}/home?size={self.mib * 5 // 4}MiB"
-            held.callback(os.unlink, f"{self.directory}/home")
+            path = f"{self.directory}/home"
+            home = f"{path}?size={self.mib * 5 // 4}MiB"
+            held.callback(lambda: os.path.exists(path) and os.unlink(path))
         cache = Cache(self.weir, self.directory, f"log:{home}", self.store, self.cache, ["--connections", "2"], self.front)
         held.enter_context(cache)
         held.callback(cache.detach)
         if self.front == "nbd":
-            # Without a time limit: what the disks have not taken is late, not lost.
+            # A long time limit: what the disks have not taken by then is late, not lost.
             device = run(self.weir, "attach", f"unix:{cache.nbd}", "--request-timeout", "300").strip()
             held.callback(run, self.weir, "detach", device)
         else:
@@ -141,6 +143,14 @@ class Swap:
         path = run(self.weir, "stack", "create", "--mode", "write-back", "--cache", device, *self.disks).strip()
         held.callback(run, self.weir, "stack", "destroy", "--wipe")
         self._swapon(held, path)
+
+
+def swapoff(path):
+    """Ends a swap device. If that fails, nothing below it may go: its pages are in use."""
+    done = subprocess.run(["swapoff", path], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{path} is still on as swap, and all below it runs on: {done.stderr.strip()}; swapoff {path}", flush=True)
+        os._exit(1)
 
 
 def run(*command):

@@ -25,7 +25,7 @@ struct Options {
     gates: Option<usize>,
     #[arg(long, default_value_t = 26)]
     seed: u64,
-    #[arg(long, default_value_t = std::thread::available_parallelism().map_or(1, usize::from))]
+    #[arg(long, default_value_t = std::thread::available_parallelism().map_or(1, usize::from), value_parser = threads)]
     threads: usize,
     /// The control: one page gets the content of the page before it. The check must fail.
     #[arg(long)]
@@ -100,6 +100,10 @@ impl Gate {
             }
         });
     }
+}
+
+fn threads(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|threads| (1..=1024).contains(threads)).ok_or("accepted: 1 to 1024".to_owned())
 }
 
 fn product([a, b]: Amplitude, [c, d]: Amplitude) -> Amplitude {

@@ -16,9 +16,9 @@ use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_system::device_use;
 
-/// The smallest cache that the kernel takes: 513 buckets of 64 KiB, in whole MiB. Each of its
-/// reserves has a thousandth of the buckets, once their number is rounded up to a power of two, and
-/// none may be empty (`cache_alloc` in drivers/md/bcache/super.c).
+/// The smallest cache that the kernel takes: 513 buckets of 64 KiB, in whole MiB. A reserve of it
+/// has a 1024th of the buckets, once their number is rounded up to a power of two, and may not be
+/// empty (`cache_alloc` in drivers/md/bcache/super.c).
 const SMALLEST: u64 = 33 << 20;
 
 /// The devices and settings of a stack to be made.
