@@ -140,7 +140,7 @@ class Swap:
         held.callback(run, self.weir, "detach", device)
         run("wipefs", "--quiet", "--all", *self.disks)
         held.callback(run, "wipefs", "--quiet", "--all", *self.disks)
-        path = run(self.weir, "stack", "create", "--mode", "write-back", "--cache", device, *self.disks).strip()
+        path = run(self.weir, "stack", "create", "--mode", "write-back", "--stream", "0", "--cache", device, *self.disks).strip()
         held.callback(run, self.weir, "stack", "destroy", "--wipe")
         self._swapon(held, path)
 
