@@ -16,9 +16,9 @@
 //! that is not used for a few sweeps goes home too. If such pages are not enough, a sweep takes all
 //! pages.
 //!
-//! A page whose write fails stays dirty in the cache, where lanes can read it. The write-back tries
-//! again after a second at the earliest. A flush fails if it needs the page to be at home before
-//! that. A home that has failed to flush may have lost earlier writes, so no later flush succeeds.
+//! A page whose write fails stays dirty in the cache, where lanes can read it. A sweep for the
+//! watermark tries again after a second at the earliest. A flush fails if one of its own writes
+//! does. A home that has failed to flush may have lost earlier writes, so no later flush succeeds.
 
 use crate::directory::{Directory, Frame, Outcome, WAYS};
 use crate::entry::{Entry, Kind};
@@ -89,8 +89,6 @@ pub struct WriteBack {
     found_nobody: bool,
     /// The time until which pages whose write failed are left alone.
     again_at: Option<Instant>,
-    /// The number of failures so far.
-    failures: u64,
     /// Whether the home has failed to flush.
     is_broken: bool,
     rest: Rest,
@@ -198,7 +196,6 @@ impl WriteBack {
             takes_hot: false,
             found_nobody: false,
             again_at: None,
-            failures: 0,
             is_broken: false,
             rest: Rest::default(),
         })
@@ -208,10 +205,6 @@ impl WriteBack {
     pub fn step(&mut self, now: Instant) -> Next {
         self.take_answers(now);
         self.go_on();
-        let failures = self.cache.write_back.failed.load(Relaxed);
-        if failures != self.failures {
-            (self.failures, self.again_at) = (failures, Some(now + AGAIN));
-        }
         self.groups.iter_mut().filter(|group| group.is_over()).for_each(Group::clear);
         if !self.groups[self.current].is_at_home() || self.groups.iter().all(|group| !group.is_idle()) {
             return Next::Answers;
@@ -228,7 +221,7 @@ impl WriteBack {
             (None, Some(_)) => return Next::Answers,
             (Some(sweep @ Sweep { reason: Reason::Watermark, .. }), Some(_)) => {
                 let next = self.batch.get(self.at).filter(|_| sweep.looked).map(|(page, _)| page.0);
-                self.stop_watermark(next.unwrap_or(sweep.start.wrapping_add(sweep.from)));
+                self.stop_watermark(next.unwrap_or(sweep.start.wrapping_add(sweep.from)), now);
                 return Next::Step;
             }
             (Some(sweep @ Sweep { reason: Reason::Flush(_), looked: true, .. }), _)
@@ -246,7 +239,7 @@ impl WriteBack {
         let is_sorted = self.sweep.is_none_or(|sweep| sweep.looked);
         let begins = self.batch.get(self.at).filter(|_| is_sorted).map(|(page, _)| page.0);
         if let (Some(page), true, true) = (begins, self.urgent.is_empty(), self.has_done_enough()) {
-            self.stop_watermark(page);
+            self.stop_watermark(page, now);
             return Next::Step;
         }
         let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
@@ -254,8 +247,7 @@ impl WriteBack {
             // This sweep has looked at every frame, and its pages are written. End it, so that the
             // next sweep can look for neighbours of the urgent pages. They are then written
             // together.
-            self.end_watermark(None);
-            self.sweep = None;
+            self.end_watermark(None, now);
         }
         if (!self.urgent.is_empty() || begins.is_some()) && !self.wants_company(begins.is_some()) {
             self.begin_group(is_sorted);
@@ -447,25 +439,27 @@ impl WriteBack {
         if !self.is_idle() {
             return Next::Answers;
         }
-        self.end_watermark(is_enough.then(|| sweep.start.wrapping_add(sweep.from)));
-        if sweep.failed {
-            self.again_at = Some(now + AGAIN);
+        match is_enough {
+            true => self.stop_watermark(sweep.start.wrapping_add(sweep.from), now),
+            false => self.end_watermark(None, now),
         }
-        self.sweep = None;
         Next::Step
     }
 
     /// Stops a sweep for the watermark before it has written its batch. The next one begins at
     /// `page`.
-    fn stop_watermark(&mut self, page: u32) {
-        self.end_watermark(Some(page));
-        (self.sweep, self.at, self.more) = (None, 0, false);
+    fn stop_watermark(&mut self, page: u32, now: Instant) {
+        self.end_watermark(Some(page), now);
+        (self.at, self.more) = (0, false);
         self.batch.clear();
     }
 
     /// Ends a sweep for the watermark. `stopped` is the page at which it stopped; `None`: it went
     /// through all pages.
-    fn end_watermark(&mut self, stopped: Option<u32>) {
+    fn end_watermark(&mut self, stopped: Option<u32>, now: Instant) {
+        if self.sweep.take().is_some_and(|sweep| sweep.failed) {
+            self.again_at = Some(now + AGAIN);
+        }
         self.cursor = stopped.unwrap_or(0);
         self.takes_hot = stopped.is_none() && !self.takes_hot;
     }

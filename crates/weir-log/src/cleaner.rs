@@ -324,12 +324,15 @@ impl Cleaner {
         }
     }
 
-    /// Writes less than a segment: pages of the generation that has most pages in memory. Returns
-    /// whether it wrote a page.
+    /// Writes less than a segment: pages of the generation that has most pages in memory and finds
+    /// room. Returns whether it wrote a page.
     fn write_what_is_here(&mut self) -> bool {
         let log = Arc::clone(&self.log);
-        let most = (1..GENERATIONS).max_by_key(|generation| self.parts.count_here(&log, *generation));
-        most.is_some_and(|generation| self.write_segment(generation))
+        let mut counts: Vec<_> = (1..GENERATIONS)
+            .map(|generation| (self.parts.count_here(&log, generation), generation))
+            .collect();
+        counts.sort_unstable_by_key(|(count, _)| std::cmp::Reverse(*count));
+        counts.into_iter().any(|(count, generation)| count > 0 && self.write_segment(generation))
     }
 
     /// Writes pages of a generation until a segment is full or no page is left. Returns whether it
@@ -367,7 +370,8 @@ impl Cleaner {
                     _ => {
                         // The page stays in memory, and is written to another segment later.
                         appender.failed(log, place);
-                        break 'all;
+                        below.submit();
+                        return false;
                     }
                 }
                 if is_full {
@@ -401,7 +405,8 @@ impl Victim {
     }
 
     /// Whether the segment's pages move to this generation, and all were read. Only then are they
-    /// written: each segment that the cleaner fills ends a victim, so its reserve is never used up.
+    /// written: each segment that the cleaner fills ends a victim, unless the disk fails. So its
+    /// reserve is not used up.
     fn is_read(&self, generation: usize) -> bool {
         self.target() == generation
             && self.phase == Phase::Write
@@ -447,7 +452,7 @@ impl Victim {
         let segment = self.segment.expect("a victim has a segment");
         let summary = found.and_then(|bytes| Summary::parse(bytes, segment));
         let life = log.segments.word(segment).life();
-        let Some(summary) = summary.filter(|summary| summary.life() == life) else {
+        let Some(summary) = summary.filter(|summary| log.is_its(summary, life)) else {
             self.records.clear();
             (self.failed, self.phase) = (true, Phase::Write);
             return;

@@ -300,11 +300,10 @@ impl Parts {
 }
 
 impl Shared {
-    /// The record of a place in a summary that was read. Stores the summary in memory. A summary of
-    /// another life proves nothing: a disk may have lost all writes of this one.
+    /// The record of a place in a summary that was read. Stores the summary in memory.
     fn read_summary(&self, place: u32, life: u32, bytes: &PageBytes) -> Option<Record> {
         let (segment, within) = self.shape.split(place);
-        let summary = Summary::parse(bytes, segment).filter(|summary| summary.life() == life)?;
+        let summary = Summary::parse(bytes, segment).filter(|it| self.is_its(it, life))?;
         self.rows.keep(&self.segments, &summary);
         Some(summary.record(within))
     }

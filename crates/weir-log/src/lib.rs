@@ -53,10 +53,11 @@ use segment::Segments;
 use size::{Kind, Sizes};
 use status::Counters;
 use std::fmt;
+use std::hash::{BuildHasher as _, RandomState};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
-use summary::Rows;
+use summary::{Rows, Summary};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{Lane, OpenError, OpenErrorKind, State, Store};
 use words::Words;
@@ -78,6 +79,9 @@ struct Shared {
     rows: Rows,
     /// The parts that only a durable log has.
     durable: Option<Durable>,
+    /// A random number, by which a scratch log knows its summaries from those that an earlier log
+    /// left on the same disks.
+    number: u64,
     /// Number of lanes that can still be opened.
     seats: AtomicU32,
     counters: Counters,
@@ -141,6 +145,7 @@ impl Log {
             segments,
             rows: Rows::new(sizes.rows, segment_pages - 1, durable.is_some()).map_err(LogError::Memory)?,
             durable,
+            number: RandomState::new().hash_one(0),
             seats: AtomicU32::new(lanes),
             counters: Counters::default(),
             is_full: AtomicBool::new(false),
@@ -224,9 +229,15 @@ impl Shared {
         RESERVE + self.shape.lanes + if self.durable.is_some() { DURABLE_AHEAD } else { AHEAD }
     }
 
-    /// The part of a durable log's identity that its summaries and its journal carry.
+    /// The part of the log's identity that its summaries and its journal carry.
     fn identity(&self) -> u64 {
-        self.durable.as_ref().map_or(0, |durable| durable.superblock.short_identity())
+        self.durable.as_ref().map_or(self.number, |durable| durable.superblock.short_identity())
+    }
+
+    /// Whether a summary is of this log, and of this life of its segment. Another one proves
+    /// nothing: a disk may have lost all writes of this life.
+    fn is_its(&self, summary: &Summary<'_>, life: u32) -> bool {
+        summary.life() == life && summary.identity() == self.identity()
     }
 
     /// The version for a write that begins; 0: the log is scratch.

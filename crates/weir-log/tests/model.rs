@@ -265,7 +265,8 @@ fn a_log_holds_what_was_written_whatever_fails_and_is_cleaned_meanwhile() {
 }
 
 /// A disk may lose a long write as a whole, and so the pages of a segment together with their
-/// summary. The segment's summary and pages of an earlier life are then proof of each other.
+/// summary. The segment's summary and pages of an earlier life, or of an earlier log, are then
+/// proof of each other.
 #[test]
 fn a_disk_that_has_lost_all_writes_of_a_segments_life_gives_no_page_of_an_earlier_one() {
     const PAGES: u32 = 24;
@@ -274,30 +275,38 @@ fn a_disk_that_has_lost_all_writes_of_a_segments_life_gives_no_page_of_an_earlie
         let size = ByteSize(40 * u64::from(SEGMENT) * PAGE_SIZE as u64);
         let below = Arc::new(Sim::open(SimUrl { seed, size, ..SimUrl::default() }).unwrap());
         let config = Config { pages: PAGES, segment_pages: SEGMENT, members: 1, lanes: 2, summaries: 1 };
-        let log = Log::create(Arc::clone(&below) as _, config).unwrap();
-        let mut cleaner = Cleaner::open(&log).unwrap();
-        let (mut lane, mut chance, now) = (log.lane(DEPTH).unwrap(), Chance(seed), Instant::now());
+        let create = || {
+            let log = Log::create(Arc::clone(&below) as _, config).unwrap();
+            (log.lane(DEPTH).unwrap(), Cleaner::open(&log).unwrap())
+        };
+        let ((mut lane, mut cleaner), mut chance, now) = (create(), Chance(seed), Instant::now());
         let mut values = [0; PAGES as usize];
         let mut value = 0;
-        let mut write = |lane: &mut dyn Lane, values: &mut [u64]| {
-            for _ in 0..2000 {
-                let page = chance.below(PAGES.into()) as u32;
-                value += 1;
-                while lane.write(0, Slot(page), &content(value)) != Progress::Done(Ok(())) {
-                    lane.poll(now, &mut |_| {});
-                    cleaner.step(now);
+        let mut write =
+            |lane: &mut dyn Lane, cleaner: &mut Cleaner, chance: &mut Chance, values: &mut [u64]| {
+                for _ in 0..2000 {
+                    let page = chance.below(PAGES.into()) as u32;
+                    value += 1;
+                    while lane.write(0, Slot(page), &content(value)) != Progress::Done(Ok(())) {
+                        lane.poll(now, &mut |_| {});
+                        cleaner.step(now);
+                    }
+                    values[page as usize] = value;
                 }
-                values[page as usize] = value;
-            }
-        };
+            };
         let peek = |slot: u32| {
             let mut found = [0; PAGE_SIZE];
             below.change(Slot(slot), |bytes| found = *bytes);
             found
         };
-        write(&mut *lane, &mut values);
+        write(&mut *lane, &mut cleaner, &mut chance, &mut values);
         let earlier: Vec<PageBytes> = (0..below.slots()).map(peek).collect();
-        write(&mut *lane, &mut values);
+        if seed % 2 == 1 {
+            // Another log does the same on the same disk.
+            drop((lane, cleaner));
+            ((lane, cleaner), chance) = (create(), Chance(seed));
+        }
+        write(&mut *lane, &mut cleaner, &mut chance, &mut values);
         for (slot, page) in (0..).zip(&earlier) {
             below.change(Slot(slot), |bytes| *bytes = *page);
         }
