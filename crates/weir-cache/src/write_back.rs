@@ -747,6 +747,19 @@ mod tests {
         (cache, lane)
     }
 
+    /// A home of so many bytes that takes a second for each operation.
+    fn slow(bytes: u64) -> Arc<Sim> {
+        let home = SimUrl { size: ByteSize(bytes), latency: Duration::from_secs(1), ..SimUrl::default() };
+        Arc::new(Sim::open(home).unwrap())
+    }
+
+    /// Writes the first pages into the cache.
+    fn fill(lane: &mut crate::CacheLane, pages: u32) {
+        for page in 0..pages {
+            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
+        }
+    }
+
     fn content(page: u32) -> [u8; PAGE_SIZE] {
         std::array::from_fn(|at| (at as u32 / 64 + page) as u8)
     }
@@ -754,13 +767,9 @@ mod tests {
     #[test]
     fn the_next_pages_are_read_while_the_home_writes_and_a_flush_waits_for_all_of_them() {
         const PAGES: u32 = 3 * GROUP as u32;
-        let second = Duration::from_secs(1);
-        let home = SimUrl { size: ByteSize(16 << 20), latency: second, ..SimUrl::default() };
-        let home = Arc::new(Sim::open(home).unwrap());
+        let home = slow(16 << 20);
         let (cache, mut lane) = over(&home, 8192);
-        for page in 0..PAGES {
-            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
-        }
+        fill(&mut lane, PAGES);
         let mut write_back = WriteBack::open(&cache).unwrap();
         assert_eq!(lane.flush(2), Progress::Queued);
         let (begun, mut answer) = (Instant::now(), None);
@@ -775,21 +784,17 @@ mod tests {
             |it: &WriteBack| it.groups.iter().map(|group| group.members.len()).collect::<Vec<_>>();
         assert_eq!(under_way(&write_back), [GROUP, GROUP], "the home has not answered");
         assert_eq!(answer, None);
-        (1..=3).for_each(|seconds| run(&mut write_back, &mut answer, begun + seconds * second));
+        (1..=3).for_each(|seconds| run(&mut write_back, &mut answer, begun + Duration::from_secs(seconds)));
         assert_eq!((answer, under_way(&write_back)), (Some(Ok(())), vec![0; GROUPS]));
         assert_eq!(cache.status().written_back, PAGES.into());
     }
 
     #[test]
     fn pages_on_their_way_home_are_counted_once_where_the_watermark_is_looked_at() {
-        let second = Duration::from_secs(1);
-        let home = SimUrl { size: ByteSize(16 << 20), latency: second, ..SimUrl::default() };
-        let home = Arc::new(Sim::open(home).unwrap());
+        let home = slow(16 << 20);
         let (cache, mut lane) = over(&home, 4096);
         let mut write_back = WriteBack::open(&cache).unwrap();
-        for page in 0..cache.directory.frames() * 2 / 3 {
-            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
-        }
+        fill(&mut lane, cache.directory.frames() * 2 / 3);
         let begun = Instant::now();
         for at in 0..3000 {
             write_back.step(begun + at * Duration::from_millis(2));
@@ -800,16 +805,12 @@ mod tests {
 
     #[test]
     fn a_flush_brings_home_what_was_written_while_older_content_was_on_its_way() {
-        let second = Duration::from_secs(1);
-        let home = SimUrl { size: ByteSize(32 << 20), latency: second, ..SimUrl::default() };
-        let home = Arc::new(Sim::open(home).unwrap());
+        let home = slow(32 << 20);
         let (cache, mut lane) = over(&home, 8192);
         let mut write_back = WriteBack::open(&cache).unwrap();
         let begun = Instant::now();
         // More than may be dirty, by two groups at least.
-        for page in 0..cache.directory.frames() * 2 / 3 {
-            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
-        }
+        fill(&mut lane, cache.directory.frames() * 2 / 3);
         let are_busy = |it: &mut WriteBack| !it.groups.iter().any(Group::is_idle);
         let begin = |_| {
             write_back.step(begun);
@@ -870,9 +871,7 @@ mod tests {
         let home = Arc::new(Sim::open(SimUrl { size: ByteSize(4 << 20), ..SimUrl::default() }).unwrap());
         let (cache, mut lane) = over(&home, 4096);
         assert!(cache.directory.frames() > 4 * LOOK);
-        for page in 0..PAGES {
-            assert_eq!(lane.write(1, PageNo(page), &content(page)), Progress::Done(Ok(())));
-        }
+        fill(&mut lane, PAGES);
         assert_eq!(lane.flush(2), Progress::Queued);
         let mut write_back = WriteBack::open(&cache).unwrap();
         let (now, mut answer) = (Instant::now(), None);

@@ -4,8 +4,8 @@
 //! The format on disk, numbers with the lowest byte first (docs/log-format.md). The head has magic,
 //! segment, life, a checksum, generation, and the log's identity in 8 bytes. The checksum is that
 //! of the page with zeros in the checksum's place. From byte 32 on each place has 14 bytes: page,
-//! checksum, and the version in 6 bytes. A scratch log has a random
-//! number for its identity, and no versions.
+//! checksum, and the version in 6 bytes. A scratch log has a random number for its identity, and no
+//! versions.
 //!
 //! A *version* numbers the writes of a durable log. A record gets its version once the page is
 //! written. Of several records of a page, the one with the highest version counts. A page that is
