@@ -713,6 +713,10 @@ impl Drop for WriteBack {
         for member in self.groups.iter().flat_map(|group| &group.members).filter(is_here) {
             self.cache.directory.end_write_back(member.frame, Outcome::Dirty);
         }
+        // A flush that waits has failed: only the write-back answers it, and it ends here.
+        if let Some(wanted) = self.flush_wanted() {
+            self.cache.flush_done.store(wanted * 2, SeqCst);
+        }
     }
 }
 
@@ -863,6 +867,19 @@ mod tests {
             flusher.poll(now, &mut |done| answer = Some(done.result));
         }
         assert_eq!(answer, Some(Ok(())), "after {steps} steps: {:?}", cache.status());
+    }
+
+    #[test]
+    fn a_flush_fails_if_the_write_back_ends_before_it() {
+        let home = Arc::new(Sim::open(SimUrl { size: ByteSize(4 << 20), ..SimUrl::default() }).unwrap());
+        let (cache, mut lane) = over(&home, 4096);
+        fill(&mut lane, 8);
+        let write_back = WriteBack::open(&cache).unwrap();
+        assert_eq!(lane.flush(2), Progress::Queued);
+        drop(write_back);
+        let mut answer = None;
+        lane.poll(Instant::now(), &mut |done| answer = Some(done.result));
+        assert!(matches!(answer, Some(Err(_))), "{answer:?}");
     }
 
     #[test]

@@ -225,6 +225,11 @@ impl Appender {
         self.open.iter().any(Option::is_none)
     }
 
+    /// Whether a write to an open segment has no answer, or was given up and may still land.
+    pub fn waits(&self) -> bool {
+        self.open.iter().flatten().any(|open| open.waits > 0)
+    }
+
     /// Ends the appender's work on all segments. A segment with a write that was given up stays
     /// open for ever, because that write may still land.
     pub fn close(&mut self, log: &Shared) {

@@ -209,11 +209,13 @@ impl Cleaner {
                 return Next::Step;
             }
             // The log is not full while a commit may free enough segments: a commit is under way,
-            // or a dead segment waits for one.
+            // or a dead segment waits for one. Nor is it full while a write that was given up may
+            // still land, since its victim goes on then.
             let is_short = self.log.segments.free() <= RESERVE
                 && (!self.log.segments.are_durable() || is_idle && self.log.segments.dead() == 0);
-            self.log.is_full.store(is_short && !self.parts.is_busy(), SeqCst);
-            if self.parts.is_busy() {
+            let is_busy = self.parts.is_busy();
+            self.log.is_full.store(is_short && !(is_busy && self.parts.appender.waits()), SeqCst);
+            if is_busy {
                 return Next::Answers;
             }
         }

@@ -70,3 +70,23 @@ fn a_dead_member_fails_what_lies_on_it_and_new_pages_go_to_the_others() {
     assert!(failures > 0 && status.member_errors[1] > 0, "{status:?}");
     assert_eq!((status.member_errors[0], status.member_errors[2]), (0, 0));
 }
+
+/// Writes fail at random, so the cleaner may be left without a segment for pages that it has read.
+/// Then a write fails with an error: no write waits for ever.
+#[test]
+fn no_write_waits_for_ever_for_a_cleaner_whose_disk_fails() {
+    let mut full = 0;
+    for seed in 0..60 {
+        let size = ByteSize(u64::from(SEGMENT * 30) * PAGE_SIZE as u64);
+        let store = Sim::open(SimUrl { seed, size, write_error: 0.6, ..SimUrl::default() }).unwrap();
+        let config = Config { pages: 0, segment_pages: SEGMENT, members: 1, lanes: 1, summaries: u32::MAX };
+        let log = Log::create(Arc::new(store), config).unwrap();
+        let (mut lane, mut cleaner) = (log.lane(4).unwrap(), Cleaner::open(&log).unwrap());
+        let pages = log.status().pages;
+        for turn in 0..3_000_u32 {
+            let page = turn.wrapping_mul(2_654_435_761).rotate_left(9) % pages;
+            full += u32::from(!write(&mut *lane, &mut cleaner, page, turn as u8));
+        }
+    }
+    assert!(full > 0, "some writes fail");
+}
