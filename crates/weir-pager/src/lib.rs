@@ -25,7 +25,6 @@ pub use pager::{Options, Pager, Scope, Stats};
 pub use share::ShareStore;
 pub use uffd::{Event, Stopped, Uffd};
 
-use policy::Policy;
 use std::io;
 use weir_core::{PAGE_SIZE, PageBytes};
 

@@ -2,6 +2,7 @@
 
 use crate::BLOCK;
 use crate::BLOCK_PAGES;
+use crate::policy::History;
 use std::collections::BTreeMap;
 
 /// The state of a block: where its content is.
@@ -57,9 +58,8 @@ pub struct Block {
     pub zeros: [u64; BLOCK_PAGES / 64],
     /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: [u64; BLOCK_PAGES / 64],
-    /// A pair: the index of the page that was brought last as a single page, and the number of
-    /// pages directly before it that were brought singly too, one after another.
-    pub run: (usize, u8),
+    /// The page faults that the policy has seen on this block.
+    pub history: History,
     /// A bit for each page whose content the program has dropped, and which the kernel may not have
     /// removed yet. The pager writes the block out only after the kernel has removed these pages.
     /// Otherwise their old content would come back.
@@ -166,7 +166,7 @@ impl Blocks {
             stored: None,
             zeros: [0; BLOCK_PAGES / 64],
             there: [0; BLOCK_PAGES / 64],
-            run: (0, 0),
+            history: History::default(),
             ending: None,
         };
         let id = match self.unused.pop() {

@@ -66,9 +66,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             let at = self.blocks.get(id).at;
             if self.has_ended(id) && self.move_out(at, slot) {
-                self.policy.went(id);
+                let evicted = self.policy.evicted(id);
                 self.was_tried();
-                self.blocks.get_mut(id).state = State::Writing(slot);
+                let block = self.blocks.get_mut(id);
+                (block.state, block.history.evicted) = (State::Writing(slot), evicted);
                 // Writes of the room's earlier owner may still be under way. Wait for their end, so
                 // that they do not overwrite this block.
                 if self.store.settle().is_err() {
@@ -214,17 +215,35 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Begins to read the block that the streams predict next.
     pub(super) fn begin_fill(&mut self) -> bool {
-        let ready = self.blocks_ready();
-        while ready < READY_MAX
-            && let Some(at) = self.wanted.pop_front()
-        {
-            let is_all_away =
-                |block: &Block| block.state == State::Stored && block.count_there() == 0 && !block.is_partial;
-            let id = self.blocks.at(at).filter(|&id| is_all_away(self.blocks.get(id)));
-            if let Some((id, slot)) = id.zip(self.find(Slot::Free)) {
-                self.slots[slot] = Slot::Busy;
-                self.blocks.get_mut(id).state = State::Filling(slot);
-                self.filling = Some(Transfer { id, slot, next: 0 });
+        let most = (self.limit() / 8).clamp(1, READY_MAX);
+        while let Some(&at) = self.wanted.front() {
+            if !self.is_all_away(at) {
+                self.wanted.pop_front();
+                continue;
+            }
+            let is_free = self.blocks_ready() < most || self.is_outdated() && self.drop_ready();
+            let Some(slot) = self.find(Slot::Free).filter(|_| is_free) else { return false };
+            self.wanted.pop_front();
+            let id = self.blocks.at(at).expect("it is in the store");
+            self.slots[slot] = Slot::Busy;
+            self.blocks.get_mut(id).state = State::Filling(slot);
+            self.filling = Some(Transfer { id, slot, next: 0 });
+            return true;
+        }
+        false
+    }
+
+    /// Whether nobody has used the oldest prefetched block for a while. Such blocks, of streams
+    /// that have ended, would keep those of others from being prefetched.
+    fn is_outdated(&self) -> bool {
+        self.ready.front().is_some_and(|&(_, since)| self.wants - since >= READY_FOR)
+    }
+
+    /// Drops the oldest prefetched block that nobody has used. Returns false if there is none.
+    pub(super) fn drop_ready(&mut self) -> bool {
+        while let Some((id, _)) = self.ready.pop_front() {
+            if self.blocks.is_known(id) && matches!(self.blocks.get(id).state, State::Ready(_)) {
+                self.drop_copy(id);
                 return true;
             }
         }
@@ -245,6 +264,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         } else if next + STEP == BLOCK_PAGES {
             count(&self.shared.counters.ahead, 1);
             self.blocks.get_mut(id).state = State::Ready(slot);
+            self.ready.push_back((id, self.wants));
         } else {
             self.filling = Some(Transfer { id, slot, next: next + STEP });
         }

@@ -15,8 +15,9 @@ use crate::digest::Key;
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
 use crate::maps::Mapping;
+use crate::policy::{Fault, Plan, Policy, SINGLES_MOST};
 use crate::uffd::{Event, Stopped};
-use crate::{BLOCK, BLOCK_PAGES, Error, Policy, Store, Tell};
+use crate::{BLOCK, BLOCK_PAGES, Error, Store, Tell};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 use std::collections::{BTreeMap, VecDeque};
@@ -30,13 +31,16 @@ use weir_core::{PAGE_SIZE, uniform_value};
 const SLOTS: usize = 16;
 /// Number of pages that are written or read in one step.
 const STEP: usize = 64;
-/// Largest number of prefetched blocks that the program has not used yet.
-const READY_MAX: usize = 2;
+/// Largest number of prefetched blocks that the program has not used yet. Fewer under a small
+/// limit.
+const READY_MAX: usize = 4;
+/// Largest number of blocks that streams want next.
+const WANTED_MAX: usize = 2 * READY_MAX;
+/// After so many page faults in streams, a prefetched block that was not used makes room for
+/// another.
+const READY_FOR: u64 = 32;
 /// Largest number of victims that one search tries.
 const TRIES: usize = 16;
-/// Largest number of pages that one page fault on a block in the store brings, if not the whole
-/// block.
-const SINGLES_MOST: usize = 64;
 /// Largest number of pages that a page fault on a partial block brings.
 pub(super) const WINDOW: usize = 16;
 /// Mappings of fewer bytes than this are not managed, unless they lie beside managed memory.
@@ -157,7 +161,13 @@ pub(super) struct Work<K: Kernel, S> {
     writing: Option<Transfer>,
     filling: Option<Transfer>,
     outbox: Option<Outbox>,
+    /// The addresses of blocks that streams want next, the most urgent one first.
     wanted: VecDeque<usize>,
+    /// Number of page faults in streams.
+    wants: u64,
+    /// Prefetched blocks that nobody has used, the oldest one first, each with its time in page
+    /// faults in streams.
+    ready: VecDeque<(u32, u64)>,
     /// Single pages in place, each as the number of its block and its index in the block, in the
     /// order in which they came. An entry is outdated once its page is no longer a single page in
     /// place.
@@ -269,6 +279,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             filling: None,
             outbox: None,
             wanted: VecDeque::new(),
+            wants: 0,
+            ready: VecDeque::new(),
             singles: VecDeque::new(),
             singles_there: 0,
             partial_there: 0,
@@ -380,18 +392,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             _ => {}
         }
         let at = self.blocks.get(id).at;
-        let (number, rest) = ((at / BLOCK) as i64, at % BLOCK);
-        let blocks = &self.blocks;
-        let is_resident = |other: i64| {
-            let id = blocks.at((other as usize).wrapping_mul(BLOCK).wrapping_add(rest));
-            id.is_some_and(|id| blocks.get(id).state == State::Resident)
-        };
         let page = (address - at) / PAGE_SIZE;
-        let stride = match self.is_next_single(id, page) {
-            true => None,
-            false => self.policy.fault(number, is_resident),
-        };
-        if self.blocks.get(id).state == State::Stored && self.is_single(id, page, stride) {
+        let plan = self.plan(id, page);
+        if self.blocks.get(id).state == State::Stored && !plan.is_whole {
             if self.bring_single(id, page)? {
                 return Ok(());
             }
@@ -403,13 +406,57 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
         }
         self.bring(id)?;
-        if let Some(stride) = stride {
-            self.wanted.clear();
-            let ahead = (1..=READY_MAX as i64)
-                .filter_map(|step| at.checked_add_signed((stride * step * BLOCK as i64) as isize));
-            self.wanted.extend(ahead);
+        if let Some(stride) = plan.stride {
+            self.want(at, stride);
         }
         Ok(())
+    }
+
+    /// Notes a page fault, and asks the policy what it brings.
+    pub(super) fn plan(&mut self, id: u32, page: usize) -> Plan {
+        let Work { policy, blocks, singles_there, .. } = self;
+        let block = blocks.get(id);
+        let mut history = block.history;
+        let plan = if block.is_partial {
+            policy.fault_singly(page, &mut history)
+        } else {
+            let rest = block.at % BLOCK;
+            let is_in_place = |other: i64| {
+                let id = blocks.at((other as usize).wrapping_mul(BLOCK).wrapping_add(rest));
+                id.is_some_and(|id| blocks.get(id).state == State::Resident)
+            };
+            let fault = Fault {
+                number: (block.at / BLOCK) as i64,
+                page,
+                is_stored: block.state == State::Stored,
+                there: block.count_there(),
+                there_of_all: *singles_there,
+                blocks: blocks.len(),
+            };
+            policy.fault(fault, &mut history, is_in_place)
+        };
+        blocks.get_mut(id).history = history;
+        plan
+    }
+
+    /// Notes the next blocks of a stream, to be prefetched. The next block of each stream comes
+    /// before the second next one of any: a program may have several streams at a time.
+    fn want(&mut self, at: usize, stride: i64) {
+        self.wants += 1;
+        let ahead = |step: i64| at.checked_add_signed((stride * step * BLOCK as i64) as isize);
+        let [next, second] = [1, 2].map(|step| ahead(step).filter(|&at| self.is_all_away(at)));
+        self.wanted.retain(|&other| other != at && ![next, second].contains(&Some(other)));
+        next.into_iter().for_each(|at| self.wanted.push_front(at));
+        second.into_iter().for_each(|at| self.wanted.push_back(at));
+        self.wanted.truncate(WANTED_MAX);
+    }
+
+    /// Whether the block at this address is whole, and all of it is in the store.
+    pub(super) fn is_all_away(&self, at: usize) -> bool {
+        self.blocks.at(at).is_some_and(|id| {
+            let block = self.blocks.get(id);
+            block.state == State::Stored && block.count_there() == 0 && !block.is_partial
+        })
     }
 
     /// Answers a thread's call: looks for new memory. While a thread holds all blocks in place, for
@@ -562,9 +609,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         self.move_in(at, slot)?;
         if matches!(was, State::Ready(_)) {
+            self.ready.retain(|&(other, _)| other != id);
             count(&self.shared.counters.prefetched, 1);
         }
-        self.blocks.get_mut(id).state = State::Resident;
+        let block = self.blocks.get_mut(id);
+        block.state = State::Resident;
+        block.history.came();
         self.forget_singles(id, 0..BLOCK_PAGES);
         self.policy.came(id);
         self.may_spare_room = true;

@@ -5,6 +5,7 @@
 //! pages only while its state is `Stored`, or while the whole block is being brought.
 
 use super::*;
+use std::ops::Range;
 
 /// Largest number of single pages that are moved out together. While the program accesses memory in
 /// random order, the pager keeps room for as many single pages.
@@ -19,15 +20,6 @@ pub(super) const OUTBOX: usize = 2 * BATCH;
 /// Largest number of pages that the kernel may refuse to move while one batch is collected. After
 /// that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
-/// Each page fault that directly follows the block's last one brings twice as many pages as that
-/// one did. After this many such page faults the pager brings the rest of the block. A whole block
-/// costs as much as hundreds of single pages, and many objects have only a few pages.
-const RUN: u8 = 7;
-const _: () = assert!(SINGLES_MOST == 1 << (RUN - 1));
-/// The whole block is worth bringing if it has at least this many single pages, and more than
-/// `TIMES_AVERAGE` times the average of all blocks.
-const MANY: usize = 64;
-const TIMES_AVERAGE: usize = 4;
 /// While whole blocks have much memory, the share of partial blocks among the victims is their
 /// share of memory divided by this number.
 const PARTIAL_EVERY: usize = 16;
@@ -36,49 +28,39 @@ const PARTIAL_EVERY: usize = 16;
 const WHOLE_SHARE: usize = 8;
 
 impl<K: Kernel, S: Store> Work<K, S> {
-    /// Whether a page fault on a block in the store brings one page, and not the whole block.
-    pub(super) fn is_single(&mut self, id: u32, page: usize, stride: Option<i64>) -> bool {
-        let blocks = self.blocks.len();
-        let block = self.blocks.get_mut(id);
-        let (last, run) = block.run;
-        let run = if page == last + 1 { run.saturating_add(1) } else { 0 };
-        block.run = (page, run);
-        if block.is_partial {
-            return true;
-        }
-        let there = block.count_there();
-        // A stream of page faults enters each block at the block's first or last page.
-        let enters = stride.is_some() && (page == 0 || page == BLOCK_PAGES - 1);
-        let is_dense = there >= MANY && there * blocks > TIMES_AVERAGE * self.singles_there;
-        !(self.policy.is_streaming() || enters || is_dense || run >= RUN)
-    }
-
-    /// Whether `page` follows the page of the block that was brought last as a single page.
-    pub(super) fn is_next_single(&self, id: u32, page: usize) -> bool {
-        let block = self.blocks.get(id);
-        block.state == State::Stored && page == block.run.0 + 1
-    }
-
-    /// Brings one page of a block that is in the store, and perhaps pages after it. Returns `false`
-    /// if the page cannot be read.
+    /// Brings one page of a block that is in the store, and perhaps pages beside it. Returns
+    /// `false` if the page cannot be read.
     pub(super) fn bring_single(&mut self, id: u32, page: usize) -> Result<bool, Changed> {
-        let mut pages = self.window(id, page);
+        let Range { start, end } = self.window(id, page);
         if !self.blocks.get(id).is_there(page) {
-            self.make_room_for_singles(pages, self.blocks.get(id).is_partial);
+            self.make_room_for_singles(end - start, self.blocks.get(id).is_partial);
             if !self.events.is_empty() {
                 return Err(Changed);
             }
         }
         let at = self.blocks.get(id).at + page * PAGE_SIZE;
-        let mut brought = self.bring_pages(id, page, pages);
-        if pages > 1 && !matches!(brought, Some(Ok(_)) | Some(Err(Errno::AGAIN))) {
-            // The pages may lie in more than one mapping, or only one of them may be unreadable.
-            pages = 1;
-            brought = self.bring_pages(id, page, pages);
+        let mut came = start;
+        let mut brought = self.bring_pages(id, start, end - start);
+        if end - start > 1 {
+            // The pages may lie in more than one mapping, or only one of them may be unreadable. So
+            // the page that a thread waits for may not be among those that came.
+            let is_there = match brought {
+                Some(Ok(pages)) => page < start + pages,
+                Some(Err(Errno::AGAIN)) => true,
+                _ => false,
+            };
+            if !is_there {
+                if let Some(Ok(pages)) = brought {
+                    self.came_singly(id, start..start + pages);
+                }
+                came = page;
+                brought = self.bring_pages(id, page, 1);
+            }
         }
         match brought {
             Some(Ok(pages)) => {
-                self.came_singly(id, page..page + pages);
+                self.blocks.get_mut(id).history.came_singly(came..came + pages);
+                self.came_singly(id, came..came + pages);
                 Ok(true)
             }
             Some(Err(Errno::AGAIN)) => Err(Changed),
@@ -116,22 +98,24 @@ impl<K: Kernel, S: Store> Work<K, S> {
         })
     }
 
-    /// The number of pages to bring for a page fault on this page: more with each page fault in a
-    /// row. A partial block never comes as a whole, so its first page fault already brings more
-    /// pages.
-    fn window(&self, id: u32, page: usize) -> usize {
+    /// The pages to bring for a page fault on this page: more with each page fault that continues a
+    /// run, in the run's direction. A partial block never comes as a whole, so its first page fault
+    /// already brings more pages.
+    fn window(&self, id: u32, page: usize) -> Range<usize> {
         let block = self.blocks.get(id);
-        if block.is_there(page) {
-            return 1;
-        }
         let is_zero = block.is_zero(page);
         let most = match block.is_partial {
             true if is_zero => WINDOW,
-            true => WINDOW.min(4 << block.run.1.min(4)),
-            false => 1 << block.run.1.min(RUN - 1),
+            true => WINDOW.min(4 * block.history.most()),
+            false => block.history.most(),
         };
-        if most == 1 {
-            return 1;
+        if block.is_there(page) || most == 1 {
+            return page..page + 1;
+        }
+        let is_alike = |&other: &usize| !block.is_there(other) && block.is_zero(other) == is_zero;
+        if block.history.is_down && !block.is_partial {
+            let first = (page + 1).saturating_sub(most);
+            return page - (first..page).rev().take_while(is_alike).count()..page + 1;
         }
         let at = block.at + page * PAGE_SIZE;
         let end = self.spans.range(..=at).next_back().map_or(at, |(_, &end)| end);
@@ -142,14 +126,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             .find(|&other| other > at)
             .map_or(end, |other| other.min(end));
         let last = BLOCK_PAGES.min(page + most).min(page + end.saturating_sub(at) / PAGE_SIZE);
-        let is_alike = |&other: &usize| !block.is_there(other) && block.is_zero(other) == is_zero;
-        1 + (page + 1..last).take_while(is_alike).count()
+        page..page + 1 + (page + 1..last).take_while(is_alike).count()
     }
 
     /// Notes that these pages of a block are in place as single pages.
     pub(super) fn came_singly(&mut self, id: u32, pages: std::ops::Range<usize>) {
         let block = self.blocks.get_mut(id);
-        block.run.0 = pages.end - 1;
         for page in pages {
             if block.is_there(page) {
                 continue;
@@ -175,6 +157,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     fn make_room_for_singles(&mut self, pages: usize, is_partial: bool) {
         while self.room_for_singles() < pages {
+            // A program that has ended to stream uses none of the blocks that were prefetched.
+            if !self.policy.is_streaming() && self.drop_ready() {
+                continue;
+            }
             if self.find(Slot::Free).is_some() {
                 self.scrub_free();
                 continue;
@@ -424,16 +410,39 @@ mod tests {
         // Page 300 does not follow the pages before, so one page comes: another object may begin
         // there.
         for (page, there) in [(0, 1), (1, 3), (3, 7), (7, 15), (300, 16), (301, 18)] {
-            assert!(work.is_single(id, page, None));
+            assert!(!work.plan(id, page).is_whole);
             assert!(work.bring_single(id, page).unwrap());
             assert_eq!(work.blocks.get(id).count_there(), there);
         }
         let mut page = 303;
-        while work.is_single(id, page, None) {
+        while !work.plan(id, page).is_whole {
             assert!(work.bring_single(id, page).unwrap());
-            page = work.blocks.get(id).run.0 + 1;
+            page = (page..BLOCK_PAGES).find(|&page| !work.blocks.get(id).is_there(page)).unwrap();
         }
         assert_eq!(page, 300 + 127, "after 1, 2, 4, up to 64 pages the whole block comes");
+    }
+
+    #[test]
+    fn runs_downwards_bring_the_pages_below() {
+        let (mut work, first) = work_at_rest();
+        let room = work.store.claim().expect("room");
+        for page in 0..BLOCK_PAGES {
+            work.store.write(room + page as u64, &[[page as u8; PAGE_SIZE]]).unwrap();
+        }
+        work.store.settle().unwrap();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        work.add_span(address(first), address(first + BLOCK_PAGES));
+        let id = work.blocks.add(address(first), State::Stored);
+        work.blocks.get_mut(id).room = Some(room);
+        work.rooms = 1;
+        for (page, lowest) in [(300, 300), (299, 298), (297, 294), (293, 286)] {
+            assert!(!work.plan(id, page).is_whole);
+            assert!(work.bring_single(id, page).unwrap());
+            assert!((0..301).all(|page| work.blocks.get(id).is_there(page) == (page >= lowest)));
+        }
+        let is_right = |page: usize| work.kernel.world.word(first + page) as u8 == page as u8;
+        assert!((286..301).all(is_right));
     }
 
     #[test]
