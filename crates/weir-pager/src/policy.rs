@@ -61,10 +61,10 @@ const EARLY: u64 = 8;
 const CALM: u32 = 256;
 /// The program has more streams than blocks if this many of the last 32 whole blocks had gone too
 /// early.
-const CROWDED: u32 = 16;
+const CROWDED: u32 = 28;
 /// Number of page faults for which a crowded program gets single pages, the first time and at most.
 const CROWDED_FOR: u64 = 256;
-const CROWDED_FOR_MOST: u64 = 1 << 14;
+const CROWDED_FOR_MOST: u64 = 1 << 12;
 /// While the program streams, one victim of this many is the oldest block, and the others are new
 /// ones. Otherwise blocks that are no longer used would stay in place for ever.
 const OLDEST_EVERY: u32 = 16;

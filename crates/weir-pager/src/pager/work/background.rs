@@ -34,8 +34,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return true;
         }
         let target = (self.limit() / 8).clamp(1, 3);
-        (self.is_above() || (self.frames() == self.limit() && free < target))
-            && (self.write_singles_of_turn() || self.begin_write().is_some())
+        let spares_blocks = self.spares_blocks();
+        let is_short = self.frames() == self.limit() && free < target && !spares_blocks;
+        (self.is_above() || is_short)
+            && (self.write_singles_of_turn()
+                || spares_blocks && self.write_singles(singles::FEW)
+                || self.begin_write().is_some())
     }
 
     /// Moves a batch of single pages out, if it is the turn of partial blocks. Such a turn takes

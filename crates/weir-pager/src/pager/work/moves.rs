@@ -293,7 +293,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         // accesses are no longer used, so they are moved out first.
         let others = self.singles_there - self.partial_there;
         if self.writing.is_none()
-            && (self.policy.is_streaming() && others >= BLOCK_PAGES || self.is_turn_of_partial())
+            && (self.policy.is_streaming() && others >= BLOCK_PAGES
+                || self.spares_blocks()
+                || self.is_turn_of_partial())
             && self.write_block_of_singles()
         {
             return;

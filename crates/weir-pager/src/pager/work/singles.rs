@@ -230,6 +230,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         is_due || self.policy.len() == 0
     }
 
+    /// Whether single pages make room, and not whole blocks: single pages take nearly all memory.
+    /// The few blocks that are in place as a whole would come straight back if they are in use.
+    pub(super) fn spares_blocks(&self) -> bool {
+        self.singles_there - self.partial_there >= BLOCK_PAGES
+            && self.policy.len() <= self.limit() / WHOLE_SHARE
+            && !self.is_stuck_singly()
+    }
+
     /// Whether no single page could be moved out a moment ago: the program has locked them, or a
     /// child shares them.
     fn is_stuck_singly(&self) -> bool {
@@ -420,6 +428,36 @@ mod tests {
             page = (page..BLOCK_PAGES).find(|&page| !work.blocks.get(id).is_there(page)).unwrap();
         }
         assert_eq!(page, 300 + 127, "after 1, 2, 4, up to 64 pages the whole block comes");
+    }
+
+    /// A program uses one whole block all the time. If it moved out, it would come straight back.
+    #[test]
+    fn a_whole_block_stays_while_single_pages_take_all_other_memory() {
+        let (mut work, first) = work_at_rest();
+        let limit = 8;
+        work.shared.limit.store(limit, Ordering::Relaxed);
+        let ids: Vec<u32> = (0..limit)
+            .map(|number| {
+                let page = first + number * BLOCK_PAGES;
+                work.kernel.world.map(page, page + BLOCK_PAGES);
+                work.kernel.register(address(page), address(page + BLOCK_PAGES)).unwrap();
+                (page..page + BLOCK_PAGES).for_each(|page| work.kernel.world.come(page, 7));
+                let id = work.blocks.add(address(page), State::Stored);
+                // The store has no room for all of them.
+                work.claim_room(id);
+                if number > 0 {
+                    work.came_singly(id, 0..BLOCK_PAGES);
+                }
+                id
+            })
+            .collect();
+        work.blocks.get_mut(ids[0]).state = State::Resident;
+        work.policy.came(ids[0]);
+        assert_eq!(work.frames(), limit);
+        (0..20).for_each(|_| _ = work.background());
+        work.make_room();
+        assert_eq!(work.blocks.get(ids[0]).state, State::Resident);
+        assert!(work.singles_there < (limit - 1) * BLOCK_PAGES);
     }
 
     #[test]
