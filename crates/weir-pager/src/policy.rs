@@ -104,6 +104,8 @@ pub struct History {
     /// Number of page faults that brought single pages, since this time in page faults.
     faults: u32,
     since: u64,
+    /// Whether the block had gone too early.
+    is_early: bool,
     /// The number that [`Policy::evicted`] returned when the block was moved out last. 0: it never
     /// was.
     pub evicted: u64,
@@ -279,16 +281,16 @@ impl Policy {
         self.faults += 1;
         let in_run = is_stored && history.follow(page);
         // A page fault beside a run says nothing about streams: the block is known to be in use.
-        let (stride, is_entered, is_early) = match in_run {
-            true => (None, false, false),
-            false => self.enter(number, page, history.evicted, is_in_place),
+        let (stride, is_entered) = match in_run {
+            true => (None, false),
+            false => self.enter(number, page, history, is_in_place),
         };
         let is_often = is_stored && history.is_used_much(self.faults, blocks);
         let is_many = there >= MANY && there * blocks > TIMES_AVERAGE * there_of_all;
         let is_used = is_often || is_many || history.length >= RUN;
         let is_whole = !is_stored || !self.is_crowded() && (is_entered || is_used);
         if is_whole {
-            self.note_whole(is_early);
+            self.note_whole(history.is_early);
             if is_used && !self.was_entered(number, 0) {
                 self.entered.push_back((number, self.faults));
             }
@@ -306,14 +308,14 @@ impl Policy {
     }
 
     /// Looks for the stream of a page fault that continues no run of single pages. Returns its
-    /// stride, whether the whole block should come, and whether the block had gone too early.
+    /// stride, and whether the whole block should come. Notes whether the block had gone too early.
     fn enter(
         &mut self,
         number: i64,
         page: usize,
-        evicted: u64,
+        history: &mut History,
         is_in_place: impl Fn(i64) -> bool,
-    ) -> (Option<i64>, bool, bool) {
+    ) -> (Option<i64>, bool) {
         let now = self.faults;
         let is_edge = page == 0 || page == BLOCK_PAGES - 1;
         while self.entered.pop_front_if(|&mut (_, at)| at + ENTERED_FOR < now).is_some() {}
@@ -358,9 +360,10 @@ impl Policy {
         if (is_edge || known.is_some()) && !was_entered {
             self.entered.push_back((number, now));
         }
-        let is_early = !is_edge && evicted > 0 && self.evicted - evicted <= 2 * self.lag as u64 + EARLY;
+        history.is_early |=
+            !is_edge && history.evicted > 0 && self.evicted - history.evicted <= 2 * self.lag as u64 + EARLY;
         let is_whole = stride.is_some() || self.is_streaming && (is_in_stream || is_edge);
-        (stride, is_whole, is_early)
+        (stride, is_whole)
     }
 
     fn was_entered(&self, number: i64, since: u64) -> bool {
@@ -680,7 +683,7 @@ mod tests {
                 };
                 // Each page comes once: 256 blocks would be best. Without this mode thousands come.
                 assert!(
-                    whole < 1600 && single < 9000,
+                    whole < 450 && single < 4500,
                     "limit {limit}, bit {bit}: {whole} blocks, {single} single faults"
                 );
             }
