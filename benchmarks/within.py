@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import signal
 import subprocess
+import sys
 import time
 
 from cached import Cache, NoStart, sized
@@ -19,6 +21,16 @@ def write(path, value):
     """Writes one value into a file of the kernel's."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(str(value))
+
+
+def _ended(*_):
+    sys.exit(143)
+
+
+def undo_at_signals():
+    """Has SIGTERM and SIGHUP undo everything, as SIGINT does."""
+    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGHUP, _ended)
 
 
 class Cgroup:

@@ -58,18 +58,22 @@ pub(super) fn page(report: &Report) -> Result<String, ReportError> {
         html.push_str("</tr>\n");
     }
     html.push_str("</table>\n");
-    let mut metrics: Vec<(&str, Better)> = Vec::new();
+    let mut metrics: Vec<(&str, Option<Better>)> = Vec::new();
     for row in &report.rows {
         if !metrics.contains(&(&row.metric, row.better)) {
             metrics.push((&row.metric, row.better));
         }
     }
     for (metric, better) in metrics {
-        let direction = if better == Better::Lower { "lower" } else { "higher" };
+        let direction = match better {
+            Some(Better::Lower) => " (lower is better)",
+            Some(Better::Higher) => " (higher is better)",
+            None => "",
+        };
         let rows: Vec<&Row> = report.rows.iter().filter(|row| row.metric == metric).collect();
         let chart =
             chart(&rows).map_err(|reason| ReportError::Chart { metric: metric.to_owned(), reason })?;
-        let _ = write!(html, "<h2>{} ({direction} is better)</h2>\n<div>{chart}</div>\n", escape(metric));
+        let _ = write!(html, "<h2>{}{direction}</h2>\n<div>{chart}</div>\n", escape(metric));
     }
     html.push_str("</html>\n");
     Ok(html)

@@ -57,8 +57,8 @@ pub struct Row {
     pub goal: Option<f64>,
     /// Whether the goal bounds the value or the ratio.
     pub goal_of: Option<GoalOf>,
-    /// Whether a lower or a higher figure is better.
-    pub better: Better,
+    /// Whether a lower or a higher figure is better. `null`: neither, as for a count.
+    pub better: Option<Better>,
     /// Whether the goal was met; `null` without a goal.
     pub met: Option<bool>,
 }
@@ -210,7 +210,7 @@ impl Row {
             ratio: None,
             goal: None,
             goal_of: None,
-            better,
+            better: Some(better),
             met: None,
         }
     }
@@ -230,8 +230,8 @@ impl Row {
             Goal::Ratio(bound) => (self.ratio, bound, GoalOf::Ratio),
         };
         self.met = Some(figure.is_some_and(|figure| match self.better {
-            Better::Lower => figure <= bound,
-            Better::Higher => figure >= bound,
+            Some(Better::Lower) => figure <= bound,
+            Some(Better::Higher) | None => figure >= bound,
         }));
         self.goal = Some(bound);
         self.goal_of = Some(of);

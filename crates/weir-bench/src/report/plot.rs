@@ -86,7 +86,7 @@ fn draw(report: &Report, bars: &[Bar<'_>]) -> Result<String, Box<dyn std::error:
         }
         for (at, bar) in bars.iter().enumerate() {
             let top = HEAD + at as i32 * LINE;
-            let good = (bar.ratio <= 1.0) == (bar.row.better == Better::Lower);
+            let good = (bar.ratio <= 1.0) == (bar.row.better == Some(Better::Lower));
             let (from, to) =
                 (x(bar.ratio).min(x(1.0)), x(bar.ratio).max(x(1.0)).max(x(bar.ratio).min(x(1.0)) + 1));
             let colour = if good { BETTER } else { WORSE };

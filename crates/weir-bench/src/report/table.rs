@@ -42,7 +42,7 @@ pub(super) fn cells(row: &Row) -> [String; 8] {
     let or_blank = |value: Option<f64>| value.map(number).unwrap_or_default();
     let goal = match (row.goal, row.goal_of) {
         (Some(goal), of) => {
-            let sign = if row.better == Better::Lower { "<=" } else { ">=" };
+            let sign = if row.better == Some(Better::Lower) { "<=" } else { ">=" };
             let unit = if of == Some(GoalOf::Ratio) { "x" } else { "" };
             format!("{sign} {}{unit}", number(goal))
         }
