@@ -23,8 +23,12 @@ def write(path, value):
         file.write(str(value))
 
 
+# The exit code after SIGTERM or SIGHUP.
+ENDED = 143
+
+
 def _ended(*_):
-    sys.exit(143)
+    sys.exit(ENDED)
 
 
 def undo_at_signals():

@@ -203,8 +203,10 @@ pub(super) struct Work<K: Kernel, S> {
     /// Whether the pager is handling an event. Meanwhile a block in the tables may have no memory,
     /// or its address may be that of another block's memory.
     is_heeding: bool,
-    /// Pages that threads wait for, each with the time of its page fault.
-    faults: VecDeque<(usize, Duration)>,
+    /// Pages that threads wait for, each with the time of its page fault, and the policy's choice if
+    /// the page fault was seen already. It is tried again while the address space changes, and must
+    /// not count twice.
+    faults: VecDeque<(usize, Duration, Option<Plan>)>,
     has_ended_all: bool,
 }
 
@@ -319,7 +321,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             for _ in 0..self.events.len() {
                 self.ordered = self.ordered.saturating_sub(1);
                 match self.events.pop_front() {
-                    Some(Event::Fault(address)) => self.faults.push_back((address, heard)),
+                    Some(Event::Fault(address)) => self.faults.push_back((address, heard, None)),
                     Some(event) => {
                         self.is_heeding = true;
                         self.apply(event);
@@ -334,9 +336,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 if !self.events.is_empty() {
                     break;
                 }
-                let Some((address, since)) = self.faults.pop_front() else { break };
-                match self.fault(address) {
-                    Err(Changed) => self.faults.push_back((address, since)),
+                let Some((address, since, mut plan)) = self.faults.pop_front() else { break };
+                match self.fault(address, &mut plan) {
+                    Err(Changed) => self.faults.push_back((address, since, plan)),
                     Ok(()) if self.shared.bells.is_one(address) => {}
                     Ok(()) => {
                         let waited = self.kernel.now().saturating_sub(since);
@@ -370,7 +372,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    fn fault(&mut self, address: usize) -> Result<(), Changed> {
+    fn fault(&mut self, address: usize, planned: &mut Option<Plan>) -> Result<(), Changed> {
         if self.shared.bells.is_one(address) {
             return self.answer(address);
         }
@@ -393,8 +395,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         let at = self.blocks.get(id).at;
         let page = (address - at) / PAGE_SIZE;
-        let plan = self.plan(id, page);
-        if self.blocks.get(id).state == State::Stored && !plan.is_whole {
+        let plan = *planned.get_or_insert_with(|| self.plan(id, page));
+        let block = self.blocks.get(id);
+        if block.state == State::Stored && (!plan.is_whole || block.is_partial) {
             if self.bring_single(id, page)? {
                 return Ok(());
             }

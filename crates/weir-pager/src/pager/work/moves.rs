@@ -321,6 +321,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn drop_copy(&mut self, id: u32) {
         if let State::Ready(slot) | State::Filling(slot) = self.blocks.get(id).state {
             self.filling = self.filling.filter(|filling| filling.id != id);
+            self.ready.retain(|&(other, _)| other != id);
             self.blocks.get_mut(id).state = State::Stored;
             self.leave(slot);
         }

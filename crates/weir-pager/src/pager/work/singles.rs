@@ -34,7 +34,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let Range { start, end } = self.window(id, page);
         if !self.blocks.get(id).is_there(page) {
             self.make_room_for_singles(end - start, self.blocks.get(id).is_partial);
-            if !self.events.is_empty() {
+            // A partial block whose last pages have made room is forgotten. The page fault begins
+            // anew then.
+            if !self.events.is_empty() || !self.blocks.is_known(id) {
                 return Err(Changed);
             }
         }
@@ -461,6 +463,31 @@ mod tests {
     }
 
     #[test]
+    fn a_page_fault_that_is_tried_again_counts_once() {
+        let (mut work, first) = work_at_rest();
+        let room = work.store.claim().expect("room");
+        for page in 0..BLOCK_PAGES {
+            work.store.write(room + page as u64, &[[7; PAGE_SIZE]]).unwrap();
+        }
+        work.store.settle().unwrap();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        work.add_span(address(first), address(first + BLOCK_PAGES));
+        let id = work.blocks.add(address(first), State::Stored);
+        work.blocks.get_mut(id).room = Some(room);
+        work.rooms = 1;
+        let mut plan = None;
+        let mut seen = Vec::new();
+        for _ in 0..20 {
+            work.kernel.world.changing = 1;
+            assert!(work.fault(address(first + 5), &mut plan).is_err());
+            seen.push(format!("{:?} {:?}", work.policy, work.blocks.get(id).history));
+        }
+        assert!(seen.iter().all(|state| *state == seen[0]));
+        assert_eq!(plan.map(|plan| plan.is_whole), Some(false));
+    }
+
+    #[test]
     fn runs_downwards_bring_the_pages_below() {
         let (mut work, first) = work_at_rest();
         let room = work.store.claim().expect("room");
@@ -535,7 +562,7 @@ mod tests {
         let room = work.blocks.get(id).room.unwrap();
         work.store.spoil(room + 5);
         // First a thread touches the page that cannot be read, and then the program forks.
-        work.fault(address(first + 5)).unwrap();
+        work.fault(address(first + 5), &mut None).unwrap();
         assert_eq!((work.singles_there, work.blocks.get(id).is_partial), (there, true));
         work.bring_singles(id).unwrap();
         let word = |page: usize| match work.kernel.world.entries[first + page] {

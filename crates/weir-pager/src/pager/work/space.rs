@@ -193,6 +193,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             State::Writing(slot) | State::Filling(slot) | State::Ready(slot) | State::Back(slot) => {
                 self.writing = self.writing.filter(|writing| writing.id != id);
                 self.filling = self.filling.filter(|filling| filling.id != id);
+                self.ready.retain(|&(other, _)| other != id);
                 self.leave(slot);
             }
             State::Resident => self.policy.went(id),
@@ -617,7 +618,7 @@ mod tests {
         end.store(address(first) + BLOCK, Ordering::Relaxed);
         work.shared.holds.store(1, Ordering::SeqCst);
         let bell = work.shared.bells.base;
-        work.fault(bell).unwrap();
+        work.fault(bell, &mut None).unwrap();
         assert_eq!(ids.map(|id| work.blocks.get(id).state), [State::Stored, State::Resident]);
         let is_left_out = |page| work.kernel.world.area(page).expect("mapped").1.is_left_out_of_forks;
         assert!(is_left_out(first) && !is_left_out(first + BLOCK_PAGES));
@@ -639,7 +640,7 @@ mod tests {
             shared.store(bound, Ordering::Relaxed);
         }
         let bell = work.shared.bells.base;
-        work.fault(bell).unwrap();
+        work.fault(bell, &mut None).unwrap();
         assert_eq!(Vec::from_iter(work.left_out.clone()), [(end - BLOCK, end)]);
     }
 
@@ -660,7 +661,7 @@ mod tests {
         work.shared.stop.store(true, Ordering::SeqCst);
         work.shared.holds.store(1, Ordering::SeqCst);
         let bell = work.shared.bells.base;
-        work.fault(bell).unwrap();
+        work.fault(bell, &mut None).unwrap();
         assert_eq!(work.blocks.get(id).state, State::Resident);
     }
 
@@ -745,15 +746,17 @@ mod tests {
         work.end_outbox();
         assert_eq!((work.rooms, work.managed()), (1, 0));
         unmapped(&mut work, one);
-        let id =
-            work.fault(address(other.start)).map(|()| work.blocks.at(address(other.start)).unwrap()).unwrap();
+        let id = work
+            .fault(address(other.start), &mut None)
+            .map(|()| work.blocks.at(address(other.start)).unwrap())
+            .unwrap();
         work.bring(id).unwrap();
         assert!(other.clone().all(|page| work.kernel.world.word(page) == page as u64));
         // The old content of the first mapping does not come back.
         work.kernel.world.map(first + 10, first + 74);
         work.kernel.register(address(first + 10), address(first + 74)).unwrap();
         work.add_span(address(first + 10), address(first + 74));
-        work.fault(address(first + 10)).unwrap();
+        work.fault(address(first + 10), &mut None).unwrap();
         assert_eq!(work.kernel.world.word(first + 10), 0);
         unmapped(&mut work, first + 10..first + 74);
         unmapped(&mut work, other);
@@ -774,11 +777,11 @@ mod tests {
         (first + 96..first + 100).for_each(|page| work.kernel.world.go(page));
         work.removed(address(first + 96), address(first + 100));
         // A page fault beside the block brings pages of zeros up to the block.
-        work.fault(address(first + 96)).unwrap();
+        work.fault(address(first + 96), &mut None).unwrap();
         assert_eq!(work.blocks.at(address(at)), Some(id));
         assert!((first + 96..first + 100).all(|page| work.kernel.world.is_something(page)));
         assert!(!work.kernel.world.is_something(at), "this page is in the store");
-        work.fault(address(at + BLOCK_PAGES)).unwrap();
+        work.fault(address(at + BLOCK_PAGES), &mut None).unwrap();
         assert_eq!(work.singles_there, 4 + WINDOW);
     }
 
