@@ -203,9 +203,9 @@ pub(super) struct Work<K: Kernel, S> {
     /// Whether the pager is handling an event. Meanwhile a block in the tables may have no memory,
     /// or its address may be that of another block's memory.
     is_heeding: bool,
-    /// Pages that threads wait for, each with the time of its page fault, and the policy's choice if
-    /// the page fault was seen already. It is tried again while the address space changes, and must
-    /// not count twice.
+    /// Pages that threads wait for, each with the time of its page fault, and the policy's choice
+    /// once it was made. While the address space changes, a page fault is tried again. It must not
+    /// count twice.
     faults: VecDeque<(usize, Duration, Option<Plan>)>,
     has_ended_all: bool,
 }
