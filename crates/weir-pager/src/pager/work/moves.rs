@@ -291,9 +291,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn make_room(&mut self) {
         // A streaming program needs frames for blocks. The single pages from its earlier random
         // accesses are no longer used, so they are moved out first.
-        let others = self.singles_there - self.partial_there;
         if self.writing.is_none()
-            && (self.policy.is_streaming() && others >= BLOCK_PAGES
+            && (self.policy.is_streaming() && self.singles_of_whole() >= BLOCK_PAGES
                 || self.spares_blocks()
                 || self.is_turn_of_partial())
             && self.write_block_of_singles()

@@ -132,7 +132,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Notes that these pages of a block are in place as single pages.
-    pub(super) fn came_singly(&mut self, id: u32, pages: std::ops::Range<usize>) {
+    pub(super) fn came_singly(&mut self, id: u32, pages: Range<usize>) {
         let block = self.blocks.get_mut(id);
         for page in pages {
             if block.is_there(page) {
@@ -207,7 +207,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Number of single pages that should be moved out now, so that the next page faults need not
     /// wait for room.
     pub(super) fn short_of_singles(&self) -> usize {
-        if self.singles_there - self.partial_there < BATCH {
+        if self.singles_of_whole() < BATCH {
             return 0;
         }
         let short = BATCH.saturating_sub(self.room_for_singles());
@@ -232,10 +232,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
         is_due || self.policy.len() == 0
     }
 
+    /// Number of single pages in place that belong to blocks which may come as a whole.
+    pub(super) fn singles_of_whole(&self) -> usize {
+        self.singles_there - self.partial_there
+    }
+
     /// Whether single pages make room, and not whole blocks: single pages take nearly all memory.
     /// The few blocks that are in place as a whole would come straight back if they are in use.
     pub(super) fn spares_blocks(&self) -> bool {
-        self.singles_there - self.partial_there >= BLOCK_PAGES
+        self.singles_of_whole() >= BLOCK_PAGES
             && self.policy.len() <= self.limit() / WHOLE_SHARE
             && !self.is_stuck_singly()
     }
@@ -386,7 +391,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// No longer counts these pages of the block as single pages. They are part of the whole block
     /// now, or the program has dropped them.
-    pub(super) fn forget_singles(&mut self, id: u32, pages: std::ops::Range<usize>) {
+    pub(super) fn forget_singles(&mut self, id: u32, pages: Range<usize>) {
         let block = self.blocks.get_mut(id);
         for page in pages {
             if block.is_there(page) {
@@ -403,12 +408,13 @@ mod tests {
     use super::*;
     use crate::pager::simulator::{Entry, Machine, Simulated, address, page_of, work_at_rest};
 
-    #[test]
-    fn page_faults_in_a_row_bring_twice_as_many_pages_each_and_then_the_whole_block() {
+    /// Work with one block in the store, each page of which has its number's lowest byte in all
+    /// bytes; the number of the block's first page, and its id.
+    fn with_stored_block() -> (Work<Machine, Simulated>, usize, u32) {
         let (mut work, first) = work_at_rest();
         let room = work.store.claim().expect("room");
         for page in 0..BLOCK_PAGES {
-            work.store.write(room + page as u64, &[[7; PAGE_SIZE]]).unwrap();
+            work.store.write(room + page as u64, &[[page as u8; PAGE_SIZE]]).unwrap();
         }
         work.store.settle().unwrap();
         work.kernel.world.map(first, first + BLOCK_PAGES);
@@ -417,6 +423,12 @@ mod tests {
         let id = work.blocks.add(address(first), State::Stored);
         work.blocks.get_mut(id).room = Some(room);
         work.rooms = 1;
+        (work, first, id)
+    }
+
+    #[test]
+    fn page_faults_in_a_row_bring_twice_as_many_pages_each_and_then_the_whole_block() {
+        let (mut work, _, id) = with_stored_block();
         // Page 300 does not follow the pages before, so one page comes: another object may begin
         // there.
         for (page, there) in [(0, 1), (1, 3), (3, 7), (7, 15), (300, 16), (301, 18)] {
@@ -464,18 +476,7 @@ mod tests {
 
     #[test]
     fn a_page_fault_that_is_tried_again_counts_once() {
-        let (mut work, first) = work_at_rest();
-        let room = work.store.claim().expect("room");
-        for page in 0..BLOCK_PAGES {
-            work.store.write(room + page as u64, &[[7; PAGE_SIZE]]).unwrap();
-        }
-        work.store.settle().unwrap();
-        work.kernel.world.map(first, first + BLOCK_PAGES);
-        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
-        work.add_span(address(first), address(first + BLOCK_PAGES));
-        let id = work.blocks.add(address(first), State::Stored);
-        work.blocks.get_mut(id).room = Some(room);
-        work.rooms = 1;
+        let (mut work, first, id) = with_stored_block();
         let mut plan = None;
         let mut seen = Vec::new();
         for _ in 0..20 {
@@ -489,18 +490,7 @@ mod tests {
 
     #[test]
     fn runs_downwards_bring_the_pages_below() {
-        let (mut work, first) = work_at_rest();
-        let room = work.store.claim().expect("room");
-        for page in 0..BLOCK_PAGES {
-            work.store.write(room + page as u64, &[[page as u8; PAGE_SIZE]]).unwrap();
-        }
-        work.store.settle().unwrap();
-        work.kernel.world.map(first, first + BLOCK_PAGES);
-        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
-        work.add_span(address(first), address(first + BLOCK_PAGES));
-        let id = work.blocks.add(address(first), State::Stored);
-        work.blocks.get_mut(id).room = Some(room);
-        work.rooms = 1;
+        let (mut work, first, id) = with_stored_block();
         for (page, lowest) in [(300, 300), (299, 298), (297, 294), (293, 286)] {
             assert!(!work.plan(id, page).is_whole);
             assert!(work.bring_single(id, page).unwrap());
