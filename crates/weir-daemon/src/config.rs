@@ -85,6 +85,8 @@ pub struct Share {
     pub path: PathBuf,
     /// Whether clients may read pages in the memory of the host stores.
     pub in_place: bool,
+    /// Number of share servers, each with a thread and a socket of its own.
+    pub threads: u16,
 }
 
 /// The settings of a ublk device.
@@ -189,7 +191,7 @@ impl Fuse {
 impl Share {
     /// A front end whose socket is at `path`, and whose clients get copies of pages.
     pub fn at(path: impl Into<PathBuf>) -> Self {
-        Share { path: path.into(), in_place: false }
+        Share { path: path.into(), in_place: false, threads: 1 }
     }
 }
 

@@ -185,6 +185,24 @@ fn page_at(address: usize) -> *mut PageBytes {
     std::ptr::with_exposed_provenance_mut(address)
 }
 
+/// Pages of the pager's own memory.
+///
+/// # Safety
+/// The pages are mapped, and nothing else uses them as long as the slice lives.
+pub(crate) unsafe fn own_pages<'a>(at: usize, count: usize) -> &'a mut [PageBytes] {
+    // SAFETY: the caller promises it.
+    unsafe { std::slice::from_raw_parts_mut(page_at(at), count) }
+}
+
+/// Makes the system call with this number and these arguments.
+///
+/// # Safety
+/// The call changes only the calling thread's rights.
+pub(crate) unsafe fn call_system([number, first, second, third, fourth, fifth]: [usize; 6]) {
+    // SAFETY: the caller promises it.
+    unsafe { libc::syscall(number as i64, first, second, third, fourth, fifth) };
+}
+
 impl Kernel for System {
     fn reserve(&mut self, bytes: usize) -> Result<usize, Error> {
         let at = reserve(bytes)?;
@@ -293,14 +311,13 @@ impl Kernel for System {
     fn pages_mut(&mut self, at: usize, count: usize) -> &mut [PageBytes] {
         // SAFETY: this is the thread's own memory, which no other thread uses. The slice borrows
         // `self` alone, so no other slice exists.
-        unsafe { std::slice::from_raw_parts_mut(page_at(at), count) }
+        unsafe { own_pages(at, count) }
     }
 
     fn call(&mut self, call: [usize; 6]) {
-        let [number, first, second, third, fourth, fifth] = call;
         // SAFETY: the caller of `Pager::also` promises that the call changes only this thread's
         // rights.
-        unsafe { libc::syscall(number as i64, first, second, third, fourth, fifth) };
+        unsafe { call_system(call) };
     }
 
     fn now(&self) -> Duration {

@@ -30,7 +30,7 @@ pub const OWNERS_MOST: u32 = 64;
 /// under way.
 #[derive(Debug)]
 pub struct Ledger {
-    lock: File,
+    lock: Witness,
     words: *const AtomicU32,
     blocks: usize,
     next: usize,
@@ -39,6 +39,28 @@ pub struct Ledger {
 
 // SAFETY: the words are a mapping of atomic numbers, which lives as long as the process.
 unsafe impl Send for Ledger {}
+
+/// The open file that holds an owner's lock. The daemon gets a copy of the descriptor, and closes
+/// the copy once the process's requests have ended. Until then no other process takes the owner's
+/// blocks.
+#[derive(Debug)]
+pub(crate) struct Witness(File);
+
+impl Witness {
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    /// Another descriptor of the same open file.
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        self.0.try_clone().map(Witness)
+    }
+
+    /// Whether `weir run` promises that another daemon comes if the present one dies.
+    pub(crate) fn is_promised(&self) -> bool {
+        is_held(&self.0, RUN)
+    }
+}
 
 /// The promise of `weir run` to the programs of its run: the daemon is there, or another one comes.
 /// The promise ends when this value is dropped, or when the process ends.
@@ -124,9 +146,9 @@ impl Ledger {
         // SAFETY: the mapping was just made. A child must not inherit it, since a child has no
         // pager and may belong to another user.
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontFork)? };
-        let mut ledger = Ledger { lock, words: at.cast(), blocks, next: 0, me: 0 };
+        let mut ledger = Ledger { lock: Witness(lock), words: at.cast(), blocks, next: 0, me: 0 };
         ledger.me = ledger.words()[0].fetch_add(1, Ordering::Relaxed) + 1;
-        ask(&ledger.lock, libc::F_OFD_SETLK, ledger.me..ledger.me + 1)?;
+        ask(&ledger.lock.0, libc::F_OFD_SETLK, ledger.me..ledger.me + 1)?;
         if ledger.others() >= OWNERS_MOST {
             return Err(io::Error::other("as many processes of this run are bounded as its daemon serves"));
         }
@@ -141,7 +163,7 @@ impl Ledger {
         let mut ranges: Vec<_> = std::iter::once(RUN + 1..self.me).collect();
         while let Some(range) = ranges.pop().filter(|_| count < OWNERS_MOST) {
             if !range.is_empty()
-                && let Ok(Some(held)) = held_in(&self.lock, range.clone())
+                && let Ok(Some(held)) = held_in(&self.lock.0, range.clone())
             {
                 count += 1;
                 ranges.extend([range.start..held, held + 1..range.end]);
@@ -159,20 +181,13 @@ impl Ledger {
         &self.words()[1..]
     }
 
-    /// The open file that holds this owner's lock. The daemon gets a copy of the descriptor, and
-    /// closes the copy once this process's requests have ended. Until then no other process takes
-    /// this owner's blocks.
-    pub(crate) fn witness(&self) -> BorrowedFd<'_> {
-        self.lock.as_fd()
-    }
-
-    /// Whether `weir run` promises that another daemon comes if the present one dies.
-    pub(crate) fn is_promised(&self) -> bool {
-        is_held(&self.lock, RUN)
+    /// The open file that holds this owner's lock.
+    pub(crate) fn witness(&self) -> &Witness {
+        &self.lock
     }
 
     fn has_ended(&self, owner: u32) -> bool {
-        owner != self.me && !is_held(&self.lock, owner)
+        owner != self.me && !is_held(&self.lock.0, owner)
     }
 
     /// Claims a block whose number is below `limit`: a free block, or one whose owner has ended.
@@ -213,7 +228,7 @@ mod tests {
         assert_eq!([second.claim(3), second.claim(3)], [Some(2), None], "all are held by those that live");
         second.release(1);
         assert_eq!(second.claim(3), Some(1));
-        let witness = first.witness().try_clone_to_owned().unwrap();
+        let witness = first.witness().try_clone().unwrap();
         drop((first, third));
         assert_eq!(second.claim(3), None, "the daemon has requests of the first under way");
         drop(witness);
@@ -267,9 +282,9 @@ mod tests {
         let promise = Ledger::create(&path).unwrap();
         promise.set_blocks(1).unwrap();
         let owner = Ledger::open(&path).unwrap();
-        assert!(owner.is_promised() && !Ledger::is_abandoned(&path));
+        assert!(owner.witness().is_promised() && !Ledger::is_abandoned(&path));
         drop(promise);
-        assert!(!owner.is_promised() && Ledger::is_abandoned(&path), "an owner is no run");
+        assert!(!owner.witness().is_promised() && Ledger::is_abandoned(&path), "an owner is no run");
         std::fs::remove_file(&path).unwrap();
     }
 }

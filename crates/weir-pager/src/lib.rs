@@ -85,8 +85,17 @@ impl<F: FnMut(&str)> Outside for F {
 /// The surroundings that a pager has been given. A function that prints lines is enough.
 pub type Tell = Box<dyn Outside>;
 
+/// Opens another connection to a store, for the thread that calls it. `None` if there is none now.
+pub type OpenLane = Box<dyn FnMut() -> Option<Box<dyn Store>> + Send>;
+
 /// The store of blocks that are not resident. One thread uses it.
 pub trait Store {
+    /// The ways to further connections, for threads that write and read beside the pager's thread.
+    /// On such a connection nothing is claimed or released.
+    fn lanes(&mut self) -> Vec<OpenLane> {
+        Vec::new()
+    }
+
     /// Claims room for a block, and returns the number of its first page. `None` if there is no
     /// room.
     fn claim(&mut self) -> Option<u64>;

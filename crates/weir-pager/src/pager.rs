@@ -1,12 +1,14 @@
 //! The thread that keeps memory within its limit.
 
 mod blocks;
+mod helpers;
 #[cfg(test)]
 mod simulator;
 mod work;
 
 use crate::kernel::{System, reserve};
 use crate::{BLOCK, Error, Store, Tell};
+use helpers::{AbortOnPanic, Helpers, IS_OWN};
 use rustix::process::{Pid, getpid};
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -134,6 +136,8 @@ pub(crate) struct Shared {
     excluded: OnceLock<Vec<(usize, usize)>>,
     /// The thread ID (TID) of the pager's thread.
     thread: AtomicI32,
+    /// Number of the pager's threads, with those of its helpers.
+    threads: AtomicUsize,
 }
 
 impl Shared {
@@ -154,6 +158,7 @@ impl Shared {
             process: getpid(),
             excluded: OnceLock::new(),
             thread: AtomicI32::new(0),
+            threads: AtomicUsize::new(1),
         }
     }
 }
@@ -314,15 +319,20 @@ impl Pager {
         let pager = Pager(Arc::clone(&shared));
         let own = pager.clone();
         std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
-            // If this thread panics, threads that wait for a page would wait for ever. So a panic
-            // ends the process.
             let _abort = AbortOnPanic;
+            IS_OWN.set(true);
             shared.thread.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Relaxed);
             weir_share::first_turns();
             let opened = own_descriptors()
                 .and_then(|()| System::open(spin))
                 .and_then(|system| Ok((system, store().map_err(Error::Store)?)))
-                .and_then(|(system, (store, tell))| Work::new(system, store, tell, scope, excluded, shared));
+                .and_then(|(system, (mut store, tell))| {
+                    // The helpers get this thread's descriptors, and begin before the pager looks
+                    // which memory it must not manage.
+                    let helpers = Helpers::start(store.lanes(), spin)?;
+                    shared.threads.store(1 + helpers.threads(), Ordering::Relaxed);
+                    Work::new(system, store, helpers, tell, scope, excluded, shared)
+                });
             match opened {
                 Ok(mut work) => {
                     ready(&own);
@@ -377,12 +387,17 @@ impl Pager {
         self.0.bells.ring();
     }
 
-    /// Whether the calling thread is the pager's.
-    pub fn is_this_thread(&self) -> bool {
-        rustix::thread::gettid().as_raw_nonzero().get() == self.0.thread.load(Ordering::Relaxed)
+    /// Whether the calling thread is one of a pager's own.
+    pub fn is_this_thread() -> bool {
+        IS_OWN.get()
     }
 
-    /// Makes the pager's thread repeat a system call that this thread has made. Some calls change
+    /// Number of the pager's threads.
+    pub fn threads(&self) -> usize {
+        self.0.threads.load(Ordering::Relaxed)
+    }
+
+    /// Makes the pager's threads repeat a system call that this thread has made. Some calls change
     /// the rights of one thread alone (`capset`, `prctl`). `setuid` and similar calls change the
     /// rights of all threads. If such a call succeeds in one thread and fails in another, libc ends
     /// the process.
@@ -470,16 +485,6 @@ impl Pager {
             singles_written: of(&counters.singles_written),
             lost: of(&counters.lost),
             beyond_limit: of(&counters.beyond_limit),
-        }
-    }
-}
-
-struct AbortOnPanic;
-
-impl Drop for AbortOnPanic {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            std::process::abort();
         }
     }
 }

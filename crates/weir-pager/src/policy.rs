@@ -38,6 +38,8 @@ const RUNS: usize = 16;
 /// before it. After this many such page faults in a row the whole block comes. A whole block costs
 /// as much as hundreds of single pages, and many objects have only a few pages.
 const RUN: u8 = 7;
+/// The same for a run that began at the block's first or last page, as that of a sweep does.
+const RUN_FROM_EDGE: u8 = 2;
 /// Largest number of pages that one page fault on a block in the store brings, if not the whole
 /// block.
 pub const SINGLES_MOST: usize = 1 << (RUN - 1);
@@ -101,6 +103,8 @@ pub struct History {
     length: u8,
     /// Whether the last of these went towards smaller addresses.
     pub is_down: bool,
+    /// A bit for each run: whether it began at the first or last page of the block.
+    from_edge: u16,
     /// Number of page faults that brought single pages, since this time in page faults.
     faults: u32,
     since: u64,
@@ -137,10 +141,18 @@ impl History {
         if found.is_none() {
             self.oldest = (self.oldest + 1) % RUNS as u8;
             self.runs = (self.runs + 1).min(RUNS as u8);
+            let is_edge = page == 0 || page == BLOCK_PAGES - 1;
+            self.from_edge = self.from_edge & !(1 << at) | u16::from(is_edge) << at;
         }
         self.run = at as u8;
         self.ends[at] = page as u16;
         found.is_some()
+    }
+
+    /// Whether so many page faults have continued runs that the whole block comes.
+    fn is_long(&self) -> bool {
+        let is_from_edge = self.from_edge >> self.run & 1 != 0;
+        self.length >= if is_from_edge { RUN_FROM_EDGE } else { RUN }
     }
 
     /// Number of pages that a page fault brings: more with each one that continues a run.
@@ -280,7 +292,7 @@ impl Policy {
         };
         let is_often = is_stored && history.is_used_much(self.faults, blocks);
         let is_many = there >= MANY && there * blocks > TIMES_AVERAGE * there_of_all;
-        let is_used = is_often || is_many || history.length >= RUN;
+        let is_used = is_often || is_many || history.is_long();
         let is_whole = !is_stored || !self.is_crowded() && (is_entered || is_used);
         if is_whole {
             self.note_whole(history.is_early);
@@ -745,6 +757,22 @@ mod tests {
         let objects = jumps(127, 20_000).flat_map(|page| page..page + 8);
         let (whole, single) = memory.play(objects);
         assert!(whole < 500 && single > 40_000, "{whole} whole blocks, {single} single faults");
+    }
+
+    #[test]
+    fn a_run_from_the_edge_of_a_block_brings_it_sooner_than_one_in_its_midst() {
+        let mut memory = Memory::new(32, 128);
+        // The jumps leave three blocks alone, and the sweep before them has left those.
+        let [up, down, midst] = [10, 57, 90];
+        let is_other = |page: &usize| ![up, down, midst].contains(&(page / BLOCK_PAGES));
+        memory.play(jumps(127, 20_000).filter(is_other));
+        let page = |block: usize, page: usize| block * BLOCK_PAGES + page;
+        let pass = memory.play(page(up, 0)..page(up, BLOCK_PAGES));
+        assert_eq!(pass, (1, 2), "upwards");
+        let pass = memory.play((page(down, 0)..page(down, BLOCK_PAGES)).rev());
+        assert_eq!(pass, (1, 2), "downwards");
+        let pass = memory.play(page(midst, 100)..page(midst, BLOCK_PAGES));
+        assert_eq!(pass, (1, usize::from(RUN)), "from page 100 on");
     }
 
     /// Enters the blocks of these numbers at their first page. Returns the stride that the policy

@@ -4,7 +4,8 @@
 //! one had acknowledged. The store sends the writes that were under way again, and begins a read
 //! anew. It waits only for as long as `weir run` promises another daemon, and not for ever.
 
-use crate::{BLOCK_PAGES, Ledger, Store};
+use crate::ledger::Witness;
+use crate::{BLOCK_PAGES, Ledger, OpenLane, Store};
 use std::array;
 use std::collections::VecDeque;
 use std::fmt;
@@ -13,7 +14,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
-use weir_share::{Client, Error, Frames, Lease, Options};
+use weir_share::{Client, Error, Frames, Lease, Options, path_of};
 
 /// Largest number of pages of one request. While the daemon handles a request, this end copies the
 /// pages of the next one. Daemons of other versions of Weir may take fewer.
@@ -157,7 +158,9 @@ impl Connection for Framed {
 /// A run of this machine.
 pub(crate) struct OfMachine {
     path: PathBuf,
-    ledger: Ledger,
+    witness: Witness,
+    /// `None` for a further connection, which claims nothing.
+    ledger: Option<Ledger>,
     tell: Box<dyn Fn(&str)>,
     begun: Instant,
 }
@@ -168,20 +171,22 @@ impl Run for OfMachine {
     fn connect(&mut self, left: &dyn Fn(Duration) -> Duration) -> Result<Framed, Error> {
         let patience = Some(left(self.now()));
         let options = Options { frames: FRAMES as u32, entries: 512, patience, ..Options::default() };
-        let client = Client::connect_with(&self.path, options, &[self.ledger.witness()])?;
+        let client = Client::connect_with(&self.path, options, &[self.witness.as_fd()])?;
         Framed::new(client, left(self.now()))
     }
 
     fn is_promised(&self) -> bool {
-        self.ledger.is_promised()
+        self.witness.is_promised()
     }
 
     fn claim(&mut self, limit: usize) -> Option<usize> {
-        self.ledger.claim(limit)
+        self.ledger.as_mut()?.claim(limit)
     }
 
     fn release(&mut self, block: usize) {
-        self.ledger.release(block);
+        if let Some(ledger) = &mut self.ledger {
+            ledger.release(block);
+        }
     }
 
     fn now(&self) -> Duration {
@@ -199,39 +204,68 @@ impl Run for OfMachine {
 
 /// A store of blocks that the daemon of a run keeps.
 #[derive(Debug)]
-pub struct ShareStore(Shared<OfMachine>);
+pub struct ShareStore {
+    shared: Shared<OfMachine>,
+    /// Number of connections that this process may have, with this one.
+    connections: u16,
+}
 
 impl ShareStore {
     /// Connects to the daemon whose socket is at `path`. If that daemon has died, waits for the
-    /// next one. `tell` prints a line for people, and must not wait for the program.
+    /// next one. `tell` prints a line for people, and must not wait for the program. The store has
+    /// further [lanes](Store::lanes) to the daemon's other sockets, [`path_of`] 1 and so on, so
+    /// that there are up to `connections` connections.
     ///
     /// # Errors
     /// Fails as [`Client::connect`] does.
-    pub fn connect(path: &Path, ledger: Ledger, tell: impl Fn(&str) + 'static) -> Result<Self, Error> {
-        let path = path.to_owned();
-        Shared::new(OfMachine { path, ledger, tell: Box::new(tell), begun: Instant::now() }).map(ShareStore)
+    pub fn connect(
+        path: &Path,
+        ledger: Ledger,
+        connections: u16,
+        tell: impl Fn(&str) + 'static,
+    ) -> Result<Self, Error> {
+        let (path, witness) = (path.to_owned(), ledger.witness().try_clone()?);
+        let (ledger, tell) = (Some(ledger), Box::new(tell));
+        let run = OfMachine { path, witness, ledger, tell, begun: Instant::now() };
+        Ok(ShareStore { shared: Shared::new(run)?, connections })
     }
 }
 
 impl Store for ShareStore {
+    fn lanes(&mut self) -> Vec<OpenLane> {
+        let OfMachine { path, witness, .. } = &self.shared.run;
+        let lane = |number| {
+            let (path, witness) = (path_of(path, number), witness.try_clone().ok()?);
+            let open = move || {
+                let (path, witness) = (path.clone(), witness.try_clone().ok()?);
+                // The line about a wait for the next daemon comes from the first connection.
+                let run =
+                    OfMachine { path, witness, ledger: None, tell: Box::new(|_| ()), begun: Instant::now() };
+                Some(Box::new(Shared::open(run).ok()?) as Box<dyn Store>)
+            };
+            Some(Box::new(open) as OpenLane)
+        };
+        (1..self.connections).filter_map(lane).collect()
+    }
+
     fn claim(&mut self) -> Option<u64> {
-        self.0.claim()
+        self.shared.claim()
     }
 
     fn release(&mut self, first: u64) {
-        self.0.release(first);
+        self.shared.release(first);
     }
 
     fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
-        self.0.write(first, pages)
+        self.shared.write(first, pages)
     }
 
     fn settle(&mut self) -> io::Result<()> {
-        self.0.settle()
+        self.shared.settle()
     }
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
-        self.0.read(first, out)
+        self.shared.read(first, out)
     }
 }
 
@@ -336,8 +370,18 @@ impl<R: Run> Shared<R> {
                 Err(error) => return Err(error),
             }
         };
+        Ok(Shared::over(run, link))
+    }
+
+    /// Connects to the present daemon, without a wait for another one.
+    fn open(mut run: R) -> Result<Self, Error> {
+        let link = connect(&mut run, None)?;
+        Ok(Shared::over(run, link))
+    }
+
+    fn over(run: R, link: Link<R::Connection>) -> Self {
         let pages = link.connection.pages();
-        Ok(Shared { run, link, pages, unsubmitted: 0, failed: None, dead_since: None, is_over: false })
+        Shared { run, link, pages, unsubmitted: 0, failed: None, dead_since: None, is_over: false }
     }
 
     /// Handles an error of the connection. If the daemon has died, waits for the next daemon, and

@@ -2,13 +2,14 @@
 //! written, whatever the program does to its mappings meanwhile.
 
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
-use weir_pager::{BLOCK, BLOCK_PAGES, Error, Options, Pager, Scope, Store, Tell};
+use weir_pager::{BLOCK, BLOCK_PAGES, Error, OpenLane, Options, Pager, Scope, Store, Tell};
 
 const LIMIT: usize = 32 << 20;
 const SIZE: usize = 128 << 20;
@@ -19,16 +20,27 @@ struct Faulty {
     reads_fail: AtomicBool,
     writes_fail: AtomicBool,
     rooms: AtomicUsize,
+    /// The threads that have written.
+    carriers: Mutex<HashSet<ThreadId>>,
 }
 
-/// A store that keeps pages in the heap.
+/// A store that keeps pages in the heap. It has two further lanes.
+#[derive(Clone)]
 struct Heap {
-    pages: BTreeMap<u64, Box<PageBytes>>,
+    pages: Arc<Mutex<BTreeMap<u64, Box<PageBytes>>>>,
     free: Vec<u64>,
     faulty: Arc<Faulty>,
 }
 
 impl Store for Heap {
+    fn lanes(&mut self) -> Vec<OpenLane> {
+        let lane = |_| {
+            let heap = Heap { free: Vec::new(), ..self.clone() };
+            Box::new(move || Some(Box::new(heap.clone()) as Box<dyn Store>)) as OpenLane
+        };
+        (0..2).map(lane).collect()
+    }
+
     fn claim(&mut self) -> Option<u64> {
         let room = self.free.pop()?;
         self.faulty.rooms.fetch_add(1, Ordering::Relaxed);
@@ -44,7 +56,8 @@ impl Store for Heap {
         if self.faulty.writes_fail.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        self.pages.extend((first..).zip(pages.iter().map(|page| Box::new(*page))));
+        self.faulty.carriers.lock().unwrap().insert(std::thread::current().id());
+        self.pages.lock().unwrap().extend((first..).zip(pages.iter().map(|page| Box::new(*page))));
         Ok(())
     }
 
@@ -56,8 +69,9 @@ impl Store for Heap {
         if self.faulty.reads_fail.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::InvalidData.into());
         }
+        let pages = self.pages.lock().unwrap();
         for (page, out) in (first..).zip(out) {
-            *out = **self.pages.get(&page).ok_or(io::ErrorKind::NotFound)?;
+            *out = **pages.get(&page).ok_or(io::ErrorKind::NotFound)?;
         }
         Ok(())
     }
@@ -86,7 +100,7 @@ impl Memory {
         let turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let faulty = Arc::new(Faulty::default());
         let heap = Heap {
-            pages: BTreeMap::new(),
+            pages: Arc::default(),
             free: (0..blocks as u64).map(|block| block * BLOCK_PAGES as u64).collect(),
             faulty: Arc::clone(&faulty),
         };
@@ -172,6 +186,7 @@ fn what_was_written_comes_back_and_no_more_than_the_limit_is_resident() {
     let stats = memory.pager.stats();
     assert!(stats.writes > 48 && stats.reads > 0 && stats.prefetched > 0, "{stats:?}");
     assert_eq!((stats.lost, stats.beyond_limit), (0, 0));
+    assert!(memory.faulty.carriers.lock().unwrap().len() > 1, "one thread has carried all blocks");
     assert!(
         (PAGES / BLOCK_PAGES - LIMIT / BLOCK..=PAGES / BLOCK_PAGES)
             .contains(&memory.faulty.rooms.load(Ordering::Relaxed))

@@ -60,9 +60,9 @@ thread_local! {
     /// of the fork that has made it stays.
     static HOLDS: Cell<u32> = const { Cell::new(0) };
 }
-/// The options of the pager, and the run's directory. The program may change its environment, so
-/// its children read both from here.
-static RUN: OnceLock<(Options, PathBuf)> = OnceLock::new();
+/// The options of the pager, the run's directory, and the number of connections to its daemon. The
+/// program may change its environment, so its children read all of them from here.
+static RUN: OnceLock<(Options, PathBuf, u16)> = OnceLock::new();
 /// Whether the process has forbidden itself some system calls (seccomp). From then on no pager is
 /// started: the kernel could end the process for a call that the pager needs.
 static IS_FILTERED: AtomicBool = AtomicBool::new(false);
@@ -101,10 +101,12 @@ extern "C" fn start() {
     let directory = std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into();
     let spin = std::env::var("WEIR_RUN_SPIN_US").ok().and_then(|spin| spin.parse().ok());
     let spin = Duration::from_micros(spin.unwrap_or(0));
-    let (options, run) = RUN.get_or_init(|| (Options { limit, scope: Scope::Process, spin }, directory));
+    let connections = std::env::var("WEIR_RUN_THREADS").ok().and_then(|count| count.parse().ok());
+    let options = Options { limit, scope: Scope::Process, spin };
+    let run = RUN.get_or_init(|| (options, directory, connections.unwrap_or(1)));
     // SAFETY: the functions live as long as the program.
     unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child)) };
-    match Pager::start(*options, || outside(run), publish) {
+    match Pager::start(options, || outside(run), publish) {
         Ok(_) => {
             // SAFETY: the call only changes a setting of the program's heap.
             unsafe { libc::mallopt(libc::M_TOP_PAD, HEAP_STEP) };
@@ -142,13 +144,13 @@ fn tables(limit: usize) -> usize {
 /// Starts another pager after `before`. `own` is memory that stays unmanaged. If no pager can be
 /// started, prints the reason and returns false.
 fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
-    let Some((options, run)) = RUN.get() else { return false };
-    match before.start_again(*options, own, || outside(run), publish) {
+    let Some(run) = RUN.get() else { return false };
+    match before.start_again(run.0, own, || outside(run), publish) {
         Ok(_) => true,
         Err(error) => {
             // The program may have replaced its standard error by another file. So this line goes
             // to `weir run`, if its socket is within reach.
-            if let Ok(messages) = messages(run) {
+            if let Ok(messages) = messages(&run.1) {
                 tell(&messages, &format!("not bounded from here on: {}", in_words(&error)));
             }
             false
@@ -176,7 +178,7 @@ fn start_in_child() {
 
 /// Starts the pager of a child whose parent had this one.
 fn start_after(before: &Pager) {
-    let Some((options, _)) = RUN.get() else { return };
+    let Some((options, ..)) = RUN.get() else { return };
     // SAFETY: libc's location of this thread's error number is valid.
     let errno = unsafe { *libc::__errno_location() };
     // At the fork, the pager's thread in the parent may have been in the middle of an allocation.
@@ -209,7 +211,7 @@ fn messages(run: &Path) -> io::Result<UnixDatagram> {
 }
 
 /// Opens the pager's store and its [`Outside`], on the pager's thread.
-fn outside(run: &Path) -> Result<(ShareStore, Tell), String> {
+fn outside((_, run, connections): &(Options, PathBuf, u16)) -> Result<(ShareStore, Tell), String> {
     let path = run.join(directory::LEDGER);
     let ledger = Ledger::open(&path).map_err(|error| not_opened(&path, &error))?;
     let path = run.join(directory::MESSAGES);
@@ -217,7 +219,8 @@ fn outside(run: &Path) -> Result<(ShareStore, Tell), String> {
     let link = Link::to(run.join(directory::PROGRAMS));
     say_last_words(&messages);
     let line = Arc::clone(&messages);
-    let share = ShareStore::connect(&run.join(directory::SHARE), ledger, move |text| tell(&line, text));
+    let path = run.join(directory::SHARE);
+    let share = ShareStore::connect(&path, ledger, *connections, move |text| tell(&line, text));
     let share = share.map_err(|error| {
         let text = in_words(&error);
         match text.contains(&format!("(os error {})", libc::EUSERS)) {

@@ -1,6 +1,6 @@
-//! Calls that a program with one thread may make, and that the pager's thread would make fail.
+//! Calls that a program with one thread may make, and that the pager's threads would make fail.
 //!
-//! The pager's thread is one more thread of the process. The kernel lets only a process with one
+//! The pager's threads are further threads of the process. The kernel lets only a process with one
 //! thread enter a user namespace. Some calls change the rights of one thread. If the threads of a
 //! process have different rights when the process changes its user, libc ends the process. A
 //! process may also be copied without libc's knowledge.
@@ -51,20 +51,20 @@ unsafe fn call(number: c_long, arguments: [c_ulong; 6]) -> c_long {
     result
 }
 
-/// The pager of this process, for a thread of the program. On the pager's own thread this is
-/// `None`: that thread makes some of the calls below itself, and must not wait for itself.
+/// The pager of this process, for a thread of the program. On the pager's own threads this is
+/// `None`: they make some of the calls below themselves, and must not wait for themselves.
 fn others_pager() -> Option<&'static Pager> {
-    pager().filter(|pager| !pager.is_this_thread())
+    pager().filter(|_| !Pager::is_this_thread())
 }
 
-/// Whether the program has other threads than the calling one. The pager's thread is not of the
+/// Whether the program has other threads than the calling one. The pager's threads are not of the
 /// program.
-fn has_other_threads() -> bool {
-    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 2)
+fn has_other_threads(pager: &Pager) -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 1 + pager.threads())
 }
 
 /// Makes a call that needs a process with one thread. If it fails, makes it again without the
-/// pager's thread. After that the process has another pager.
+/// pager's threads. After that the process has another pager.
 fn alone(call: impl Fn() -> c_long) -> c_long {
     let failed =
         |result: c_long| result == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL);
@@ -72,7 +72,7 @@ fn alone(call: impl Fn() -> c_long) -> c_long {
     if !failed(first) {
         return first;
     }
-    let before = others_pager().filter(|_| !has_other_threads());
+    let before = others_pager().filter(|pager| !has_other_threads(pager));
     let Some(before) = before else {
         // The count of the threads may have changed the error number.
         // SAFETY: libc's location of this thread's error number is valid.
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn setns(file: c_int, kind: c_int) -> c_int {
 }
 
 /// # Safety
-/// Does the same as capset(2), in the pager's thread too.
+/// Does the same as capset(2), in the pager's threads too.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn capset(header: *mut [u32; 2], data: *const [u32; 6]) -> c_int {
     const VERSION_1: u32 = 0x1998_0330;
@@ -151,7 +151,7 @@ pub unsafe extern "C" fn capset(header: *mut [u32; 2], data: *const [u32; 6]) ->
 }
 
 /// # Safety
-/// Does the same as prctl(2). Rights that it changes are changed in the pager's thread too.
+/// Does the same as prctl(2). Rights that it changes are changed in the pager's threads too.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn prctl(
     option: c_int,

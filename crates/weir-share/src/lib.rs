@@ -36,4 +36,17 @@ pub mod wire;
 pub use area::{Area, Layout, Ring, Window};
 pub use client::{Client, Completion, Error, Frames, Lease, Options};
 pub use socket::{peek, receive, ring, send};
+
 pub use turn::{Offers, Turns, first_turns, short_turns};
+
+use std::path::{Path, PathBuf};
+
+/// The path of a daemon's share socket with this number. A daemon whose share server has several
+/// threads has a socket for each: `path`, `path.1`, `path.2` and so on.
+pub fn path_of(path: &Path, number: u16) -> PathBuf {
+    let mut path = path.as_os_str().to_owned();
+    if number > 0 {
+        path.push(format!(".{number}"));
+    }
+    path.into()
+}

@@ -229,6 +229,11 @@ pub struct ServeOptions {
     #[arg(long, requires = "share")]
     pub share_in_place: bool,
 
+    /// Threads that serve the programs of --share, each at a socket of its own: PATH, PATH.1,
+    /// PATH.2. A program may use several, to move pages faster.
+    #[arg(long, value_name = "N", requires = "share", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub share_threads: u16,
+
     /// The name of the export for NBD clients, and of the file in a FUSE directory. NBD clients may
     /// also use the empty name.
     #[arg(long, value_name = "NAME", default_value = "weir", value_parser = name)]
@@ -484,6 +489,11 @@ pub struct BoundOptions {
     /// after each page fault [default: 50 with four processors or more, else 0].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: Option<u32>,
+
+    /// Threads in the program, and as many in the daemon, that move blocks of 2 MiB together
+    /// [default: a quarter of the processors, 1 to 4].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub threads: Option<u16>,
 }
 
 /// A bounded program, and its new limit.

@@ -37,7 +37,11 @@ fn daemon(options: ServeOptions) -> Result<Config, Failure> {
         name: options.name,
         nbd: options.nbd.nbd()?,
         fuse: options.fuse.map(|file| Fuse { file, threads: options.fuse_threads }),
-        share: options.share.map(|path| Share { path, in_place: options.share_in_place }),
+        share: options.share.map(|path| Share {
+            path,
+            in_place: options.share_in_place,
+            threads: options.share_threads,
+        }),
         ublk: options.ublk.ublk()?,
         spin: Duration::from_micros(options.spin_us.into()),
         cpu_latency: options.cpu_latency,

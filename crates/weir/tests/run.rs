@@ -78,7 +78,8 @@ fn same_in_less(arguments: &[&str], stdin: &Path) {
     let (expected, code, alone) = watched(arguments, stdin, program);
     assert_eq!(code, Some(0), "{arguments:?} alone");
     let limit = format!("{LIMIT_MIB}MiB");
-    let bounded = [&[WEIR, "run", "--resident", &limit, "--store", "host:512MiB", "--"], arguments].concat();
+    let flags = ["run", "--threads", "3", "--resident", &limit, "--store", "host:512MiB", "--"];
+    let bounded = [&[WEIR], &flags[..], arguments].concat();
     assert!(alone >= 3 * LIMIT_MIB, "{program} takes {alone} MiB alone: too little to show anything");
     // The program's code and its libraries are not managed. Nor is new memory that it touches
     // before the pager has looked for it. A busy machine delays those looks, so one
@@ -254,22 +255,26 @@ fn it_ends_as_the_program_does_and_leaves_nothing() {
 }
 
 #[test]
-fn the_pager_and_the_daemon_spin_for_as_long_as_a_run_says() {
+fn the_pager_and_the_daemon_spin_and_have_threads_as_a_run_says() {
     if !can_run("the_pager_and_the_daemon_spin") {
         return;
     }
-    // The first line is the pager's time. The others are the command lines of the children of `weir
-    // run`, one of which is the daemon.
-    let script = r#"echo "$WEIR_RUN_SPIN_US"
+    // The first line is the pager's time and threads. The others are the command lines of the
+    // children of `weir run`, one of which is the daemon.
+    let script = r#"echo "$WEIR_RUN_SPIN_US $WEIR_RUN_THREADS"
         for process in $(cat /proc/$PPID/task/*/children); do tr '\0' ' ' <"/proc/$process/cmdline"; echo; done"#;
-    let has_four = thread::available_parallelism().is_ok_and(|count| count.get() >= 4);
-    for (asked, time) in [(&["--spin-us", "7"][..], "7"), (&[], if has_four { "50" } else { "0" })] {
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let usual = if processors >= 4 { "50" } else { "0" };
+    let quarter = (processors / 4).clamp(1, 4).to_string();
+    for (asked, time, threads) in
+        [(&["--spin-us", "7", "--threads", "3"][..], "7", "3"), (&[], usual, quarter.as_str())]
+    {
         let output = weir(&[asked, &["--", "sh", "-c", script]].concat());
         let said = String::from_utf8_lossy(&output.stdout);
-        assert_eq!(said.lines().next(), Some(time), "{said}");
+        assert_eq!(said.lines().next(), Some(format!("{time} {threads}").as_str()), "{said}");
         let is_daemon = |line: &&str| line.contains(" serve ");
         let daemon = said.lines().find(is_daemon).expect("the daemon is a child of weir run");
-        assert!(daemon.contains(&format!(" --spin-us {time} ")), "{daemon}");
+        assert!(daemon.contains(&format!(" --spin-us {time} --share-threads {threads} ")), "{daemon}");
     }
 }
 

@@ -50,7 +50,9 @@ impl Crowd {
         fs::create_dir_all(&files).unwrap();
         let mark = files.to_str().unwrap().to_owned();
         let mut command = Command::new(WEIR);
-        command.args(["run", "--resident", LIMIT, "--store", "host:1GiB", "--"]).arg(program);
+        command
+            .args(["run", "--threads", "2", "--resident", LIMIT, "--store", "host:1GiB", "--"])
+            .arg(program);
         command.args([&seconds.to_string(), "1"]).env("TMPDIR", &files).env(MARK, &mark);
         let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut run = piped.spawn().unwrap();

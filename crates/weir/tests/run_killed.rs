@@ -21,7 +21,8 @@ const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
 fn weir(arguments: &[&str]) -> Output {
     let limit = format!("{LIMIT_MIB}MiB");
-    let stores = ["run", "--resident", &limit, "--store", "host:512MiB"];
+    // Several threads, so that daemons die while each of their connections has pages under way.
+    let stores = ["run", "--threads", "3", "--resident", &limit, "--store", "host:512MiB"];
     Command::new(WEIR).args(stores).args(arguments).stdin(Stdio::null()).output().expect("it runs")
 }
 
@@ -160,7 +161,19 @@ for round in range(3): assert check(memory, me)
     );
     let limit = format!("{LIMIT_MIB}MiB");
     let mut command = Command::new(WEIR);
-    command.args(["run", "--resident", &limit, "--store", "host:512MiB", "--", "sh", "-c", &shell]);
+    command.args([
+        "run",
+        "--threads",
+        "3",
+        "--resident",
+        &limit,
+        "--store",
+        "host:512MiB",
+        "--",
+        "sh",
+        "-c",
+        &shell,
+    ]);
     let mut running = Sweeping::of(&mut command);
     let mut daemon = 0;
     let mut kills = 0;

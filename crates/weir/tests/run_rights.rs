@@ -8,7 +8,7 @@ use common::bounded::{Scratch, can_run, compiled};
 use std::process::{Command, Output, Stdio};
 
 fn weir(arguments: &[&str]) -> Output {
-    let run = ["run", "--resident", "48MiB", "--store", "host:1GiB", "--"];
+    let run = ["run", "--threads", "3", "--resident", "48MiB", "--store", "host:1GiB", "--"];
     Command::new(WEIR).args(run).args(arguments).stdin(Stdio::null()).output().expect("it runs")
 }
 

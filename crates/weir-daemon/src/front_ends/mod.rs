@@ -101,13 +101,7 @@ pub fn lanes(options: &Config) -> usize {
         None => 0,
         // A volume keeps some slots free for each lane. Pages on loan to clients take slots too, so
         // count them as [`IN_PLACE_LANES`] more lanes.
-        Some(share) => {
-            if share.in_place {
-                1 + IN_PLACE_LANES
-            } else {
-                1
-            }
-        }
+        Some(share) => usize::from(share.threads) + if share.in_place { IN_PLACE_LANES } else { 0 },
     };
     nbd + fuse + share
 }
@@ -372,15 +366,16 @@ const RUN_CLIENTS: u32 = weir_pager::OWNERS_MOST + 16;
 /// Pages for local programs, through shared memory. A program may name any volume.
 #[derive(Debug)]
 pub struct Share {
-    server: share::Server,
+    servers: Vec<share::Server>,
     clients: u64,
 }
 
 impl Share {
-    /// Starts the share server, which listens at the path in the options.
+    /// Starts the share servers. The first listens at the path in the options, and the others at
+    /// the [paths](share::path_of) after it.
     ///
     /// # Errors
-    /// Fails when the socket cannot be made.
+    /// Fails when a socket cannot be made.
     pub fn start(
         volumes: &Arc<Volumes>,
         options: &Config,
@@ -389,41 +384,51 @@ impl Share {
     ) -> Result<Self, Error> {
         let lane_slots = volumes.pool().config().lane_slots();
         let defaults = share::Config::at(&share.path);
-        let config = share::Config {
-            clients: if options.programs.is_some() { RUN_CLIENTS } else { defaults.clients },
+        let clients = if options.programs.is_some() { RUN_CLIENTS } else { defaults.clients };
+        let in_place = if share.in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 };
+        let config = |number| share::Config {
+            path: share::path_of(&share.path, number),
+            clients,
             spin: options.spin,
-            in_place: if share.in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
+            // A pool lends its pages to one server only.
+            in_place: if number == 0 { in_place } else { 0 },
             // Only the kernel may write to a device that carries swap, since only it knows the
             // content.
             read_only: options.swap,
             serves_pagers: options.programs.is_some(),
-            ..defaults
+            ..defaults.clone()
         };
-        let its = Arc::clone(volumes);
-        let find = move |name: &[u8]| its.find(name).map(|(_, volume)| volume);
-        let server = share::Server::start_all(volumes.pool(), Box::new(find), &config, Arc::clone(log))
-            .map_err(|error| Error::because(ErrorKind::FrontEnd, "--share", error))?;
-        Ok(Share { server, clients: config.clients.into() })
+        let start = |number| {
+            let its = Arc::clone(volumes);
+            let find = move |name: &[u8]| its.find(name).map(|(_, volume)| volume);
+            share::Server::start_all(volumes.pool(), Box::new(find), &config(number), Arc::clone(log))
+                .map_err(|error| Error::because(ErrorKind::FrontEnd, "--share", error))
+        };
+        let servers = (0..share.threads).map(start).collect::<Result<_, _>>()?;
+        Ok(Share { servers, clients: clients.into() })
     }
 }
 
 impl FrontEnd for Share {
     fn exports(&self) -> Vec<Export> {
-        let stats = self.server.stats();
-        vec![Export {
-            kind: "share".to_owned(),
-            volume: None,
-            address: format!("unix:{}", self.server.path().display()),
-            connections: stats.sessions() - stats.sessions_ended(),
-            connections_most: self.clients,
-            requests: stats.reads() + stats.writes() + stats.faults(),
-            errors: stats.faults(),
-        }]
+        let export = |server: &share::Server| {
+            let stats = server.stats();
+            Export {
+                kind: "share".to_owned(),
+                volume: None,
+                address: format!("unix:{}", server.path().display()),
+                connections: stats.sessions() - stats.sessions_ended(),
+                connections_most: self.clients,
+                requests: stats.reads() + stats.writes() + stats.faults(),
+                errors: stats.faults(),
+            }
+        };
+        self.servers.iter().map(export).collect()
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
         // No grace is needed: requests that have no answer yet still lie in the clients' own
-        // memory. Dropping the server disconnects the clients.
+        // memory. Dropping the servers disconnects the clients.
     }
 }
 

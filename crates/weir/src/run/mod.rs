@@ -49,6 +49,8 @@ const TIMES: u64 = 4;
 /// that spins takes the processor that the program needs.
 const SPIN_US: u32 = 50;
 const PROCESSORS: usize = 4;
+/// Largest default of `--threads`. With more, the memory's bandwidth is the limit.
+const THREADS_MOST: usize = 4;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
@@ -90,7 +92,8 @@ fn execute<T>(
         .env("WEIR_RUN_RESIDENT", bound.resident.0.to_string())
         .env("WEIR_RUN_DIRECTORY", &daemon.directory)
         .env("WEIR_RUN_PARENT", std::process::id().to_string())
-        .env("WEIR_RUN_SPIN_US", spin_us(bound).to_string());
+        .env("WEIR_RUN_SPIN_US", spin_us(bound).to_string())
+        .env("WEIR_RUN_THREADS", threads(bound).to_string());
     let parent = rustix::process::getpid();
     // SAFETY: the child makes only two system calls before it becomes the program.
     unsafe {
@@ -305,6 +308,7 @@ impl Daemon {
         command.arg("--share").arg(daemon.share()).arg("--control").arg(&control);
         command.arg("--programs").arg(daemon.directory.join(directory::PROGRAMS));
         command.args(["--spin-us", &spin_us(bound).to_string()]);
+        command.args(["--share-threads", &threads(bound).to_string()]);
         if let Some(address) = &bound.metrics {
             command.args(["--metrics", &address.to_string()]);
         }
@@ -375,6 +379,12 @@ impl Daemon {
 fn spin_us(bound: &BoundOptions) -> u32 {
     let has_enough = || thread::available_parallelism().is_ok_and(|count| count.get() >= PROCESSORS);
     bound.spin_us.unwrap_or_else(|| if has_enough() { SPIN_US } else { 0 })
+}
+
+/// Number of threads that move blocks, in the program and in the daemon.
+fn threads(bound: &BoundOptions) -> u16 {
+    let of_machine = || thread::available_parallelism().map_or(1, |count| count.get() / 4);
+    bound.threads.unwrap_or_else(|| of_machine().clamp(1, THREADS_MOST) as u16)
 }
 
 /// Whether the daemon of these stores has a keeper. By default it has one if every store outlives

@@ -312,6 +312,7 @@ impl Run for SimulatedRun {
 pub struct Mortal {
     store: Shared<SimulatedRun>,
     run: Rc<RefCell<Kept>>,
+    deaths: Deaths,
     pub said: Arc<Mutex<Said>>,
 }
 
@@ -332,8 +333,19 @@ impl Mortal {
         };
         let run = Rc::new(RefCell::new(kept));
         let store = Shared::new(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
-        run.borrow_mut().deaths = deaths;
-        Mortal { store, run, said: Arc::default() }
+        Mortal { store, run, said: Arc::default(), deaths }
+    }
+
+    /// From now on daemons die.
+    pub fn begin_deaths(&self) {
+        self.run.borrow_mut().deaths = self.deaths;
+    }
+
+    /// A further connection to the same daemon.
+    pub fn lane(&self) -> Self {
+        let run = Rc::clone(&self.run);
+        let store = Shared::new(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
+        Mortal { store, run, deaths: self.deaths, said: Arc::clone(&self.said) }
     }
 
     fn note<T>(&self, result: io::Result<T>, count: impl Fn(&mut Said) -> &mut u64) -> io::Result<T> {

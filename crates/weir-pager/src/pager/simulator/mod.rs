@@ -18,6 +18,7 @@ mod random;
 mod store;
 mod world;
 
+use super::helpers::Helpers;
 use super::work::Work;
 use super::{BELLS, Bells, Scope, Shared};
 use crate::{BLOCK_PAGES, Store, Tell};
@@ -28,6 +29,7 @@ use random::{Random, number};
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 pub(super) use store::Simulated;
 use store::{Faults, Said};
 use weir_core::PageBytes;
@@ -123,6 +125,12 @@ fn play(seed: u64) {
         Some(deaths) => Either::Run(Mortal::new(store, faults, deaths)),
     };
     let said = store.said();
+    let mut helpers = alone();
+    if let Either::Run(store) = &store {
+        let lanes = [0, 1, 2, 3][random.below(4) as usize];
+        helpers.lanes.extend((0..lanes).map(|_| Box::new(store.lane()) as Box<dyn Store>));
+        store.begin_deaths();
+    }
     let shared = Arc::new(Shared::new(limit, bells()));
     shared.lends.store(random.one_in(4), Ordering::Relaxed);
     let mut world = World::new(Random::new(random.next()), merges, migrates);
@@ -130,10 +138,11 @@ fn play(seed: u64) {
     let program = Program::new(&mut random, traits, Arc::clone(&shared), said);
     let machine = Machine { world, program };
     let scope = if is_adopted { Scope::Adopted } else { Scope::Process };
-    let mut work = match Work::new(machine, store, Box::new(|_: &str| {}) as Tell, scope, None, shared) {
-        Ok(work) => work,
-        Err(error) => panic!("{error}"),
-    };
+    let mut work =
+        match Work::new(machine, store, helpers, Box::new(|_: &str| {}) as Tell, scope, None, shared) {
+            Ok(work) => work,
+            Err(error) => panic!("{error}"),
+        };
     work.kernel_mut().program.has_begun = true;
     work.run();
     let Machine { world, program } = work.kernel_mut();
@@ -142,6 +151,11 @@ fn play(seed: u64) {
 
 fn bells() -> Bells {
     Bells { base: address(OWN), next: AtomicU32::new(0) }
+}
+
+/// No helpers, so that the pager's thread does everything.
+fn alone() -> Helpers {
+    Helpers::start(Vec::new(), Duration::ZERO).expect("there are random numbers")
 }
 
 /// Makes a machine on which no thread runs, a store, and the state that a pager shares with other
@@ -177,7 +191,7 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
 /// number of a page at which a block can begin.
 pub(super) fn work_at_rest() -> (Work<Machine, Simulated>, usize) {
     let (machine, store, shared, first) = at_rest();
-    match Work::new(machine, store, Box::new(|_: &str| {}), Scope::Adopted, None, shared) {
+    match Work::new(machine, store, alone(), Box::new(|_: &str| {}), Scope::Adopted, None, shared) {
         Ok(work) => (work, first),
         Err(error) => panic!("{error}"),
     }

@@ -1,6 +1,7 @@
 //! Background work while no thread waits: writing blocks out, and prefetching.
 
 use super::*;
+use std::ops::Range;
 
 impl<K: Kernel, S: Store> Work<K, S> {
     /// Does one step of background work. Returns whether there may be another step.
@@ -146,36 +147,26 @@ impl<K: Kernel, S: Store> Work<K, S> {
         true
     }
 
-    /// Writes the next [`STEP`] pages of the block that is being written to the store.
+    /// Writes the next pages of the block that is being written to the store.
     pub(super) fn write(&mut self) {
         let Some(Transfer { id, slot, next }) = self.writing else { return };
-        let from = self.slot(slot);
         self.begin_hashes(id);
+        let (from, end) = (self.slot(slot), next + self.helpers.step(STEP));
         let block = self.blocks.get_mut(id);
-        let room = block.room.expect("claimed as it began");
-        let mut result = Ok(());
-        let pages = self.kernel.pages(from + next * PAGE_SIZE, STEP);
-        // The first page that is not written yet. The pages from `first` to `at` are written
-        // together. A page of zeros, or a page that the store has already, is skipped and ends such
-        // a run.
-        let mut first = 0;
-        for at in 0..=STEP {
-            let stays = pages.get(at).is_none_or(|page| {
-                let is_zero = uniform_value(page) == Some(0);
-                block.set_zero(next + at, is_zero);
-                count(&self.shared.counters.zero_pages, u64::from(is_zero));
-                let is_clean = !is_zero && block.stores(next + at, || self.key.hash(page));
-                count(&self.shared.counters.clean_pages, u64::from(is_clean));
-                is_zero || is_clean
-            });
-            if stays {
-                if first < at && result.is_ok() {
-                    result = self.store.write(room + (next + first) as u64, &pages[first..at]);
-                }
-                first = at + 1;
-            }
-        }
-        let next = next + STEP;
+        let load = Load {
+            is_write: true,
+            slot: from,
+            room: block.room.expect("claimed as it began"),
+            pages: next..end,
+            zeros: &mut block.zeros,
+            stored: block.stored.as_deref_mut(),
+        };
+        let carried = self.helpers.carry(load, &mut self.store, &mut self.kernel);
+        let mut result = carried.map(|kept| {
+            count(&self.shared.counters.zero_pages, kept.zeros);
+            count(&self.shared.counters.clean_pages, kept.clean);
+        });
+        let next = end;
         if next == BLOCK_PAGES && result.is_ok() {
             result = self.store.settle();
             if self.is_broken {
@@ -259,40 +250,30 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.slots.iter().filter(|slot| **slot == Slot::Busy).count() - others
     }
 
-    /// Reads the next [`STEP`] pages of the block that is being prefetched.
+    /// Reads the next pages of the block that is being prefetched.
     pub(super) fn fill(&mut self) {
         let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
-        if !self.read(id, slot, next, next + STEP) {
+        let end = next + self.helpers.step(STEP);
+        if !self.read(id, slot, next..end) {
             self.slots[slot] = Slot::Free;
             self.lose(id, Some);
-        } else if next + STEP == BLOCK_PAGES {
+        } else if end == BLOCK_PAGES {
             count(&self.shared.counters.ahead, 1);
             self.blocks.get_mut(id).state = State::Ready(slot);
             self.ready.push_back((id, self.wants));
         } else {
-            self.filling = Some(Transfer { id, slot, next: next + STEP });
+            self.filling = Some(Transfer { id, slot, next: end });
         }
     }
 
-    pub(super) fn read(&mut self, id: u32, slot: usize, from: usize, to: usize) -> bool {
-        let base = self.slot(slot);
-        let block = self.blocks.get(id);
-        let mut page = from;
-        while page < to {
-            let is_zero = block.is_zero(page);
-            let end = (page..to).find(|&other| block.is_zero(other) != is_zero).unwrap_or(to);
-            let out = self.kernel.pages_mut(base + page * PAGE_SIZE, end - page);
-            if is_zero {
-                out.as_flattened_mut().fill(0);
-            } else {
-                let room = block.room.expect("what is in the store has room there");
-                if self.store.read(room + page as u64, out).is_err() {
-                    return false;
-                }
-            }
-            page = end;
-        }
-        true
+    /// Reads pages of a block into a slot. Returns false if one of them cannot be read.
+    pub(super) fn read(&mut self, id: u32, slot: usize, pages: Range<usize>) -> bool {
+        let from = self.slot(slot);
+        let block = self.blocks.get_mut(id);
+        // A block of zeros alone needs no room.
+        let room = block.room.unwrap_or_default();
+        let load = Load { is_write: false, slot: from, room, pages, zeros: &mut block.zeros, stored: None };
+        self.helpers.carry(load, &mut self.store, &mut self.kernel).is_ok()
     }
 
     /// Takes the room of a block that is in place. Such a block keeps its room until the store is

@@ -10,8 +10,8 @@ mod singles;
 mod space;
 
 use super::blocks::{Block, Blocks, State, hashes};
+use super::helpers::{Helpers, Load};
 use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
-use crate::digest::Key;
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
 use crate::maps::Mapping;
@@ -116,9 +116,8 @@ struct Eviction {
 pub(super) struct Work<K: Kernel, S> {
     kernel: K,
     store: S,
+    helpers: Helpers,
     outside: Tell,
-    /// The key of the hashes by which the pager knows what the store has.
-    key: Key,
     /// Whether the store has failed. Then no more blocks are written out.
     is_broken: bool,
     is_full: bool,
@@ -214,6 +213,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn new(
         mut kernel: K,
         store: S,
+        helpers: Helpers,
         outside: Tell,
         scope: Scope,
         excluded: Option<Vec<(usize, usize)>>,
@@ -238,10 +238,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let excluded = excluded.map_or_else(
             || mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
             |mut excluded| {
-                // Two kinds of present mappings are this thread's own: its stack, and the memory
-                // that it has reserved.
+                // Two kinds of present mappings are the pager's own: its threads' stacks, and the
+                // memory that it has reserved.
                 let stack = (&raw const looked).addr();
-                let own = [stack, staging, nursery, single, bells];
+                let own = [helpers.stacks(), &[stack, staging, nursery, single, bells]].concat();
                 let is_own =
                     |mapping: &&Mapping| own.iter().any(|at| (mapping.start..mapping.end).contains(at));
                 excluded.extend(mappings.iter().filter(is_own).map(|mapping| (mapping.start, mapping.end)));
@@ -253,8 +253,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Ok(Work {
             kernel,
             store,
+            helpers,
             outside,
-            key: Key::random()?,
             is_broken: false,
             is_full: false,
             refused: None,
@@ -472,6 +472,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let call = self.shared.call.each_ref().map(|word| word.load(Ordering::Relaxed));
         if call[0] != 0 {
             self.kernel.call(call);
+            self.helpers.call(call);
         }
         // One look is enough for a call, even if the pager must try the rest of the call again. A
         // later look finds the memory that cannot be managed yet. A child inherits that memory in
@@ -594,7 +595,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             State::Stored => {
                 let slot = self.frame_now()?;
                 count(&self.shared.counters.reads, 1);
-                if !self.read(id, slot, 0, BLOCK_PAGES) {
+                if !self.read(id, slot, 0..BLOCK_PAGES) {
                     self.slots[slot] = Slot::Free;
                     self.lose(id, Some);
                     return Ok(());

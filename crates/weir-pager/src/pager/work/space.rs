@@ -160,7 +160,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             State::Writing(slot) | State::Ready(slot) | State::Back(slot) => Some(slot),
             State::Stored => {
                 let slot = self.frame();
-                if self.read(id, slot, 0, BLOCK_PAGES) {
+                if self.read(id, slot, 0..BLOCK_PAGES) {
                     Some(slot)
                 } else {
                     self.slots[slot] = Slot::Free;
