@@ -633,6 +633,25 @@ mod tests {
         }
     }
 
+    /// In every second round the program touches a page of a block that the sweep has just left.
+    /// With a larger lag the sweep would miss the blocks that stayed in place for it.
+    #[test]
+    fn one_stray_jump_into_a_block_that_a_sweep_has_left_does_not_make_the_lag_larger() {
+        let (limit, blocks) = (64, 96);
+        let mut memory = Memory::new(limit, blocks);
+        for round in 0..20 {
+            let at = 80 + round % 10;
+            let (before, _) = memory.play(0..at * BLOCK_PAGES);
+            if round % 2 == 1 {
+                let gone = (0..at).rev().find(|&number| !memory.resident.contains(&(number as i64)));
+                memory.play([gone.expect("not all fit") * BLOCK_PAGES + 100 + round]);
+            }
+            let (after, _) = memory.play(at * BLOCK_PAGES..blocks * BLOCK_PAGES);
+            let (whole, least) = (before + after, blocks - limit);
+            assert!(whole < least + 10, "round {round}: {whole} came, {least} had to");
+        }
+    }
+
     #[test]
     fn a_loop_that_fits_misses_nothing() {
         let found = Memory::new(64, 60).play((0..100).flat_map(|_| 0..60 * BLOCK_PAGES));
@@ -720,6 +739,43 @@ mod tests {
             (0..9).for_each(|bit| _ = memory.play(gate(blocks / 8 * 8, bit, None, 2)));
             let (whole, single) = memory.play(jumps(blocks, 60_000));
             assert!(whole < 60 && single > 10_000, "{blocks} blocks: {whole} whole, {single} single faults");
+        }
+    }
+
+    /// The jumps are in the midst of blocks, beside blocks that the sweep has just entered. If each
+    /// of them began a stream, later jumps would continue it.
+    #[test]
+    fn jumps_beside_what_a_sweep_has_entered_begin_no_streams() {
+        let programs = 60;
+        let whole = (0..programs).map(|program| {
+            let mut memory = Memory::new(16, 24);
+            let edges = [0, BLOCK_PAGES - 1];
+            let midst = jumps(24, u64::MAX).filter(|page| !edges.contains(&(page % BLOCK_PAGES)));
+            memory.play(midst.skip(8000 * program).take(200)).0
+        });
+        let whole: usize = whole.sum();
+        assert!(whole < 19 * programs, "{whole} whole blocks");
+    }
+
+    /// Four threads go through each block, each through its own quarter. Others jump elsewhere, so
+    /// no block has page faults often.
+    #[test]
+    fn each_of_the_threads_that_share_a_block_has_its_own_run_there() {
+        let mut memory = Memory::new(64, 256);
+        let mut others = jumps(128, u64::MAX);
+        memory.play(others.by_ref().take(2000));
+        let quarter = BLOCK_PAGES / 4;
+        for block in 128..160 {
+            let mut faults = 0;
+            for at in 1..quarter {
+                for thread in 0..4 {
+                    if memory.play([block * BLOCK_PAGES + thread * quarter + at]) != (0, 0) {
+                        faults += 1;
+                        memory.play(others.by_ref().take(100));
+                    }
+                }
+            }
+            assert!(faults < 20, "block {block}: {faults} page faults");
         }
     }
 

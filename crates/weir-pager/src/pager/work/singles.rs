@@ -474,6 +474,38 @@ mod tests {
         assert!(work.singles_there < (limit - 1) * BLOCK_PAGES);
     }
 
+    /// A program that has ended to stream does not use what was prefetched for it.
+    #[test]
+    fn a_prefetched_block_makes_room_for_a_single_page_before_a_block_in_use_does() {
+        let (mut work, first, id) = with_stored_block();
+        let limit = 4;
+        // All memory is whole blocks in use and one block that was prefetched.
+        let ids: Vec<u32> = (1..=limit)
+            .map(|number| {
+                let page = first + number * BLOCK_PAGES;
+                work.kernel.world.map(page, page + BLOCK_PAGES);
+                work.kernel.register(address(page), address(page + BLOCK_PAGES)).unwrap();
+                work.blocks.add(address(page), State::Resident)
+            })
+            .collect();
+        let (&ahead, in_use) = ids.split_last().expect("there are some");
+        for &id in in_use {
+            work.kernel.world.come(page_of(work.blocks.get(id).at), 7);
+            work.policy.came(id);
+        }
+        let slot = work.frame();
+        work.claim_room(ahead);
+        work.blocks.get_mut(ahead).state = State::Ready(slot);
+        work.ready.push_back((ahead, work.wants));
+        work.shared.limit.store(limit, Ordering::Relaxed);
+        assert_eq!((work.frames(), work.room_for_singles()), (limit, 0));
+        assert!(!work.policy.is_streaming());
+        assert!(work.bring_single(id, 5).unwrap());
+        let states: Vec<State> = ids.iter().map(|&id| work.blocks.get(id).state).collect();
+        assert_eq!(states, [State::Resident, State::Resident, State::Resident, State::Stored]);
+        assert_eq!((work.blocks_ready(), work.singles_there), (0, 1));
+    }
+
     #[test]
     fn a_page_fault_that_is_tried_again_counts_once() {
         let (mut work, first, id) = with_stored_block();
