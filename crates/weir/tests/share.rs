@@ -67,6 +67,27 @@ fn a_program_writes_and_reads_pages_through_the_daemon_in_frames_and_in_place() 
 }
 
 #[test]
+fn each_thread_of_the_share_server_has_a_socket_and_all_serve_the_same_pages() {
+    let mut daemon = start("threads", &["--share-threads", "3"]);
+    let paths: Vec<PathBuf> = (0..3).map(|number| weir_share::path_of(&socket(&daemon), number)).collect();
+    let mut clients: Vec<Client> =
+        paths.iter().map(|path| Client::connect(path, Options::default()).unwrap()).collect();
+    for (writer, page) in (0..3).zip([10, 20, 30]) {
+        clients[writer].write(page, &page_of(page)).unwrap();
+        for client in &mut clients {
+            let lease = client.read(page).unwrap();
+            assert_eq!(client.page(&lease), &page_of(page), "page {page}");
+            client.give(lease).unwrap();
+        }
+    }
+    assert!(Client::connect(&weir_share::path_of(&socket(&daemon), 3), Options::default()).is_err());
+    drop(clients);
+    assert!(paths.iter().all(|path| path.exists()));
+    assert_eq!(daemon.terminate(), Some(0));
+    assert!(paths.iter().all(|path| !path.exists()), "a socket is left");
+}
+
+#[test]
 fn the_client_in_c_meets_the_daemon() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../weir-share");
     let daemon = start("c", &["--share-in-place"]);

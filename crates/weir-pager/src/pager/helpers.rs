@@ -141,7 +141,7 @@ impl Part {
     }
 }
 
-/// What the threads share.
+/// The state that the threads share.
 struct Desk {
     key: Key,
     spin: Duration,
