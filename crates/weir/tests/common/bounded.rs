@@ -193,7 +193,9 @@ impl Sweeping {
     pub fn start(program: &Path, flags: &[&str]) -> Self {
         let limit = format!("{LIMIT_MIB}MiB");
         let mut command = Command::new(WEIR);
-        command.args(["run", "--resident", &limit, "--store", "host:512MiB"]).args(flags);
+        // Several threads, so that daemons die while each of their connections has pages under way.
+        let threads = ["run", "--threads", "3"];
+        command.args(threads).args(["--resident", &limit, "--store", "host:512MiB"]).args(flags);
         Self::of(command.arg("--").arg(program))
     }
 
