@@ -8,7 +8,7 @@ mod work;
 
 use crate::kernel::{System, reserve};
 use crate::{BLOCK, Error, Store, Tell};
-use helpers::{AbortOnPanic, Helpers, IS_OWN};
+use helpers::{AbortOnPanic, Helpers};
 use rustix::process::{Pid, getpid};
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -22,6 +22,8 @@ use work::Work;
 const LIMIT_MIN: usize = 16;
 /// Number of the pager's own pages by which threads call it. A page fault on such a page is a call.
 const BELLS: usize = 4096;
+/// Largest number of helpers.
+const HELPERS_MOST: usize = 7;
 
 /// `MADV_DONTNEED` for memory that may be locked (Linux 5.18), which no available crate defines.
 pub(crate) const MADV_DONTNEED_LOCKED: i32 = 24;
@@ -134,10 +136,8 @@ pub(crate) struct Shared {
     process: Pid,
     /// The memory that the pager never manages. It is set when the pager starts.
     excluded: OnceLock<Vec<(usize, usize)>>,
-    /// The thread ID (TID) of the pager's thread.
-    thread: AtomicI32,
-    /// Number of the pager's threads, with those of its helpers.
-    threads: AtomicUsize,
+    /// The thread IDs (TIDs) of the pager's thread and of its helpers, or 0.
+    threads: [AtomicI32; 1 + HELPERS_MOST],
 }
 
 impl Shared {
@@ -157,8 +157,7 @@ impl Shared {
             adopting: Mutex::new(()),
             process: getpid(),
             excluded: OnceLock::new(),
-            thread: AtomicI32::new(0),
-            threads: AtomicUsize::new(1),
+            threads: [const { AtomicI32::new(0) }; 1 + HELPERS_MOST],
         }
     }
 }
@@ -320,8 +319,7 @@ impl Pager {
         let own = pager.clone();
         std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
             let _abort = AbortOnPanic;
-            IS_OWN.set(true);
-            shared.thread.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Relaxed);
+            shared.threads[0].store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Relaxed);
             weir_share::first_turns();
             let opened = own_descriptors()
                 .and_then(|()| System::open(spin))
@@ -329,8 +327,10 @@ impl Pager {
                 .and_then(|(system, (mut store, tell))| {
                     // The helpers get this thread's descriptors, and begin before the pager looks
                     // which memory it must not manage.
-                    let helpers = Helpers::start(store.lanes(), spin)?;
-                    shared.threads.store(1 + helpers.threads(), Ordering::Relaxed);
+                    let helpers = Helpers::start(store.lanes().into_iter().take(HELPERS_MOST), spin)?;
+                    for (thread, &id) in shared.threads[1..].iter().zip(helpers.ids()) {
+                        thread.store(id, Ordering::Relaxed);
+                    }
                     Work::new(system, store, helpers, tell, scope, excluded, shared)
                 });
             match opened {
@@ -387,14 +387,15 @@ impl Pager {
         self.0.bells.ring();
     }
 
-    /// Whether the calling thread is one of a pager's own.
-    pub fn is_this_thread() -> bool {
-        IS_OWN.get()
+    /// Whether the calling thread is one of the pager's.
+    pub fn is_this_thread(&self) -> bool {
+        let me = rustix::thread::gettid().as_raw_nonzero().get();
+        self.0.threads.iter().any(|thread| thread.load(Ordering::Relaxed) == me)
     }
 
     /// Number of the pager's threads.
     pub fn threads(&self) -> usize {
-        self.0.threads.load(Ordering::Relaxed)
+        self.0.threads.iter().filter(|thread| thread.load(Ordering::Relaxed) != 0).count()
     }
 
     /// Makes the pager's threads repeat a system call that this thread has made. Some calls change
@@ -460,7 +461,7 @@ impl Pager {
         self.0.stop.store(true, Ordering::SeqCst);
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();
-        let thread = format!("/proc/self/task/{}", self.0.thread.load(Ordering::Relaxed));
+        let thread = format!("/proc/self/task/{}", self.0.threads[0].load(Ordering::Relaxed));
         while std::path::Path::new(&thread).exists() {
             std::thread::sleep(Duration::from_micros(100));
         }

@@ -38,8 +38,11 @@ const RUNS: usize = 16;
 /// before it. After this many such page faults in a row the whole block comes. A whole block costs
 /// as much as hundreds of single pages, and many objects have only a few pages.
 const RUN: u8 = 7;
-/// The same for a run that began at the block's first or last page, as that of a sweep does.
+/// The same for a run that began at the block's first or last page, as that of a sweep does. It
+/// holds while at least `SWEEPING` of the last 64 blocks that were entered there continued a
+/// stream. Objects that begin there, and are visited in random order, continue none.
 const RUN_FROM_EDGE: u8 = 2;
+const SWEEPING: u32 = 8;
 /// Largest number of pages that one page fault on a block in the store brings, if not the whole
 /// block.
 pub const SINGLES_MOST: usize = 1 << (RUN - 1);
@@ -149,9 +152,10 @@ impl History {
         found.is_some()
     }
 
-    /// Whether so many page faults have continued runs that the whole block comes.
-    fn is_long(&self) -> bool {
-        let is_from_edge = self.from_edge >> self.run & 1 != 0;
+    /// Whether so many page faults have continued runs that the whole block comes. `sweeps`: the
+    /// program has gone through memory in order lately.
+    fn is_long(&self, sweeps: bool) -> bool {
+        let is_from_edge = sweeps && self.from_edge >> self.run & 1 != 0;
         self.length >= if is_from_edge { RUN_FROM_EDGE } else { RUN }
     }
 
@@ -292,7 +296,7 @@ impl Policy {
         };
         let is_often = is_stored && history.is_used_much(self.faults, blocks);
         let is_many = there >= MANY && there * blocks > TIMES_AVERAGE * there_of_all;
-        let is_used = is_often || is_many || history.is_long();
+        let is_used = is_often || is_many || history.is_long(self.edges.count_ones() >= SWEEPING);
         let is_whole = !is_stored || !self.is_crowded() && (is_entered || is_used);
         if is_whole {
             self.note_whole(history.is_early);
@@ -821,7 +825,7 @@ mod tests {
         // The jumps leave three blocks alone, and the sweep before them has left those.
         let [up, down, midst] = [10, 57, 90];
         let is_other = |page: &usize| ![up, down, midst].contains(&(page / BLOCK_PAGES));
-        memory.play(jumps(127, 20_000).filter(is_other));
+        memory.play(jumps(127, 4000).filter(is_other));
         let page = |block: usize, page: usize| block * BLOCK_PAGES + page;
         let pass = memory.play(page(up, 0)..page(up, BLOCK_PAGES));
         assert_eq!(pass, (1, 2), "upwards");
@@ -829,6 +833,15 @@ mod tests {
         assert_eq!(pass, (1, 2), "downwards");
         let pass = memory.play(page(midst, 100)..page(midst, BLOCK_PAGES));
         assert_eq!(pass, (1, usize::from(RUN)), "from page 100 on");
+    }
+
+    #[test]
+    fn objects_at_the_edges_of_blocks_come_singly_if_they_are_visited_in_random_order() {
+        let mut memory = Memory::new(64, 1000);
+        let objects = |count| jumps(1000, count).map(|page| page / BLOCK_PAGES * BLOCK_PAGES);
+        memory.play(objects(2000).flat_map(|page| page..page + 8));
+        let (whole, _) = memory.play(objects(10_000).flat_map(|page| page..page + 8));
+        assert!(whole < 100, "{whole} whole blocks for 1000 objects of 8 pages");
     }
 
     /// Enters the blocks of these numbers at their first page. Returns the stride that the policy

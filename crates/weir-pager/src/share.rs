@@ -12,6 +12,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_share::{Client, Error, Frames, Lease, Options, path_of};
@@ -40,6 +41,10 @@ const SAY_AFTER: Duration = Duration::from_secs(1);
 const DEAD: &str = "the daemon has died; waiting for the next one, for 60 s at most";
 /// The line for a wait for the first answer of a daemon.
 const SLOW: &str = "the daemon does not answer yet; waiting for it, for 60 s at most";
+/// Longest time of each wait while a further connection is opened.
+const OPEN_FOR: Duration = Duration::from_millis(100);
+/// The same line of another connection is left out for this time.
+const SAME_FOR: Duration = Duration::from_secs(10);
 /// Pause before the next attempt to connect.
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -161,7 +166,7 @@ pub(crate) struct OfMachine {
     witness: Witness,
     /// `None` for a further connection, which claims nothing.
     ledger: Option<Ledger>,
-    tell: Box<dyn Fn(&str)>,
+    tell: Arc<dyn Fn(&str) + Send + Sync>,
     begun: Instant,
 }
 
@@ -222,10 +227,19 @@ impl ShareStore {
         path: &Path,
         ledger: Ledger,
         connections: u16,
-        tell: impl Fn(&str) + 'static,
+        tell: impl Fn(&str) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
         let (path, witness) = (path.to_owned(), ledger.witness().try_clone()?);
-        let (ledger, tell) = (Some(ledger), Box::new(tell));
+        let last: Mutex<Option<(String, Instant)>> = Mutex::default();
+        let tell = move |line: &str| {
+            let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_said = last.as_ref().is_some_and(|(said, at)| said == line && at.elapsed() < SAME_FOR);
+            if !is_said {
+                tell(line);
+                *last = Some((line.to_owned(), Instant::now()));
+            }
+        };
+        let (ledger, tell) = (Some(ledger), Arc::new(tell));
         let run = OfMachine { path, witness, ledger, tell, begun: Instant::now() };
         Ok(ShareStore { shared: Shared::new(run)?, connections })
     }
@@ -233,14 +247,13 @@ impl ShareStore {
 
 impl Store for ShareStore {
     fn lanes(&mut self) -> Vec<OpenLane> {
-        let OfMachine { path, witness, .. } = &self.shared.run;
+        let OfMachine { path, witness, tell, .. } = &self.shared.run;
         let lane = |number| {
             let (path, witness) = (path_of(path, number), witness.try_clone().ok()?);
+            let tell = Arc::clone(tell);
             let open = move || {
-                let (path, witness) = (path.clone(), witness.try_clone().ok()?);
-                // The line about a wait for the next daemon comes from the first connection.
-                let run =
-                    OfMachine { path, witness, ledger: None, tell: Box::new(|_| ()), begun: Instant::now() };
+                let (path, witness, tell) = (path.clone(), witness.try_clone().ok()?, Arc::clone(&tell));
+                let run = OfMachine { path, witness, ledger: None, tell, begun: Instant::now() };
                 Some(Box::new(Shared::open(run).ok()?) as Box<dyn Store>)
             };
             Some(Box::new(open) as OpenLane)
@@ -375,7 +388,7 @@ impl<R: Run> Shared<R> {
 
     /// Connects to the present daemon, without a wait for another one.
     fn open(mut run: R) -> Result<Self, Error> {
-        let link = connect(&mut run, None)?;
+        let link = run.connect(&|_| OPEN_FOR).map(Link::new)?;
         Ok(Shared::over(run, link))
     }
 

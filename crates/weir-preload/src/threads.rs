@@ -54,7 +54,7 @@ unsafe fn call(number: c_long, arguments: [c_ulong; 6]) -> c_long {
 /// The pager of this process, for a thread of the program. On the pager's own threads this is
 /// `None`: they make some of the calls below themselves, and must not wait for themselves.
 fn others_pager() -> Option<&'static Pager> {
-    pager().filter(|_| !Pager::is_this_thread())
+    pager().filter(|pager| !pager.is_this_thread())
 }
 
 /// Whether the program has other threads than the calling one. The pager's threads are not of the

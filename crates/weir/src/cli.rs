@@ -231,7 +231,7 @@ pub struct ServeOptions {
 
     /// Threads that serve the programs of --share, each at a socket of its own: PATH, PATH.1,
     /// PATH.2. A program may use several, to move pages faster.
-    #[arg(long, value_name = "N", requires = "share", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=16))]
+    #[arg(long, value_name = "N", requires = "share", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=8))]
     pub share_threads: u16,
 
     /// The name of the export for NBD clients, and of the file in a FUSE directory. NBD clients may
@@ -492,7 +492,7 @@ pub struct BoundOptions {
 
     /// Threads in the program, and as many in the daemon, that move blocks of 2 MiB together
     /// [default: a quarter of the processors, 1 to 4].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
     pub threads: Option<u16>,
 }
 

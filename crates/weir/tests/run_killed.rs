@@ -58,8 +58,8 @@ fn without_a_keeper_a_daemon_killed_at_any_moment_costs_sigbus_and_never_wrong_b
             thread::sleep(Duration::from_millis(round * 13 % 40));
             kill(daemon);
             let (code, said) = sweeping.ended();
-            // The kernel writes to the control block of a thread that goes on (rseq). If that page is
-            // lost, the signal is SIGSEGV.
+            // The kernel writes to the control block of a thread that goes on (rseq). If that page
+            // is lost, the signal is SIGSEGV.
             let ends = [libc::SIGBUS, libc::SIGSEGV].map(|signal| Some(128 + signal));
             assert!(ends.contains(&code), "{code:?}, {order:?}, round {round}: {said}");
             assert!(said.contains("the program gets SIGBUS"), "{order:?}, round {round}: {said}");

@@ -3,30 +3,24 @@
 //! The pager's thread hands out the parts of one block, takes parts itself, and goes on once all of
 //! them have ended. So no other thread works while the pager's thread decides anything, and the
 //! pager's tables need no lock. Each helper has a connection to the store. It opens
-//! that connection for the first part that it could take: most processes never move a block.
+//! that connection when the pager first moves pages of a block: most processes never do.
 
 use crate::digest::Key;
 use crate::kernel::{Kernel, call_system, own_pages};
 use crate::{BLOCK_PAGES, Error, OpenLane, Store};
 use rustix::thread::gettid;
-use std::cell::Cell;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, uniform_value};
-use weir_share::{Offers, first_turns};
-
-thread_local! {
-    /// Whether this thread is one of a pager's own.
-    pub(super) static IS_OWN: Cell<bool> = const { Cell::new(false) };
-}
+use weir_share::Offers;
 
 /// If a thread of the pager panics, threads that wait for a page would wait for ever. So a panic
 /// ends the process.
@@ -40,6 +34,8 @@ impl Drop for AbortOnPanic {
     }
 }
 
+/// Time between two requests that helpers open their connections.
+const ASK_EVERY: Duration = Duration::from_millis(100);
 /// Largest number of parts of a block. A part has a multiple of 64 pages.
 const PARTS: usize = BLOCK_PAGES / 64;
 
@@ -147,6 +143,8 @@ struct Desk {
     spin: Duration,
     /// A number that changes when there is something to do. Threads that spin look at it.
     news: AtomicU32,
+    /// Number of helpers that have a connection.
+    open: AtomicUsize,
     /// Number of parts, or of threads that a call waits for, that have not ended.
     left: AtomicU32,
     state: Mutex<State>,
@@ -231,6 +229,8 @@ impl Desk {
 pub(super) struct Helpers {
     desk: Arc<Desk>,
     offers: Offers,
+    /// The time at which helpers were last asked to open their connections.
+    asked: Option<Instant>,
     threads: Vec<JoinHandle<()>>,
     /// For each thread an address in its stack, and its thread ID (TID).
     stacks: Vec<usize>,
@@ -238,6 +238,11 @@ pub(super) struct Helpers {
     /// In tests, connections that this thread uses in turn, in place of other threads.
     #[cfg(test)]
     pub(super) lanes: Vec<Box<dyn Store>>,
+    /// Those that are opened later.
+    #[cfg(test)]
+    pub(super) closed: Vec<Box<dyn Store>>,
+    #[cfg(test)]
+    carried: usize,
 }
 
 impl Helpers {
@@ -245,11 +250,12 @@ impl Helpers {
     ///
     /// # Errors
     /// Fails with the system's error. If a thread cannot be started, there are fewer.
-    pub(super) fn start(lanes: Vec<OpenLane>, spin: Duration) -> Result<Self, Error> {
+    pub(super) fn start(lanes: impl IntoIterator<Item = OpenLane>, spin: Duration) -> Result<Self, Error> {
         let desk = Arc::new(Desk {
             key: Key::random()?,
             spin,
             news: AtomicU32::new(0),
+            open: AtomicUsize::new(0),
             left: AtomicU32::new(0),
             state: Mutex::default(),
             come: Condvar::new(),
@@ -261,10 +267,9 @@ impl Helpers {
             let builder = std::thread::Builder::new().name("weir-pager-help".into()).stack_size(256 << 10);
             let run = move || {
                 let _abort = AbortOnPanic;
-                IS_OWN.set(true);
                 let _ = say.send(((&raw const its).addr(), gettid().as_raw_nonzero().get()));
                 drop(say);
-                first_turns();
+                // It has the priority and the short turns of the pager's thread, which starts it.
                 work(&its, open);
             };
             let Ok(thread) = builder.spawn(run) else { break };
@@ -277,11 +282,16 @@ impl Helpers {
         Ok(Helpers {
             desk,
             offers: Offers::default(),
+            asked: None,
             threads,
             stacks,
             ids,
             #[cfg(test)]
             lanes: Vec::new(),
+            #[cfg(test)]
+            closed: Vec::new(),
+            #[cfg(test)]
+            carried: 0,
         })
     }
 
@@ -290,9 +300,9 @@ impl Helpers {
         &self.stacks
     }
 
-    /// Number of helpers.
-    pub(super) fn threads(&self) -> usize {
-        self.threads.len()
+    /// The thread IDs (TIDs) of the helpers.
+    pub(super) fn ids(&self) -> &[i32] {
+        &self.ids
     }
 
     /// The key of the hashes by which the pager knows what the store has.
@@ -300,13 +310,13 @@ impl Helpers {
         &self.desk.key
     }
 
-    /// Number of threads that carry, with the pager's.
+    /// Number of threads that have a connection, with the pager's.
     fn carriers(&self) -> usize {
         #[cfg(test)]
         if !self.lanes.is_empty() {
             return 1 + self.lanes.len();
         }
-        1 + self.threads.len()
+        1 + self.desk.open.load(Ordering::Relaxed)
     }
 
     /// Number of pages of a block that are moved in one step, of `alone` for a thread alone. Page
@@ -329,11 +339,13 @@ impl Helpers {
         store: &mut dyn Store,
         kernel: &mut K,
     ) -> io::Result<Kept> {
+        #[cfg(test)]
+        self.open_one_more();
         let Load { is_write, slot, room, pages, zeros, mut stored } = load;
-        let parts = match self.carriers() {
-            1 => 1,
-            several => several.next_power_of_two().min(pages.len() / 64).clamp(1, PARTS),
-        };
+        let mut parts = self.carriers().next_power_of_two().min(PARTS);
+        while !(pages.len() / 64).is_multiple_of(parts) {
+            parts /= 2;
+        }
         let count = pages.len() / parts;
         let desk = Arc::clone(&self.desk);
         let mut state = desk.state();
@@ -350,7 +362,7 @@ impl Helpers {
         }
         state.next = 0;
         desk.left.store(parts as u32, Ordering::Relaxed);
-        if parts > 1 && !self.threads.is_empty() {
+        if !self.threads.is_empty() && (parts > 1 || self.asks_to_open()) {
             desk.post(state);
             state = desk.state();
         }
@@ -396,6 +408,25 @@ impl Helpers {
             kept.clean += part.kept.clean;
         }
         failure.map_or(Ok(kept), Err)
+    }
+
+    /// Opens a connection of a test now and then, also amid a block.
+    #[cfg(test)]
+    fn open_one_more(&mut self) {
+        self.carried += 1;
+        if self.carried.is_multiple_of(13) {
+            self.lanes.extend(self.closed.pop());
+        }
+    }
+
+    /// Whether helpers without a connection are to open one now. They are asked once in a while.
+    fn asks_to_open(&mut self) -> bool {
+        let is_due = self.asked.is_none_or(|asked| asked.elapsed() >= ASK_EVERY);
+        if is_due && self.carriers() <= self.threads.len() {
+            self.asked = Some(Instant::now());
+            return true;
+        }
+        false
     }
 
     /// Makes each helper make a system call that changes its rights, as
@@ -464,22 +495,26 @@ fn work(desk: &Desk, open: OpenLane) {
         }
         let mut state = state;
         if lane.is_none() {
-            if state.next >= state.parts.len() {
-                continue;
-            }
             drop(state);
-            if !is_filtered(status.as_ref()) {
-                lane = open();
-            }
+            lane = if is_filtered(status.as_ref()) { None } else { open() };
+            desk.open.fetch_add(usize::from(lane.is_some()), Ordering::Relaxed);
             state = desk.state();
         }
+        let mut has_failed = false;
         if let Some(lane) = &mut lane {
             desk.carry(state, |part| {
                 // SAFETY: the part's pages are the pager's own memory. All of them have memory, and
                 // no other thread uses them until this part has ended.
                 let pages = unsafe { own_pages(part.at, part.count) };
-                in_lane(part, pages, lane.as_mut(), &desk.key).map_err(drop)
+                let result = in_lane(part, pages, lane.as_mut(), &desk.key);
+                has_failed |= result.is_err();
+                result.map_err(drop)
             });
+        }
+        if has_failed {
+            // The connection may be over. The next one may work.
+            lane = None;
+            desk.open.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
@@ -572,7 +607,7 @@ mod tests {
             };
             Box::new(open) as OpenLane
         };
-        Helpers::start((0..3).map(lane).collect(), Duration::ZERO).unwrap()
+        Helpers::start((0..3).map(lane), Duration::ZERO).unwrap()
     }
 
     fn value(page: usize) -> u8 {

@@ -128,7 +128,7 @@ fn play(seed: u64) {
     let mut helpers = alone();
     if let Either::Run(store) = &store {
         let lanes = [0, 1, 2, 3][random.below(4) as usize];
-        helpers.lanes.extend((0..lanes).map(|_| Box::new(store.lane()) as Box<dyn Store>));
+        helpers.closed.extend((0..lanes).map(|_| Box::new(store.lane()) as Box<dyn Store>));
         store.begin_deaths();
     }
     let shared = Arc::new(Shared::new(limit, bells()));

@@ -151,7 +151,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn write(&mut self) {
         let Some(Transfer { id, slot, next }) = self.writing else { return };
         self.begin_hashes(id);
-        let (from, end) = (self.slot(slot), next + self.helpers.step(STEP));
+        let (from, end) = (self.slot(slot), (next + self.helpers.step(STEP)).min(BLOCK_PAGES));
         let block = self.blocks.get_mut(id);
         let load = Load {
             is_write: true,
@@ -253,7 +253,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Reads the next pages of the block that is being prefetched.
     pub(super) fn fill(&mut self) {
         let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
-        let end = next + self.helpers.step(STEP);
+        let end = (next + self.helpers.step(STEP)).min(BLOCK_PAGES);
         if !self.read(id, slot, next..end) {
             self.slots[slot] = Slot::Free;
             self.lose(id, Some);
