@@ -34,7 +34,7 @@ impl Drop for AbortOnPanic {
     }
 }
 
-/// Time between two requests that helpers open their connections.
+/// Least time between two attempts of a helper to open its connection.
 const ASK_EVERY: Duration = Duration::from_millis(100);
 /// Largest number of parts of a block. A part has a multiple of 64 pages.
 const PARTS: usize = BLOCK_PAGES / 64;
@@ -159,7 +159,7 @@ struct State {
     parts: Vec<Part>,
     /// The next part that nobody has taken.
     next: usize,
-    /// A system call that each thread makes, and how many calls there were before it.
+    /// A system call that each helper makes, and its number.
     call: ([usize; 6], u32),
     is_over: bool,
 }
@@ -225,7 +225,7 @@ impl Desk {
     }
 }
 
-/// The threads, or none.
+/// The helpers, or none.
 pub(super) struct Helpers {
     desk: Arc<Desk>,
     offers: Offers,
@@ -472,7 +472,7 @@ fn in_lane(part: &mut Part, pages: &mut [PageBytes], lane: &mut dyn Store, key: 
 
 /// A helper.
 fn work(desk: &Desk, open: OpenLane) {
-    let (mut open, mut lane) = (open, None);
+    let (mut open, mut lane, mut tried) = (open, None, None);
     let (mut seen, mut called) = (0, 0);
     let mut offers = Offers::default();
     let status = File::open("/proc/thread-self/status").ok();
@@ -494,8 +494,9 @@ fn work(desk: &Desk, open: OpenLane) {
             continue;
         }
         let mut state = state;
-        if lane.is_none() {
+        if lane.is_none() && tried.is_none_or(|tried: Instant| tried.elapsed() >= ASK_EVERY) {
             drop(state);
+            tried = Some(Instant::now());
             lane = if is_filtered(status.as_ref()) { None } else { open() };
             desk.open.fetch_add(usize::from(lane.is_some()), Ordering::Relaxed);
             state = desk.state();
