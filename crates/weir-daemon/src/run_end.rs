@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use weir_export::share::path_of;
+use weir_export::share::{THREADS_MOST, path_of};
 use weir_pager::{Ledger, directory};
 
 /// Whether the run has ended. Until then this process heeds no signal that would end it.
@@ -37,9 +37,6 @@ pub fn is_over() -> bool {
     IS_OVER.load(Ordering::Acquire)
 }
 
-/// Largest number of share servers of a run's daemon.
-const SHARE_THREADS_MOST: u16 = 8;
-
 /// Removes the directory of a run that cannot do so itself, because it was killed. `socket` is the
 /// pagers' socket, in that directory.
 pub fn clear(socket: &Path) {
@@ -54,7 +51,7 @@ pub fn clear(socket: &Path) {
         for name in [directory::SHARE, directory::CONTROL, directory::PROGRAMS, directory::MESSAGES] {
             let _ = std::fs::remove_file(run.join(name));
         }
-        for number in 1..SHARE_THREADS_MOST {
+        for number in 1..THREADS_MOST {
             let _ = std::fs::remove_file(path_of(&run.join(directory::SHARE), number));
         }
         let _ = std::fs::remove_file(ledger);
@@ -83,7 +80,7 @@ mod tests {
         assert!(!run.join(directory::LEDGER).exists() && run.join("precious").exists());
         std::fs::remove_file(run.join("precious")).unwrap();
         drop(Ledger::create(&run.join(directory::LEDGER)).unwrap());
-        for number in 0..SHARE_THREADS_MOST {
+        for number in 0..THREADS_MOST {
             std::fs::write(path_of(&run.join(directory::SHARE), number), "").unwrap();
         }
         clear();

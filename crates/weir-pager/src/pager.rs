@@ -23,7 +23,7 @@ const LIMIT_MIN: usize = 16;
 /// Number of the pager's own pages by which threads call it. A page fault on such a page is a call.
 const BELLS: usize = 4096;
 /// Largest number of helpers.
-const HELPERS_MOST: usize = 7;
+const HELPERS_MOST: usize = weir_share::THREADS_MOST as usize - 1;
 
 /// `MADV_DONTNEED` for memory that may be locked (Linux 5.18), which no available crate defines.
 pub(crate) const MADV_DONTNEED_LOCKED: i32 = 24;

@@ -72,6 +72,11 @@ const CROWDED_FOR_MOST: u64 = 1 << 12;
 /// ones. Otherwise blocks that are no longer used would stay in place for ever.
 const OLDEST_EVERY: u32 = 16;
 
+/// Whether this page is the first or last one of its block.
+fn is_edge(page: usize) -> bool {
+    page == 0 || page == BLOCK_PAGES - 1
+}
+
 /// A stream: blocks that follow each other at a constant distance.
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
@@ -144,8 +149,7 @@ impl History {
         if found.is_none() {
             self.oldest = (self.oldest + 1) % RUNS as u8;
             self.runs = (self.runs + 1).min(RUNS as u8);
-            let is_edge = page == 0 || page == BLOCK_PAGES - 1;
-            self.from_edge = self.from_edge & !(1 << at) | u16::from(is_edge) << at;
+            self.from_edge = self.from_edge & !(1 << at) | u16::from(is_edge(page)) << at;
         }
         self.run = at as u8;
         self.ends[at] = page as u16;
@@ -325,7 +329,7 @@ impl Policy {
         is_in_place: impl Fn(i64) -> bool,
     ) -> (Option<i64>, bool) {
         let now = self.faults;
-        let is_edge = page == 0 || page == BLOCK_PAGES - 1;
+        let is_edge = is_edge(page);
         while self.entered.pop_front_if(|&mut (_, at)| at + ENTERED_FOR < now).is_some() {}
         let since = now.saturating_sub(if is_edge { ENTERED_FOR } else { ENTERED_FOR_MIDST });
         let was_entered = self.was_entered(number, 0);

@@ -41,6 +41,9 @@ pub use turn::{Offers, Turns, first_turns, short_turns};
 
 use std::path::{Path, PathBuf};
 
+/// Largest number of threads of a daemon's share server, and of threads of a pager that use them.
+pub const THREADS_MOST: u16 = 8;
+
 /// The path of a daemon's share socket with this number. A daemon whose share server has several
 /// threads has a socket for each: `path`, `path.1`, `path.2` and so on.
 pub fn path_of(path: &Path, number: u16) -> PathBuf {

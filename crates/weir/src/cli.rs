@@ -12,6 +12,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_daemon::{Address, Backing};
+use weir_share::THREADS_MOST;
 use weir_store::StoreUrl;
 
 /// Lets memory overflow where you chose: into idle GPU memory, host memory or files.
@@ -231,7 +232,7 @@ pub struct ServeOptions {
 
     /// Threads that serve the programs of --share, each at a socket of its own: PATH, PATH.1,
     /// PATH.2. A program may use several, to move pages faster.
-    #[arg(long, value_name = "N", requires = "share", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=8))]
+    #[arg(long, value_name = "N", requires = "share", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MOST)))]
     pub share_threads: u16,
 
     /// The name of the export for NBD clients, and of the file in a FUSE directory. NBD clients may
@@ -492,7 +493,7 @@ pub struct BoundOptions {
 
     /// Threads in the program, and as many in the daemon, that move blocks of 2 MiB together
     /// [default: a quarter of the processors, 1 to 4].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MOST)))]
     pub threads: Option<u16>,
 }
 

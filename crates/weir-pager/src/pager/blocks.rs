@@ -28,6 +28,19 @@ pub enum State {
     Lost,
 }
 
+/// A bit for each page of a block.
+pub type Bits = [u64; BLOCK_PAGES / 64];
+
+/// The bit of a page.
+pub fn has(bits: &Bits, page: usize) -> bool {
+    bits[page / 64] >> (page % 64) & 1 != 0
+}
+
+/// Sets or clears the bit of a page.
+pub fn set(bits: &mut Bits, page: usize, is_set: bool) {
+    bits[page / 64] = bits[page / 64] & !(1 << (page % 64)) | u64::from(is_set) << (page % 64);
+}
+
 /// The hashes of a block's pages, by page.
 pub type Hashes = Box<[u64]>;
 
@@ -55,20 +68,20 @@ pub struct Block {
     /// content. `None`: the pager knows the content of no page.
     pub stored: Option<Hashes>,
     /// A bit for each page that is zeros and is not in the store.
-    pub zeros: [u64; BLOCK_PAGES / 64],
+    pub zeros: Bits,
     /// A bit for each single page that is in place. The store may hold older content of it.
-    pub there: [u64; BLOCK_PAGES / 64],
+    pub there: Bits,
     /// The page faults that the policy has seen on this block.
     pub history: History,
     /// A bit for each page whose content the program has dropped, and which the kernel may not have
     /// removed yet. The pager writes the block out only after the kernel has removed these pages.
     /// Otherwise their old content would come back.
-    pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
+    pub ending: Option<Box<Bits>>,
 }
 
 impl Block {
     pub fn is_there(&self, page: usize) -> bool {
-        self.there[page / 64] >> (page % 64) & 1 != 0
+        has(&self.there, page)
     }
 
     pub fn count_there(&self) -> usize {
@@ -82,19 +95,19 @@ impl Block {
 
     /// Whether the program has dropped the page, and the kernel may not have removed it yet.
     pub fn is_ending(&self, page: usize) -> bool {
-        self.ending.as_ref().is_some_and(|ending| ending[page / 64] >> (page % 64) & 1 != 0)
+        self.ending.as_ref().is_some_and(|ending| has(ending, page))
     }
 
     /// Notes that the dropped content of the page is gone.
     pub fn clear_ending(&mut self, page: usize) {
         if let Some(ending) = &mut self.ending {
-            ending[page / 64] &= !(1 << (page % 64));
+            set(ending, page, false);
         }
     }
 
     /// Whether a partial block has no page in place, none in the store, and none in `ending`.
     pub fn is_nothing(&self) -> bool {
-        let is_none = |pages: &[u64; BLOCK_PAGES / 64]| pages.iter().all(|pages| *pages == 0);
+        let is_none = |pages: &Bits| pages.iter().all(|pages| *pages == 0);
         self.zeros.iter().all(|pages| *pages == u64::MAX)
             && is_none(&self.there)
             && self.ending.as_deref().is_none_or(is_none)
@@ -109,12 +122,11 @@ impl Block {
     }
 
     pub fn is_zero(&self, page: usize) -> bool {
-        self.zeros[page / 64] >> (page % 64) & 1 != 0
+        has(&self.zeros, page)
     }
 
     pub fn set_zero(&mut self, page: usize, is_zero: bool) {
-        self.zeros[page / 64] =
-            self.zeros[page / 64] & !(1 << (page % 64)) | u64::from(is_zero) << (page % 64);
+        set(&mut self.zeros, page, is_zero);
     }
 }
 

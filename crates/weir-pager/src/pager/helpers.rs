@@ -5,6 +5,7 @@
 //! pager's tables need no lock. Each helper has a connection to the store. It opens
 //! that connection when the pager first moves pages of a block: most processes never do.
 
+use super::blocks::{Bits, has, set};
 use crate::digest::Key;
 use crate::kernel::{Kernel, call_system, own_pages};
 use crate::{BLOCK_PAGES, Error, OpenLane, Store};
@@ -38,9 +39,6 @@ impl Drop for AbortOnPanic {
 const ASK_EVERY: Duration = Duration::from_millis(100);
 /// Largest number of parts of a block. A part has a multiple of 64 pages.
 const PARTS: usize = BLOCK_PAGES / 64;
-
-/// A bit for each page of a block.
-pub(super) type Bits = [u64; BLOCK_PAGES / 64];
 
 /// Pages of one block on their way between a slot and the store.
 pub(super) struct Load<'a> {
@@ -87,10 +85,6 @@ impl Part {
         if self.is_write { self.write(pages, store, key) } else { self.read(pages, store) }
     }
 
-    fn is_zero(&self, page: usize) -> bool {
-        self.zeros[page / 64] >> (page % 64) & 1 != 0
-    }
-
     fn write(&mut self, pages: &[PageBytes], store: &mut dyn Store, key: &Key) -> io::Result<()> {
         // The first page that is not written yet. The pages from `first` to `at` are written
         // together. A page of zeros, or a page that the store has already, is skipped and ends such
@@ -99,8 +93,7 @@ impl Part {
         for at in 0..=pages.len() {
             let stays = pages.get(at).is_none_or(|page| {
                 let is_zero = uniform_value(page) == Some(0);
-                let (word, bit) = (at / 64, at % 64);
-                self.zeros[word] = self.zeros[word] & !(1 << bit) | u64::from(is_zero) << bit;
+                set(&mut self.zeros, at, is_zero);
                 let is_clean = !is_zero
                     && self.stored.get_mut(at).is_some_and(|stored| {
                         let hash = key.hash(page);
@@ -123,8 +116,8 @@ impl Part {
     fn read(&self, pages: &mut [PageBytes], store: &mut dyn Store) -> io::Result<()> {
         let mut page = 0;
         while page < pages.len() {
-            let is_zero = self.is_zero(page);
-            let end = (page..pages.len()).find(|&other| self.is_zero(other) != is_zero);
+            let is_zero = has(&self.zeros, page);
+            let end = (page..pages.len()).find(|&other| has(&self.zeros, other) != is_zero);
             let end = end.unwrap_or(pages.len());
             if is_zero {
                 pages[page..end].as_flattened_mut().fill(0);
