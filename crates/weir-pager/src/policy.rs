@@ -116,6 +116,10 @@ pub struct History {
     /// Number of page faults that brought single pages, since this time in page faults.
     faults: u32,
     since: u64,
+    /// The time of the last page fault on this block that counted for or against streaming, and
+    /// whether it counted for it. 0: none did.
+    counted: u64,
+    is_counted_for: bool,
     /// Whether the block had gone too early.
     is_early: bool,
     /// The page at which the block was entered when it came as a whole last.
@@ -213,8 +217,10 @@ pub struct Plan {
 /// The next page fault on such a block comes soon, and in its midst.
 #[derive(Debug)]
 pub struct Policy {
-    /// Resident blocks, in the order in which they came into place.
-    order: VecDeque<u32>,
+    /// Resident blocks, in the order in which they came into place, each with the number of blocks
+    /// that had come by then.
+    order: VecDeque<(u32, u64)>,
+    came: u64,
     streams: [Stream; STREAMS],
     /// Blocks that were entered a short while ago, each with the time in page faults.
     entered: VecDeque<(i64, u64)>,
@@ -229,6 +235,11 @@ pub struct Policy {
     /// Number of blocks that were moved out.
     evicted: u64,
     lag: usize,
+    /// The number of blocks that had been moved out when the lag grew last. Those went with a
+    /// smaller lag, and say nothing about this one.
+    evicted_before: u64,
+    /// A bit for each of the last whole blocks: whether it went with this lag, and too early.
+    early_of_lag: u16,
     calm: u32,
     /// A bit for each of the last whole blocks: whether it had gone too early.
     early: u32,
@@ -242,6 +253,7 @@ impl Default for Policy {
     fn default() -> Self {
         Policy {
             order: VecDeque::new(),
+            came: 0,
             streams: [Stream::default(); STREAMS],
             entered: VecDeque::new(),
             recent: 0,
@@ -252,6 +264,8 @@ impl Default for Policy {
             victims: 0,
             evicted: 0,
             lag: LAG,
+            evicted_before: 0,
+            early_of_lag: 0,
             calm: 0,
             early: 0,
             crowded_until: 0,
@@ -263,23 +277,27 @@ impl Default for Policy {
 impl Policy {
     /// Notes that a block is in place now.
     pub fn came(&mut self, id: u32) {
-        self.order.push_back(id);
+        self.came += 1;
+        self.order.push_back((id, self.came));
     }
 
     /// Notes that a block is no longer in place.
     pub fn went(&mut self, id: u32) {
         // The newest blocks are moved out most often, so search from the end.
-        if let Some(at) = self.order.iter().rposition(|&other| other == id) {
+        if let Some(at) = self.order.iter().rposition(|&(other, _)| other == id) {
             self.order.remove(at);
         }
     }
 
     /// Notes that a block was moved out, to be written to the store. Returns the number of such
-    /// blocks until now.
+    /// blocks until now, or 0 if this block had been in place for more than one pass through all
+    /// memory in place. Such a block may come back at any time, and did not go too early.
     pub fn evicted(&mut self, id: u32) -> u64 {
+        let came = self.order.iter().rfind(|(other, _)| *other == id).map_or(0, |&(_, came)| came);
+        let is_old = self.came - came > self.order.len() as u64 + EARLY;
         self.went(id);
         self.evicted += 1;
-        self.evicted
+        if is_old { 0 } else { self.evicted }
     }
 
     /// Number of blocks in place.
@@ -296,14 +314,14 @@ impl Policy {
         // A page fault beside a run says nothing about streams: the block is known to be in use.
         let (stride, is_entered) = match in_run {
             true => (None, false),
-            false => self.enter(number, page, history, is_in_place),
+            false => self.enter(number, page, blocks, history, is_in_place),
         };
         let is_often = is_stored && history.is_used_much(self.faults, blocks);
         let is_many = there >= MANY && there * blocks > TIMES_AVERAGE * there_of_all;
         let is_used = is_often || is_many || history.is_long(self.edges.count_ones() >= SWEEPING);
         let is_whole = !is_stored || !self.is_crowded() && (is_entered || is_used);
         if is_whole {
-            self.note_whole(history.is_early);
+            self.note_whole(history.is_early, history.evicted > self.evicted_before);
             history.entry = page as u16;
             if is_used && !self.was_entered(number, 0) {
                 self.entered.push_back((number, self.faults));
@@ -325,6 +343,7 @@ impl Policy {
         &mut self,
         number: i64,
         page: usize,
+        blocks: usize,
         history: &mut History,
         is_in_place: impl Fn(i64) -> bool,
     ) -> (Option<i64>, bool) {
@@ -343,9 +362,9 @@ impl Policy {
         });
         let stride = match known {
             Some(at) => Some(self.streams[at].stride),
-            None => self.begun(number, since),
+            None => self.begun(number, since, &is_in_place),
         };
-        if let Some(stride) = stride.filter(|_| known.is_some() || is_edge) {
+        if let Some(stride) = stride.filter(|_| may_continue) {
             let oldest = || (0..STREAMS).min_by_key(|&at| self.streams[at].used);
             let at = known.or_else(oldest).expect("there are streams");
             self.streams[at] = Stream { last: number, stride, used: now };
@@ -357,7 +376,17 @@ impl Policy {
         // program streams, it is no sign of jumps.
         let is_in_stream = stride.is_some() || self.was_entered(number, since);
         let may_begin = is_edge && self.is_streaming;
-        if is_in_stream || !may_begin {
+        // Threads that share a block enter it together, at several pages. They count once.
+        let is_counted =
+            history.counted > 0 && history.counted + ENTERED_FOR_MIDST.min(blocks as u64 / 8) >= now;
+        if is_counted {
+            if is_in_stream && !history.is_counted_for {
+                // The first of them counted against it. Change the newest such bit.
+                history.is_counted_for = true;
+                self.recent |= self.recent.wrapping_add(1);
+            }
+        } else if is_in_stream || !may_begin {
+            (history.counted, history.is_counted_for) = (now, is_in_stream);
             self.recent = self.recent << 1 | u16::from(is_in_stream);
         }
         if self.is_streaming && self.edges.count_ones() < CONTINUING {
@@ -369,7 +398,7 @@ impl Policy {
             ..=JUMPING => self.is_streaming = false,
             _ => {}
         }
-        if (is_edge || known.is_some()) && !was_entered {
+        if (is_edge || stride.is_some() && may_continue) && !was_entered {
             self.entered.push_back((number, now));
         }
         // A sweep comes back to each block by the page at which it entered it before.
@@ -386,8 +415,8 @@ impl Policy {
     }
 
     /// The smallest distance at which the blocks before `number` were entered since a time in page
-    /// faults, one after the other.
-    fn begun(&self, number: i64, since: u64) -> Option<i64> {
+    /// faults, one after the other. While the program streams, blocks in place are passed over.
+    fn begun(&self, number: i64, since: u64, is_in_place: impl Fn(i64) -> bool) -> Option<i64> {
         const FAR: i64 = 3 * STRIDE_MAX;
         // For each distance the time at which the block there was entered, or 0.
         let mut times = [0; 2 * FAR as usize + 1];
@@ -398,24 +427,32 @@ impl Policy {
             }
         }
         let at = |distance: i64| times[(distance + FAR) as usize];
-        let follows = |stride: i64, step: i64| {
-            let (later, earlier) = (at(stride * (step - 1)), at(stride * step));
-            earlier > 0 && earlier <= later
+        // The block before one that was entered at a time: its step, and the time of its own entry.
+        let before = |stride: i64, (step, time): (i64, u64)| {
+            let mut steps = step + 1..=FAR / stride.abs();
+            let is_passed = |step: i64| self.is_streaming && is_in_place(number - stride * step);
+            let found = steps.find(|&step| at(stride * step) > 0 || !is_passed(step))?;
+            let earlier = at(stride * found);
+            (earlier > 0 && earlier <= time).then_some((found, earlier))
         };
         let mut strides = (1..=STRIDE_MAX).flat_map(|stride| [stride, -stride]);
         strides.find(|&stride| {
-            at(stride) > 0 && follows(stride, 2) && (stride.abs() <= STRIDE_SHORT || follows(stride, 3))
+            let count = if stride.abs() <= STRIDE_SHORT { 2 } else { 3 };
+            (0..count).try_fold((0, u64::MAX), |last, _| before(stride, last)).is_some()
         })
     }
 
     /// Notes that a whole block comes. If blocks go too early, more of the newest ones stay in
     /// place. One of sixteen proves nothing: it may be a jump into a block that a sweep has left.
-    fn note_whole(&mut self, is_early: bool) {
+    /// Nor does a block that went before the lag grew last, as `is_of_lag` says.
+    fn note_whole(&mut self, is_early: bool, is_of_lag: bool) {
         self.early = self.early << 1 | u32::from(is_early);
+        self.early_of_lag = self.early_of_lag << 1 | u16::from(is_early && is_of_lag);
         if !is_early {
             self.calm += 1;
-        } else if (self.early & 0xffff).count_ones() >= 2 {
+        } else if self.early_of_lag.count_ones() >= 2 {
             self.lag = (self.lag * 2).min(self.order.len().max(LAG));
+            (self.evicted_before, self.early_of_lag) = (self.evicted, 0);
             self.calm = 0;
         }
         if self.calm >= CALM {
@@ -453,17 +490,17 @@ impl Policy {
         } else {
             0
         };
-        self.order.get(at).copied()
+        self.order.get(at).map(|&(id, _)| id)
     }
 
     /// The oldest of the blocks in place.
     pub fn oldest(&self) -> Option<u32> {
-        self.order.front().copied()
+        self.order.front().map(|&(id, _)| id)
     }
 
     /// The blocks in place, the newest one first.
     pub fn newest_first(&self) -> impl Iterator<Item = u32> + '_ {
-        self.order.iter().rev().copied()
+        self.order.iter().rev().map(|&(id, _)| id)
     }
 
     /// Notes that a block could not be moved out. It counts as the newest block from now on.
@@ -577,6 +614,67 @@ mod tests {
             let before = (self.whole, self.single);
             pages.into_iter().for_each(|page| self.touch(page));
             (self.whole - before.0, self.single - before.1)
+        }
+    }
+
+    /// Threads that share pieces of work, and whose page faults are handled one after another. A
+    /// thread that has ended its piece takes the next one.
+    struct Together {
+        /// For each thread its time, in microseconds, its piece and the next page there.
+        threads: Vec<(u64, usize, usize)>,
+        next: usize,
+        /// The time until which the pager handles page faults that it has read.
+        busy: u64,
+        /// The time at which the last page fault of each block was handled.
+        came: BTreeMap<usize, u64>,
+        /// The state of a generator of random numbers.
+        chance: u64,
+    }
+
+    impl Together {
+        /// Microseconds of a thread's work on a page, and of the two kinds of page faults.
+        const PAGE: u64 = 26;
+        const SINGLE: u64 = 20;
+        const WHOLE: u64 = 900;
+
+        fn new(threads: usize) -> Self {
+            Together { threads: vec![(0, 0, 0); threads], next: 0, busy: 0, came: BTreeMap::new(), chance: 7 }
+        }
+
+        /// Plays all pieces, as [`Memory::play`] does.
+        fn play(&mut self, memory: &mut Memory, pieces: &[&[usize]]) -> (usize, usize) {
+            let begun = self.threads.iter().map(|thread| thread.0).max().unwrap();
+            let before = (memory.whole, memory.single);
+            self.next = 0;
+            for thread in &mut self.threads {
+                *thread = (begun, self.next, 0);
+                self.next += 1;
+            }
+            loop {
+                let working = self.threads.iter_mut().filter(|thread| thread.1 < pieces.len());
+                let Some(thread) = working.min_by_key(|thread| thread.0) else { break };
+                let page = pieces[thread.1][thread.2];
+                let counts = (memory.whole, memory.single);
+                memory.touch(page);
+                let cost = match (memory.whole - counts.0, memory.single - counts.1) {
+                    (0, 0) => 0,
+                    (0, _) => Self::SINGLE,
+                    _ => Self::WHOLE,
+                };
+                if cost > 0 {
+                    self.busy = self.busy.max(thread.0) + cost;
+                    self.came.insert(page / BLOCK_PAGES, self.busy);
+                }
+                let came = self.came.get(&(page / BLOCK_PAGES)).copied().unwrap_or(0);
+                self.chance = self.chance.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+                thread.0 = thread.0.max(came) + Self::PAGE / 2 + (self.chance >> 33) % Self::PAGE;
+                thread.2 += 1;
+                if thread.2 == pieces[thread.1].len() {
+                    (thread.1, thread.2) = (self.next, 0);
+                    self.next += 1;
+                }
+            }
+            (memory.whole - before.0, memory.single - before.1)
         }
     }
 
@@ -715,6 +813,34 @@ mod tests {
                 assert!(
                     whole <= 280 && single < most,
                     "offset {offset}, bit {bit}: {whole} blocks, {single} single faults"
+                );
+            }
+        }
+    }
+
+    /// A simulator whose threads take pieces of eight pages in turn, in memory that begins in the
+    /// midst of a block. So a block is entered by many threads at once, and seldom at its edge.
+    /// Before the passes the program jumps.
+    #[test]
+    fn threads_that_enter_blocks_together_bring_whole_blocks_and_keep_the_lag_short() {
+        let (blocks, limit, offset) = (256, 60, 6);
+        for threads in [2, 16] {
+            let mut memory = Memory::new(limit, blocks + 1);
+            memory.play(jumps(blocks, 4000));
+            let mut together = Together::new(threads);
+            let passes = (0..9).map(|_| None).chain((0..17).map(Some));
+            for (pass, bit) in passes.enumerate() {
+                let (pages, piece): (Vec<usize>, usize) = match bit {
+                    None => ((0..blocks * BLOCK_PAGES).collect(), 8),
+                    Some(bit) => (gate(blocks, bit, None, 1).collect(), 16),
+                };
+                let pages: Vec<usize> = pages.into_iter().map(|page| page + offset).collect();
+                let pieces: Vec<&[usize]> = pages.chunks(piece).collect();
+                let (whole, single) = together.play(&mut memory, &pieces);
+                let least = blocks + 1 - limit;
+                assert!(
+                    whole < least * 5 / 4 && single < 150,
+                    "{threads} threads, pass {pass}: {whole} of {least} blocks, {single} single faults"
                 );
             }
         }
