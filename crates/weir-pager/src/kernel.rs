@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::time::{Duration, Instant};
 use weir_core::PageBytes;
@@ -82,6 +83,9 @@ pub(crate) trait Kernel {
     /// call and its arguments.
     fn call(&mut self, call: [usize; 6]);
 
+    /// Whether this thread of the process may still be there, by its thread ID (TID).
+    fn is_thread(&mut self, thread: i32) -> bool;
+
     /// The time since a fixed moment.
     fn now(&self) -> Duration;
 }
@@ -149,6 +153,7 @@ pub(crate) struct System {
     maps: Maps,
     pagemap: File,
     size: File,
+    status: Option<File>,
     began: Instant,
 }
 
@@ -164,6 +169,7 @@ impl System {
             // The `pagemap` file of any thread shows the memory of the whole process.
             pagemap: File::open("/proc/thread-self/pagemap")?,
             size: File::open("/proc/self/statm")?,
+            status: File::open("/proc/thread-self/status").ok(),
             began: Instant::now(),
         })
     }
@@ -320,9 +326,27 @@ impl Kernel for System {
         unsafe { call_system(call) };
     }
 
+    fn is_thread(&mut self, thread: i32) -> bool {
+        if is_filtered(self.status.as_ref()) {
+            return true;
+        }
+        // SAFETY: the signal 0 is not sent. The call only finds out whether the thread is there.
+        let found = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, 0) };
+        let is_gone = found == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
+        !is_gone
+    }
+
     fn now(&self) -> Duration {
         self.began.elapsed()
     }
+}
+
+/// Whether the process has forbidden itself system calls (seccomp). Then a connection cannot be
+/// opened: the kernel could end the process for a call that this needs.
+pub(crate) fn is_filtered(status: Option<&File>) -> bool {
+    let mut text = [0; 4096];
+    let read = status.and_then(|status| status.read_at(&mut text, 0).ok()).unwrap_or(0);
+    !String::from_utf8_lossy(&text[..read]).contains("Seccomp:\t0\n")
 }
 
 #[cfg(test)]

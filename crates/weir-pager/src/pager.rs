@@ -1,6 +1,7 @@
 //! The thread that keeps memory within its limit.
 
 mod blocks;
+mod endings;
 mod helpers;
 #[cfg(test)]
 mod simulator;
@@ -8,6 +9,7 @@ mod work;
 
 use crate::kernel::{System, reserve};
 use crate::{BLOCK, Error, Store, Tell};
+use endings::Endings;
 use helpers::{AbortOnPanic, Helpers};
 use rustix::process::{Pid, getpid};
 use std::os::fd::IntoRawFd as _;
@@ -121,6 +123,7 @@ pub(crate) struct Shared {
     /// Whether the kernel may still read pages of the program after the pager has moved them out.
     lends: AtomicBool,
     bells: Bells,
+    endings: Endings,
     counters: Counters,
     /// A range to adopt: its first byte, and the byte after its last. A thread that holds the lock
     /// `adopting` writes it; the pager reads it without the lock.
@@ -149,6 +152,7 @@ impl Shared {
             evict: AtomicBool::new(false),
             lends: AtomicBool::new(false),
             bells,
+            endings: Endings::new(),
             counters: Counters::default(),
             adopt: [const { AtomicUsize::new(0) }; 2],
             call: [const { AtomicUsize::new(0) }; 6],
@@ -385,6 +389,17 @@ impl Pager {
     /// Returns once the pager has looked for new memory.
     pub fn look(&self) {
         self.0.bells.ring();
+    }
+
+    /// Notes that the calling thread is about to end, and that the kernel then needs its memory in
+    /// these `bytes` bytes from `start` on. What the thread touches there after this call stays in
+    /// place until the thread is gone.
+    pub fn ends(&self, start: usize, bytes: usize) {
+        let thread = rustix::thread::gettid().as_raw_nonzero().get();
+        while !self.0.endings.note(thread, start..start + bytes) {
+            // The pager forgets threads that are gone.
+            self.look();
+        }
     }
 
     /// Whether the calling thread is one of the pager's.

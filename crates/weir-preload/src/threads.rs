@@ -9,6 +9,7 @@ use super::{IS_FILTERED, PAGER, after_fork, after_fork_in_child, before_fork, pa
 use libc::{c_int, c_long, c_ulong, c_void};
 use std::io;
 use std::mem::MaybeUninit;
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use weir_pager::Pager;
@@ -245,6 +246,75 @@ pub unsafe extern "C" fn syscall(
             pass()
         }
         _ => pass(),
+    }
+}
+
+type Begin = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
+
+/// Bytes of a thread's control block that the kernel writes when the thread ends.
+const CONTROL: usize = 4096;
+
+/// A key whose destructor runs when a thread is about to end. `None` if there is no key left.
+fn key() -> Option<libc::pthread_key_t> {
+    static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
+    extern "C" fn ends(_: *mut c_void) {
+        if let Some(pager) = others_pager() {
+            // SAFETY: the call has no effects. In glibc the thread's name is the address of its
+            // control block.
+            pager.ends(unsafe { libc::pthread_self() } as usize, CONTROL);
+        }
+    }
+    *KEY.get_or_init(|| {
+        let mut key = 0;
+        // SAFETY: the key is on the stack, and the function lives as long as the program.
+        let made = unsafe { libc::pthread_key_create(&raw mut key, Some(ends)) };
+        (made == 0).then_some(key)
+    })
+}
+
+/// # Safety
+/// Does the same as pthread_create(3). When the thread is about to end, the pager is told.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pthread_create(
+    thread: *mut libc::pthread_t,
+    attributes: *const libc::pthread_attr_t,
+    begin: Begin,
+    argument: *mut c_void,
+) -> c_int {
+    type Create =
+        unsafe extern "C" fn(*mut libc::pthread_t, *const libc::pthread_attr_t, Begin, *mut c_void) -> c_int;
+    // The thread may be cancelled, or end itself: that unwinds through this function.
+    extern "C-unwind" fn in_thread(both: *mut c_void) -> *mut c_void {
+        // SAFETY: the caller below has written both, for this thread alone.
+        let (begin, argument) = unsafe {
+            let both = both.cast::<(Begin, *mut c_void)>();
+            let copy = *both;
+            libc::free(both.cast());
+            copy
+        };
+        if let Some(key) = key() {
+            // SAFETY: the key exists. Any value but null lets its destructor run.
+            unsafe { libc::pthread_setspecific(key, std::ptr::dangling()) };
+        }
+        begin(argument)
+    }
+    // SAFETY: the name ends with a zero.
+    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"pthread_create".as_ptr()) };
+    // SAFETY: the size is that of what is written there.
+    let both = unsafe { libc::malloc(size_of::<(Begin, *mut c_void)>()) }.cast::<(Begin, *mut c_void)>();
+    if next.is_null() || both.is_null() {
+        return libc::EAGAIN;
+    }
+    // SAFETY: the function of this name has this type. The new thread frees what it gets, or this
+    // thread does if there is none. The caller answers for the other arguments.
+    unsafe {
+        both.write((begin, argument));
+        let next = std::mem::transmute::<*mut c_void, Create>(next);
+        let result = next(thread, attributes, in_thread, both.cast());
+        if result != 0 {
+            libc::free(both.cast());
+        }
+        result
     }
 }
 

@@ -237,3 +237,73 @@ fn a_program_whose_filter_forbids_the_pager_says_so() {
     let why = "is not bounded: a system call that the pager needs is forbidden here, as by a seccomp filter";
     assert!(said.contains(why), "{said}");
 }
+
+/// The kernel reports no page fault of a thread that ends. If the page with its control block were
+/// out then, the thread that joins it would wait for ever.
+#[test]
+fn a_thread_can_be_joined_though_all_other_memory_has_moved_out_while_it_ended() {
+    let source = r#"
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/rseq.h>
+#include <unistd.h>
+
+enum { BYTES = 192 << 20, PAGE = 4096 };
+static volatile int is_ending, may_end, number;
+
+// Runs after the destructor of Weir's key, since this key is younger.
+static void ends(void *value) {
+    (void)value;
+    // Else the kernel writes to the control block whenever it interrupts the thread.
+    syscall(SYS_rseq, (char *)__builtin_thread_pointer() + __rseq_offset, 32, 1, RSEQ_SIG);
+    is_ending = 1;
+    while (!may_end) ;
+    // Ends without a touch of any memory.
+    __asm__ volatile("syscall" : : "a"(SYS_exit), "D"(0) : "rcx", "r11", "memory");
+}
+
+static void *begins(void *nothing) {
+    pthread_key_t key;
+    pthread_key_create(&key, ends);
+    pthread_setspecific(key, &number);
+    number = syscall(SYS_gettid);
+    return nothing;
+}
+
+static int is_there(unsigned long at) {
+    unsigned long word = 0;
+    int file = open("/proc/self/pagemap", O_RDONLY);
+    if (pread(file, &word, 8, at / PAGE * 8) != 8) return 1;
+    close(file);
+    return word >> 63;
+}
+
+int main(void) {
+    alarm(60);
+    unsigned char *memory = mmap(0, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memset(memory, 7, BYTES);
+    pthread_t thread;
+    pthread_create(&thread, 0, begins, 0);
+    while (!is_ending) usleep(1000);
+    unsigned long at = 1;
+    for (int rounds = 0; rounds < 4 && is_there((unsigned long)thread); rounds++) {
+        for (long page = 0; page < BYTES; page += PAGE) memory[page]++;
+        for (int touch = 0; touch < 20000; touch++) {
+            at = at * 6364136223846793005 + 1442695040888963407;
+            memory[(at >> 20) % BYTES]++;
+        }
+    }
+    may_end = 1;
+    char task[64];
+    sprintf(task, "/proc/self/task/%d", number);
+    while (access(task, F_OK) == 0) usleep(1000);
+    pthread_join(thread, 0);
+    puts("joined");
+}
+"#;
+    if !cfg!(target_arch = "x86_64") {
+        return println!("skipped: a_thread_can_be_joined: x86-64");
+    }
+    let Some((code, said, lines)) = bounded("a_thread_can_be_joined", source) else { return };
+    assert_eq!((code, said.as_str()), (Some(0), "joined\n"), "{lines}");
+}

@@ -7,13 +7,12 @@
 
 use super::blocks::{Bits, has, set};
 use crate::digest::Key;
-use crate::kernel::{Kernel, call_system, own_pages};
+use crate::kernel::{Kernel, call_system, is_filtered, own_pages};
 use crate::{BLOCK_PAGES, Error, OpenLane, Store};
 use rustix::thread::gettid;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
@@ -511,14 +510,6 @@ fn work(desk: &Desk, open: OpenLane) {
             desk.open.fetch_sub(1, Ordering::Relaxed);
         }
     }
-}
-
-/// Whether the process has forbidden itself system calls (seccomp). Then a connection cannot be
-/// opened: the kernel could end the process for a call that this needs.
-fn is_filtered(status: Option<&File>) -> bool {
-    let mut text = [0; 4096];
-    let read = status.and_then(|status| status.read_at(&mut text, 0).ok()).unwrap_or(0);
-    !String::from_utf8_lossy(&text[..read]).contains("Seccomp:\t0\n")
 }
 
 #[cfg(test)]

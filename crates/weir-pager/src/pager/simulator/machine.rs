@@ -310,6 +310,10 @@ impl Kernel for Machine {
 
     fn call(&mut self, _: [usize; 6]) {}
 
+    fn is_thread(&mut self, thread: i32) -> bool {
+        self.world.threads.contains(&thread)
+    }
+
     fn now(&self) -> Duration {
         self.world.now
     }

@@ -5,7 +5,7 @@ use super::store::{set_word, word};
 use crate::uffd::Event;
 use crate::{BLOCK, BLOCK_PAGES};
 use rustix::io::Errno;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt::Display;
 use std::ops::Range;
 use std::time::Duration;
@@ -52,6 +52,8 @@ pub struct Area {
 /// its page table entry.
 pub struct World {
     pub random: Random,
+    /// Threads that have noted that they are about to end, and have not.
+    pub threads: BTreeSet<i32>,
     pub now: Duration,
     pub entries: Vec<Entry>,
     pub own: Vec<PageBytes>,
@@ -85,6 +87,7 @@ impl World {
     pub fn new(random: Random, merges: bool, migrates: u64) -> Self {
         World {
             random,
+            threads: BTreeSet::new(),
             now: Duration::ZERO,
             entries: vec![Entry::default(); PAGES],
             own: vec![[0; PAGE_SIZE]; OWN],

@@ -469,6 +469,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if end > start && !self.adopt(&[(start, end)]) {
             return Err(Changed);
         }
+        let Work { shared, kernel, .. } = self;
+        shared.endings.forget_ended(|thread| kernel.is_thread(thread));
         let call = self.shared.call.each_ref().map(|word| word.load(Ordering::Relaxed));
         if call[0] != 0 {
             self.kernel.call(call);

@@ -141,12 +141,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
         Some(at)
     }
 
+    /// Begins to move pages out of their place. Returns false if a thread that is about to end
+    /// needs one of them.
+    pub(super) fn begin_move(&mut self, at: usize, bytes: usize) -> bool {
+        let Work { shared, kernel, .. } = self;
+        shared.endings.begin_move(at..at + bytes, |thread| kernel.is_thread(thread))
+    }
+
     /// Moves a block's pages from their place into a slot of the staging memory. Where the block
     /// has no page, the slot gets a page of zeros.
     pub(super) fn move_out(&mut self, at: usize, slot: usize) -> bool {
         let to = self.slot(slot);
         let mut done = 0;
-        while done < BLOCK {
+        let may_go = self.begin_move(at, BLOCK);
+        while done < BLOCK && may_go {
             match self.move_pages(to + done, at + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
@@ -156,12 +164,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Err(_) => break,
             }
         }
+        self.shared.endings.end_move();
         if done == BLOCK {
             self.slots[slot] = Slot::Busy;
             return true;
         }
         // The kernel refuses to move a page that a device uses, that is locked, or that a child
-        // shares. So the whole block stays in place.
+        // shares. Or a thread is about to end. So the whole block stays in place.
         let mut back = 0;
         while back < done {
             if !self.has_changed() {
@@ -361,6 +370,33 @@ mod tests {
             assert!(work.kernel.world.is_something(first + request % 2));
             work.events.clear();
         }
+    }
+
+    #[test]
+    fn what_a_thread_needs_at_its_end_stays_in_place_until_it_is_gone() {
+        let (mut work, first) = work_at_rest();
+        let part = first + 2 * BLOCK_PAGES..first + 2 * BLOCK_PAGES + 64;
+        for pages in [first..first + BLOCK_PAGES, part.clone()] {
+            work.kernel.world.map(pages.start, pages.end);
+            pages.clone().for_each(|page| work.kernel.world.come(page, 7));
+            assert!(work.adopt(&[(address(pages.start), address(pages.end))]));
+        }
+        let needed = [first + 5, part.start + 9];
+        for (thread, page) in (1..).zip(needed) {
+            assert!(work.shared.endings.note(thread, address(page)..address(page + 1)));
+            work.kernel.world.threads.insert(thread);
+        }
+        assert!(work.begin_write().is_none(), "the block has a page that a thread needs");
+        while work.write_singles(super::super::singles::BATCH) && work.singles_there > 1 {}
+        assert_eq!(needed.map(|page| work.kernel.world.is_something(page)), [true; 2]);
+        assert_eq!(work.singles_there, 1, "all others went");
+        work.kernel.world.threads.clear();
+        work.begin_write().expect("it can go");
+        while work.writing.is_some() {
+            work.write();
+        }
+        assert!(work.write_singles(1));
+        assert_eq!(needed.map(|page| work.kernel.world.is_something(page)), [false; 2]);
     }
 
     #[test]

@@ -299,12 +299,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 continue;
             }
             let to = first + gone.len() * PAGE_SIZE;
-            match self.move_pages(to, self.blocks.get(id).at + page * PAGE_SIZE, PAGE_SIZE) {
+            let from = self.blocks.get(id).at + page * PAGE_SIZE;
+            let moved = match self.begin_move(from, PAGE_SIZE) {
+                true => self.move_pages(to, from, PAGE_SIZE),
+                false => Err(Stopped { why: Errno::BUSY, done: 0 }),
+            };
+            self.shared.endings.end_move();
+            match moved {
                 Ok(()) => gone.push((id, page)),
                 // The kernel has moved the page, and reports an error all the same.
                 Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
-                // The page stays: a device uses it, it is locked, a child shares it, or it no
-                // longer exists.
+                // The page stays: a device uses it, it is locked, a child shares it, a thread that
+                // is about to end needs it, or it no longer exists.
                 Err(_) => {
                     self.singles.push_back((id, page as u32));
                     refused += 1;

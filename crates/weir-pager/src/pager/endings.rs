@@ -1,0 +1,156 @@
+//! Threads of the program that are about to end.
+//!
+//! When a thread ends, the kernel clears a word of the thread's control block, for which another
+//! thread may wait (`CLONE_CHILD_CLEARTID`). It reports no page fault of a thread that ends. If the
+//! word's page is out, the word stays, and the other thread waits for ever. So a thread notes the
+//! pages of its control block before it ends, and the pager leaves those in place until the thread
+//! is gone.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicUsize, Ordering};
+
+/// Number of threads that can be about to end at a time.
+const ROWS: usize = 512;
+/// A row that a thread is writing.
+const TAKEN: i32 = -1;
+
+#[derive(Debug)]
+struct Row {
+    /// The thread ID (TID), 0 for a free row, or `TAKEN`.
+    thread: AtomicI32,
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+/// The table of these threads. They write it, and the pager's thread reads it.
+#[derive(Debug)]
+pub(crate) struct Endings {
+    rows: [Row; ROWS],
+    /// Number of rows in use.
+    used: AtomicUsize,
+    /// An odd number while the pager may be moving pages out that it has found to be free to go.
+    moves: AtomicU32,
+}
+
+impl Endings {
+    pub(super) fn new() -> Self {
+        let row = || Row { thread: AtomicI32::new(0), start: AtomicUsize::new(0), end: AtomicUsize::new(0) };
+        Endings { rows: std::array::from_fn(|_| row()), used: AtomicUsize::new(0), moves: AtomicU32::new(0) }
+    }
+
+    /// Notes that this thread needs its memory in `place` to its end. What the thread touches there
+    /// after this call stays in place. Returns false if the table is full.
+    pub(super) fn note(&self, thread: i32, place: Range<usize>) -> bool {
+        let is_free =
+            |row: &&Row| row.thread.compare_exchange(0, TAKEN, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        self.used.fetch_add(1, Ordering::SeqCst);
+        let Some(row) = self.rows.iter().find(is_free) else {
+            self.used.fetch_sub(1, Ordering::SeqCst);
+            return false;
+        };
+        row.start.store(place.start, Ordering::Relaxed);
+        row.end.store(place.end, Ordering::Relaxed);
+        row.thread.store(thread, Ordering::SeqCst);
+        // Either the pager sees this row before its next move, or this thread waits for that move.
+        let before = self.moves.load(Ordering::SeqCst);
+        while before % 2 == 1 && self.moves.load(Ordering::SeqCst) == before {
+            std::thread::yield_now();
+        }
+        true
+    }
+
+    /// Begins to move pages out. Returns false if a thread that has not ended needs one of them.
+    /// [`end_move`](Self::end_move) follows in both cases.
+    pub(super) fn begin_move(&self, pages: Range<usize>, mut is_thread: impl FnMut(i32) -> bool) -> bool {
+        self.moves.fetch_add(1, Ordering::SeqCst);
+        if self.used.load(Ordering::SeqCst) == 0 {
+            return true;
+        }
+        let mut may_go = true;
+        for row in &self.rows {
+            let thread = row.thread.load(Ordering::SeqCst);
+            if thread <= 0 {
+                continue;
+            }
+            let (start, end) = (row.start.load(Ordering::Relaxed), row.end.load(Ordering::Relaxed));
+            if start >= pages.end || end <= pages.start {
+                continue;
+            }
+            if is_thread(thread) {
+                may_go = false;
+            } else {
+                self.forget(row);
+            }
+        }
+        may_go
+    }
+
+    pub(super) fn end_move(&self) {
+        self.moves.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Forgets all threads that have ended.
+    pub(super) fn forget_ended(&self, mut is_thread: impl FnMut(i32) -> bool) {
+        for row in &self.rows {
+            let thread = row.thread.load(Ordering::SeqCst);
+            if thread > 0 && !is_thread(thread) {
+                self.forget(row);
+            }
+        }
+    }
+
+    fn forget(&self, row: &Row) {
+        row.thread.store(0, Ordering::SeqCst);
+        self.used.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_that_a_thread_needs_at_its_end_goes_once_the_thread_is_gone() {
+        let endings = Endings::new();
+        assert!(endings.begin_move(0..100, |_| true), "nobody ends");
+        endings.end_move();
+        assert!(endings.note(7, 50..60));
+        for (pages, lives, goes) in [
+            (0..50, true, true),
+            (0..51, true, false),
+            (59..99, true, false),
+            (60..99, true, true),
+            (50..60, false, true),
+        ] {
+            assert_eq!(endings.begin_move(pages, |thread| thread == 7 && lives), goes);
+            endings.end_move();
+        }
+        assert_eq!(endings.used.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn a_full_table_has_room_again_for_threads_once_others_have_ended() {
+        let endings = Endings::new();
+        assert!((1..=ROWS).all(|thread| endings.note(thread as i32, 0..1)));
+        assert!(!endings.note(9999, 0..1));
+        endings.forget_ended(|thread| thread != 5);
+        assert!(endings.note(9999, 0..1) && !endings.note(9998, 0..1));
+    }
+
+    #[test]
+    fn a_thread_that_is_about_to_end_waits_for_a_move_that_did_not_see_it() {
+        let endings = Endings::new();
+        assert!(endings.begin_move(0..1, |_| true));
+        std::thread::scope(|scope| {
+            let noting = scope.spawn(|| endings.note(7, 0..1));
+            while endings.rows[0].thread.load(Ordering::SeqCst) != 7 {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(!noting.is_finished(), "the move may still take its page");
+            endings.end_move();
+            assert!(noting.join().unwrap());
+        });
+        assert!(!endings.begin_move(0..1, |_| true));
+    }
+}
