@@ -341,8 +341,8 @@ impl Kernel for System {
     }
 }
 
-/// Whether the process has forbidden itself system calls (seccomp). Then a connection cannot be
-/// opened: the kernel could end the process for a call that this needs.
+/// Whether the process has forbidden itself system calls (seccomp). Then the pager makes no call
+/// that it has not made before: the kernel could end the process for it.
 pub(crate) fn is_filtered(status: Option<&File>) -> bool {
     let mut text = [0; 4096];
     let read = status.and_then(|status| status.read_at(&mut text, 0).ok()).unwrap_or(0);

@@ -22,6 +22,16 @@ struct Row {
     end: AtomicUsize,
 }
 
+impl Row {
+    /// Whether the row has a thread that needs one of these pages.
+    fn meets(&self, pages: &Range<usize>) -> bool {
+        // The other two are right once the thread is there. Only the pager's thread forgets it.
+        self.thread.load(Ordering::SeqCst) > 0
+            && self.start.load(Ordering::Relaxed) < pages.end
+            && pages.start < self.end.load(Ordering::Relaxed)
+    }
+}
+
 /// The table of these threads. They write it, and the pager's thread reads it.
 #[derive(Debug)]
 pub(crate) struct Endings {
@@ -67,20 +77,8 @@ impl Endings {
             return true;
         }
         let mut may_go = true;
-        for row in &self.rows {
-            let thread = row.thread.load(Ordering::SeqCst);
-            if thread <= 0 {
-                continue;
-            }
-            let (start, end) = (row.start.load(Ordering::Relaxed), row.end.load(Ordering::Relaxed));
-            if start >= pages.end || end <= pages.start {
-                continue;
-            }
-            if is_thread(thread) {
-                may_go = false;
-            } else {
-                self.forget(row);
-            }
+        for row in self.rows.iter().filter(|row| row.meets(&pages)) {
+            may_go &= !self.lives(row, &mut is_thread);
         }
         may_go
     }
@@ -91,23 +89,27 @@ impl Endings {
 
     /// Forgets all threads that have ended.
     pub(super) fn forget_ended(&self, mut is_thread: impl FnMut(i32) -> bool) {
-        for row in &self.rows {
-            let thread = row.thread.load(Ordering::SeqCst);
-            if thread > 0 && !is_thread(thread) {
-                self.forget(row);
-            }
+        if self.used.load(Ordering::SeqCst) > 0 {
+            self.rows.iter().for_each(|row| _ = self.lives(row, &mut is_thread));
         }
     }
 
-    fn forget(&self, row: &Row) {
-        row.thread.store(0, Ordering::SeqCst);
-        self.used.fetch_sub(1, Ordering::SeqCst);
+    /// Whether the row has a thread that is still there. Forgets one that has ended.
+    fn lives(&self, row: &Row, is_thread: &mut impl FnMut(i32) -> bool) -> bool {
+        let thread = row.thread.load(Ordering::SeqCst);
+        let lives = thread > 0 && is_thread(thread);
+        if thread > 0 && !lives {
+            row.thread.store(0, Ordering::SeqCst);
+            self.used.fetch_sub(1, Ordering::SeqCst);
+        }
+        lives
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicBool;
 
     #[test]
     fn a_page_that_a_thread_needs_at_its_end_goes_once_the_thread_is_gone() {
@@ -139,18 +141,19 @@ mod tests {
 
     #[test]
     fn a_thread_that_is_about_to_end_waits_for_a_move_that_did_not_see_it() {
-        let endings = Endings::new();
-        assert!(endings.begin_move(0..1, |_| true));
-        std::thread::scope(|scope| {
-            let noting = scope.spawn(|| endings.note(7, 0..1));
-            while endings.rows[0].thread.load(Ordering::SeqCst) != 7 {
-                std::thread::yield_now();
-            }
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            assert!(!noting.is_finished(), "the move may still take its page");
-            endings.end_move();
-            assert!(noting.join().unwrap());
-        });
-        assert!(!endings.begin_move(0..1, |_| true));
+        for _ in 0..100 {
+            let (endings, has_ended) = (Endings::new(), AtomicBool::new(false));
+            assert!(endings.begin_move(0..1, |_| true));
+            std::thread::scope(|scope| {
+                let noting = scope.spawn(|| endings.note(7, 0..1) && has_ended.load(Ordering::SeqCst));
+                while endings.rows[0].thread.load(Ordering::SeqCst) != 7 {
+                    std::thread::yield_now();
+                }
+                has_ended.store(true, Ordering::SeqCst);
+                endings.end_move();
+                assert!(noting.join().unwrap(), "until then the move may still take its page");
+            });
+            assert!(!endings.begin_move(0..1, |_| true));
+        }
     }
 }
