@@ -4,12 +4,14 @@
 use crate::maps::{Mapping, Maps};
 use crate::uffd::{self, Event, Stopped, Uffd};
 use crate::{BLOCK, Error};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::PageBytes;
 use weir_share::Offers;
@@ -51,7 +53,7 @@ pub(crate) trait Kernel {
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
     }
 
-    /// Waits for an event, for `longest` at most.
+    /// Waits for an event or a [`Waker`], for `longest` at most.
     fn wait(&mut self, longest: Option<Duration>);
 
     /// Calls `found` with each stretch of `start..end` that has pages.
@@ -88,6 +90,29 @@ pub(crate) trait Kernel {
 
     /// The time since a fixed moment.
     fn now(&self) -> Duration;
+}
+
+/// Ends the wait of the pager's thread.
+#[derive(Clone, Debug)]
+pub(crate) struct Waker(Arc<OwnedFd>);
+
+impl Waker {
+    /// # Errors
+    /// Fails without descriptors.
+    pub(crate) fn new() -> Result<Self, Error> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Waker(Arc::new(eventfd(0, flags).map_err(|error| Error::System(error.into()))?)))
+    }
+
+    pub(crate) fn wake(&self) {
+        // It fails only if billions of calls were not heard. Then the thread is awake already.
+        let _ = rustix::io::write(&*self.0, &1_u64.to_ne_bytes());
+    }
+
+    /// Forgets the calls of [`wake`](Self::wake) until now.
+    fn hear(&self) {
+        let _ = rustix::io::read(&*self.0, &mut [0_u8; 8]);
+    }
 }
 
 /// The size of a process's memory, in pages.
@@ -150,6 +175,7 @@ pub(crate) struct System {
     uffd: Uffd,
     watch: Watch,
     offers: Offers,
+    waker: Waker,
     maps: Maps,
     pagemap: File,
     size: File,
@@ -165,6 +191,7 @@ impl System {
             uffd: Uffd::open()?,
             watch: Watch { time: spin, is_due: false },
             offers: Offers::default(),
+            waker: Waker::new()?,
             maps: Maps::open()?,
             // The `pagemap` file of any thread shows the memory of the whole process.
             pagemap: File::open("/proc/thread-self/pagemap")?,
@@ -172,6 +199,11 @@ impl System {
             status: File::open("/proc/thread-self/status").ok(),
             began: Instant::now(),
         })
+    }
+
+    /// Ends this thread's [`wait`](Kernel::wait).
+    pub fn waker(&self) -> Waker {
+        self.waker.clone()
     }
 }
 
@@ -257,8 +289,8 @@ impl Kernel for System {
     }
 
     fn wait(&mut self, longest: Option<Duration>) {
-        let System { uffd, watch, offers, began, .. } = self;
-        let mut fds = [PollFd::new(uffd, PollFlags::IN)];
+        let System { uffd, watch, offers, waker, began, .. } = self;
+        let mut fds = [PollFd::new(uffd, PollFlags::IN), PollFd::new(&*waker.0, PollFlags::IN)];
         let now = || began.elapsed();
         let may_go_on = || {
             if !offers.is_crowded() {
@@ -267,14 +299,18 @@ impl Kernel for System {
             !offers.is_crowded()
         };
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-        if watch.look(longest, now, may_go_on, || poll(&mut fds, Some(&at_once)) != Ok(0)) {
-            return;
+        if !watch.look(longest, now, may_go_on, || poll(&mut fds, Some(&at_once)) != Ok(0)) {
+            let longest = longest.map(|longest| Timespec {
+                tv_sec: longest.as_secs().cast_signed(),
+                tv_nsec: longest.subsec_nanos().into(),
+            });
+            let _ = poll(&mut fds, longest.as_ref());
         }
-        let longest = longest.map(|longest| Timespec {
-            tv_sec: longest.as_secs().cast_signed(),
-            tv_nsec: longest.subsec_nanos().into(),
-        });
-        let _ = poll(&mut fds, longest.as_ref());
+        if fds[1].revents().contains(PollFlags::IN) {
+            waker.hear();
+            // The next page fault may follow soon all the same.
+            watch.is_due = true;
+        }
     }
 
     fn populated(&mut self, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {

@@ -331,7 +331,8 @@ impl Pager {
                 .and_then(|(system, (mut store, tell))| {
                     // The helpers get this thread's descriptors, and begin before the pager looks
                     // which memory it must not manage.
-                    let helpers = Helpers::start(store.lanes().into_iter().take(HELPERS_MOST), spin)?;
+                    let lanes = store.lanes().into_iter().take(HELPERS_MOST);
+                    let helpers = Helpers::start(lanes, spin, system.waker())?;
                     for (thread, &id) in shared.threads[1..].iter().zip(helpers.ids()) {
                         thread.store(id, Ordering::Relaxed);
                     }

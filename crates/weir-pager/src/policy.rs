@@ -49,6 +49,9 @@ pub const SINGLES_MOST: usize = 1 << (RUN - 1);
 /// The whole block comes after this many page faults that brought single pages of it, if they came
 /// more than `TIMES_RATE` times as fast as on the average block.
 const OFTEN: u32 = 12;
+/// The whole block comes too, while the program streams, after this many of its page faults among
+/// the last `ENTERED_FOR_MIDST` of all: several threads have entered it together.
+const TOGETHER: u32 = 3;
 const TIMES_RATE: u64 = 8;
 /// The whole block comes too if it has at least this many single pages, and more than
 /// `TIMES_AVERAGE` times the average of all blocks.
@@ -121,7 +124,7 @@ pub struct History {
     counted: u64,
     is_counted_for: bool,
     /// Whether the block had gone too early.
-    is_early: bool,
+    pub is_early: bool,
     /// The page at which the block was entered when it came as a whole last.
     entry: u16,
     /// The number that [`Policy::evicted`] returned when the block was moved out last. 0: it never
@@ -173,14 +176,19 @@ impl History {
     }
 
     /// Notes a page fault that may bring a single page, at this time in page faults. Returns
-    /// whether the block has had many of them in a short time, compared with all `blocks`.
-    fn is_used_much(&mut self, now: u64, blocks: usize) -> bool {
+    /// whether the block has had many of them in a short time, compared with all `blocks`, or a few
+    /// at once while the program `streams`.
+    fn is_used_much(&mut self, now: u64, blocks: usize, streams: bool) -> bool {
         let blocks = blocks as u64;
         if self.faults == 0 || now - self.since > TIMES_RATE * blocks {
             (self.faults, self.since) = (0, now);
         }
         self.faults += 1;
-        self.faults >= OFTEN && u64::from(self.faults) * blocks > TIMES_RATE * (now - self.since + 1)
+        let are_together = self.faults == TOGETHER
+            && u32::from(self.runs) >= TOGETHER
+            && now - self.since < ENTERED_FOR_MIDST.min(blocks / 8);
+        streams && are_together
+            || self.faults >= OFTEN && u64::from(self.faults) * blocks > TIMES_RATE * (now - self.since + 1)
     }
 }
 
@@ -205,6 +213,8 @@ pub struct Fault {
 pub struct Plan {
     /// The distance to the stream's next block, if the page fault is in a stream.
     pub stride: Option<i64>,
+    /// The distance to the next block if the page fault begins a stream like the last one.
+    pub guess: Option<i64>,
     /// Whether the whole block comes, and not only single pages of it.
     pub is_whole: bool,
 }
@@ -230,6 +240,8 @@ pub struct Policy {
     /// stream.
     edges: u64,
     is_streaming: bool,
+    /// The stride of the last page fault in a stream. 0: there was none.
+    last_stride: i64,
     faults: u64,
     victims: u32,
     /// Number of blocks that were moved out.
@@ -260,6 +272,7 @@ impl Default for Policy {
             // The first pass through memory is a stream until it shows otherwise.
             edges: u64::MAX,
             is_streaming: false,
+            last_stride: 0,
             faults: 0,
             victims: 0,
             evicted: 0,
@@ -279,6 +292,13 @@ impl Policy {
     pub fn came(&mut self, id: u32) {
         self.came += 1;
         self.order.push_back((id, self.came));
+    }
+
+    /// Notes that a block is in place which had gone too early. It is in use, and stays longer than
+    /// one that a stream passes.
+    pub fn came_back(&mut self, id: u32) {
+        self.came += 1;
+        self.order.insert(self.order.len() / 2, (id, self.came));
     }
 
     /// Notes that a block is no longer in place.
@@ -316,7 +336,7 @@ impl Policy {
             true => (None, false),
             false => self.enter(number, page, blocks, history, is_in_place),
         };
-        let is_often = is_stored && history.is_used_much(self.faults, blocks);
+        let is_often = is_stored && history.is_used_much(self.faults, blocks, self.is_streaming);
         let is_many = there >= MANY && there * blocks > TIMES_AVERAGE * there_of_all;
         let is_used = is_often || is_many || history.is_long(self.edges.count_ones() >= SWEEPING);
         let is_whole = !is_stored || !self.is_crowded() && (is_entered || is_used);
@@ -327,14 +347,17 @@ impl Policy {
                 self.entered.push_back((number, self.faults));
             }
         }
-        Plan { stride, is_whole }
+        let may_begin = self.is_streaming && is_entered && stride.is_none();
+        let guess = Some(self.last_stride).filter(|&last| may_begin && last != 0);
+        self.last_stride = stride.unwrap_or(self.last_stride);
+        Plan { stride, guess, is_whole }
     }
 
     /// Notes a page fault on a block that never comes as a whole. It says nothing about streams.
     pub fn fault_singly(&mut self, page: usize, history: &mut History) -> Plan {
         self.faults += 1;
         history.follow(page);
-        Plan { stride: None, is_whole: false }
+        Plan { stride: None, guess: None, is_whole: false }
     }
 
     /// Looks for the stream of a page fault that continues no run of single pages. Returns its
@@ -482,11 +505,11 @@ impl Policy {
     }
 
     /// The next block to move out. It stays in the order until [`evicted`](Self::evicted) is called
-    /// for it.
-    pub fn victim(&mut self) -> Option<u32> {
+    /// for it. `ahead`: number of the newest blocks that came before their page fault.
+    pub fn victim(&mut self, ahead: usize) -> Option<u32> {
         self.victims = self.victims.wrapping_add(1);
         let at = if self.is_streaming() && !self.victims.is_multiple_of(OLDEST_EVERY) {
-            self.order.len().saturating_sub(self.lag)
+            self.order.len().saturating_sub(self.lag + ahead)
         } else {
             0
         };
@@ -551,7 +574,7 @@ mod tests {
         fn make_room(&mut self, pages: usize) {
             while self.used + pages > self.limit {
                 let is_whole = self.policy.len() * BLOCK_PAGES > self.limit / 8 || self.singles.is_empty();
-                if let Some(victim) = is_whole.then(|| self.policy.victim()).flatten() {
+                if let Some(victim) = is_whole.then(|| self.policy.victim(0)).flatten() {
                     let evicted = self.policy.evicted(victim);
                     let number = i64::from(victim);
                     self.blocks.get_mut(&number).expect("it came").0.evicted = evicted;
@@ -578,13 +601,17 @@ mod tests {
             let resident = &self.resident;
             let plan = self.policy.fault(fault, history, |other| resident.contains(&other));
             if plan.is_whole {
+                let is_early = history.is_early;
                 history.came();
                 (self.used, self.singles_there) = (self.used - there, self.singles_there - there);
                 self.blocks.get_mut(&number).expect("a block").1.clear();
                 self.make_room(BLOCK_PAGES);
                 self.used += BLOCK_PAGES;
                 self.resident.insert(number);
-                self.policy.came(number as u32);
+                match is_early {
+                    true => self.policy.came_back(number as u32),
+                    false => self.policy.came(number as u32),
+                }
                 self.whole += 1;
                 return;
             }
@@ -848,6 +875,36 @@ mod tests {
 
     /// Sixteen threads with two streams each use 32 blocks at a time.
     #[test]
+    fn a_block_that_came_back_early_stays_while_a_stream_passes() {
+        let mut policy = Policy { is_streaming: true, ..Policy::default() };
+        (0..40).for_each(|id| policy.came(id));
+        policy.came_back(100);
+        for id in 200..230 {
+            let victim = policy.victim(0).expect("there are blocks");
+            assert_ne!(victim, 100);
+            policy.evicted(victim);
+            policy.came(id);
+        }
+        // Nor do blocks go that came before their page fault.
+        let newest: Vec<u32> = policy.newest_first().take(3 + LAG).collect();
+        for _ in 1..OLDEST_EVERY {
+            assert!(policy.victim(3).is_some_and(|victim| !newest[..2 + LAG].contains(&victim)));
+        }
+    }
+
+    #[test]
+    fn a_block_that_three_threads_enter_at_once_comes_whole_while_the_program_streams() {
+        for is_streaming in [true, false] {
+            let mut memory = Memory::new(16, 256);
+            memory.play((0..64 * BLOCK_PAGES).chain(jumps(if is_streaming { 1 } else { 128 }, 1000)));
+            assert_eq!(memory.policy.is_streaming(), is_streaming);
+            let far = 200 * BLOCK_PAGES;
+            let came = memory.play([100, 200, 300].map(|page| far + page));
+            assert_eq!(came, if is_streaming { (1, 2) } else { (0, 3) });
+        }
+    }
+
+    #[test]
     fn more_streams_than_blocks_come_by_runs_of_single_pages() {
         for (limit, backwards) in [(31, false), (24, false), (12, true)] {
             let mut memory = Memory::new(limit, 256);
@@ -1026,8 +1083,8 @@ mod tests {
                     _ => {}
                 }
                 prop_assert_eq!(policy.len(), resident.len());
-                prop_assert_eq!(policy.victim().is_some(), !resident.is_empty());
-                prop_assert!(policy.victim().is_none_or(|victim| resident.contains(&victim)));
+                prop_assert_eq!(policy.victim(0).is_some(), !resident.is_empty());
+                prop_assert!(policy.victim(0).is_none_or(|victim| resident.contains(&victim)));
             }
         }
     }

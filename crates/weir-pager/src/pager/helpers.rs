@@ -1,18 +1,20 @@
-//! Helpers: threads that write and read parts of a block beside the pager's thread.
+//! Helpers: threads that move pages between slots and the store while the pager's thread goes on.
 //!
-//! The pager's thread hands out the parts of one block, takes parts itself, and goes on once all of
-//! them have ended. So no other thread works while the pager's thread decides anything, and the
-//! pager's tables need no lock. Each helper has a connection to the store. It opens
-//! that connection when the pager first moves pages of a block: most processes never do.
+//! The pager's thread hands out a block, which is a load of several parts. Helpers take one part
+//! after another, and the pager's thread takes parts of the load for which it waits. A load belongs
+//! to its slot. Until the pager has ended or stopped it, no other thread touches the slot's pages.
+//! The pager's tables are its own: a part has copies of what it needs. Each helper has a connection
+//! to the store. It opens that connection when the pager first moves a block: most processes never
+//! do.
 
 use super::blocks::{Bits, has, set};
 use crate::digest::Key;
-use crate::kernel::{Kernel, call_system, is_filtered, own_pages};
+use crate::kernel::{Kernel, Waker, call_system, is_filtered, own_pages};
 use crate::{BLOCK_PAGES, Error, OpenLane, Store};
 use rustix::thread::gettid;
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
@@ -34,24 +36,32 @@ impl Drop for AbortOnPanic {
     }
 }
 
+/// Number of slots. Each has one load at most.
+pub(super) const SLOTS: usize = 24;
 /// Least time between two attempts of a helper to open its connection.
 const ASK_EVERY: Duration = Duration::from_millis(100);
-/// Largest number of parts of a block. A part has a multiple of 64 pages.
-const PARTS: usize = BLOCK_PAGES / 64;
+/// Number of pages of a part that the pager's thread carries alone, between page faults, and of one
+/// that a helper carries. Both are multiples of 64. A thread that waits for the block gets it in
+/// one part if there are no helpers.
+const PART_ALONE: usize = 64;
+const PART: usize = 128;
 
-/// Pages of one block on their way between a slot and the store.
+/// All pages of one block on their way between a slot and the store.
 pub(super) struct Load<'a> {
     pub is_write: bool,
     /// The address of the slot.
-    pub slot: usize,
+    pub at: usize,
     /// The number of the block's first page in the store.
     pub room: u64,
-    /// The pages of the block that are to be moved: a multiple of 64, and so is the first.
-    pub pages: Range<usize>,
-    /// The pages of the block that are zeros, and are not in the store. A write notes them here.
+    /// The pages of the block that are zeros, and are not in the store.
+    pub zeros: &'a Bits,
+    /// For each page of the block the hash of its content in the store, or 0.
+    pub stored: Option<&'a [u64]>,
+}
+
+/// The entries of a block that a load changes.
+pub(super) struct Notes<'a> {
     pub zeros: &'a mut Bits,
-    /// For each page of the block the hash of its content in the store, or 0. A write notes them
-    /// here.
     pub stored: Option<&'a mut [u64]>,
 }
 
@@ -81,7 +91,9 @@ impl Part {
     /// Moves the part's pages, which lie in `pages`. A write that returns `Ok` may still be under
     /// way.
     fn carry(&mut self, pages: &mut [PageBytes], store: &mut dyn Store, key: &Key) -> io::Result<()> {
-        if self.is_write { self.write(pages, store, key) } else { self.read(pages, store) }
+        let result = if self.is_write { self.write(pages, store, key) } else { self.read(pages, store) };
+        self.has_failed = result.is_err();
+        result
     }
 
     fn write(&mut self, pages: &[PageBytes], store: &mut dyn Store, key: &Key) -> io::Result<()> {
@@ -129,6 +141,42 @@ impl Part {
     }
 }
 
+/// The loads, by their slots.
+#[derive(Default)]
+struct Loads {
+    /// The parts of each slot's load. In the place of a part that a thread has taken is an empty
+    /// one.
+    parts: [Vec<Part>; SLOTS],
+    /// Number of parts that have not ended.
+    left: [usize; SLOTS],
+    /// The parts that nobody has taken, of reads and of writes: slot, and number of the part.
+    queue: [VecDeque<(usize, usize)>; 2],
+}
+
+impl Loads {
+    /// Takes the next part, or the next one of a slot.
+    fn take(&mut self, of: Option<usize>) -> Option<Taken> {
+        let is_it = |&(slot, _): &(usize, usize)| of.is_none_or(|of| of == slot);
+        let next = self.queue.iter_mut().find_map(|queue| queue.remove(queue.iter().position(is_it)?));
+        let (slot, number) = next?;
+        Some(Taken { slot, number, part: std::mem::take(&mut self.parts[slot][number]) })
+    }
+
+    /// Puts back a part that has ended. Returns whether it was the last one of its load.
+    fn put(&mut self, Taken { slot, number, part }: Taken) -> bool {
+        self.parts[slot][number] = part;
+        self.left[slot] -= 1;
+        self.left[slot] == 0
+    }
+}
+
+/// A part that a thread is carrying.
+struct Taken {
+    slot: usize,
+    number: usize,
+    part: Part,
+}
+
 /// The state that the threads share.
 struct Desk {
     key: Key,
@@ -137,20 +185,21 @@ struct Desk {
     news: AtomicU32,
     /// Number of helpers that have a connection.
     open: AtomicUsize,
-    /// Number of parts, or of threads that a call waits for, that have not ended.
-    left: AtomicU32,
+    /// A bit for each slot: all parts of its load have ended.
+    ended: AtomicU32,
+    /// Number of helpers that still have to make the present call.
+    calling: AtomicU32,
     state: Mutex<State>,
     /// There is something to do.
     come: Condvar,
-    /// Nothing is left.
+    /// A load, or a call, has ended.
     done: Condvar,
+    waker: Waker,
 }
 
 #[derive(Default)]
 struct State {
-    parts: Vec<Part>,
-    /// The next part that nobody has taken.
-    next: usize,
+    loads: Loads,
     /// A system call that each helper makes, and its number.
     call: ([usize; 6], u32),
     is_over: bool,
@@ -169,12 +218,20 @@ impl Desk {
         self.come.notify_all();
     }
 
-    fn end_one(&self) {
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            // Under the lock, for the same reason.
-            let _state = self.state();
+    /// Notes that a part has ended. Returns whether its load has.
+    fn put(&self, taken: Taken) -> bool {
+        let slot = taken.slot;
+        let mut state = self.state();
+        let is_last = state.loads.put(taken);
+        if is_last {
+            self.ended.fetch_or(1 << slot, Ordering::Release);
             self.done.notify_all();
         }
+        is_last
+    }
+
+    fn has_ended(&self, slot: usize) -> bool {
+        self.ended.load(Ordering::Acquire) >> slot & 1 != 0
     }
 
     /// Waits until `is_so`, first for as long as the threads spin.
@@ -182,38 +239,20 @@ impl Desk {
         &'a self,
         offers: &mut Offers,
         change: &Condvar,
-        mut is_so: impl FnMut(&State) -> bool,
-        mut is_likely: impl FnMut() -> bool,
+        is_so: impl Fn() -> bool,
     ) -> MutexGuard<'a, State> {
         let begun = Instant::now();
-        while !is_likely() && begun.elapsed() < self.spin && !offers.is_crowded() {
+        while !is_so() && begun.elapsed() < self.spin && !offers.is_crowded() {
             for _ in 0..32 {
                 std::hint::spin_loop();
             }
             offers.offer();
         }
         let mut state = self.state();
-        while !is_so(&state) {
+        while !is_so() {
             state = change.wait(state).expect("nothing panics under it");
         }
         state
-    }
-
-    /// Carries parts until none is left to take. A part that has failed is marked.
-    fn carry<'a>(&'a self, state: MutexGuard<'a, State>, mut one: impl FnMut(&mut Part) -> Result<(), ()>) {
-        let mut state = state;
-        while state.next < state.parts.len() {
-            let number = state.next;
-            state.next += 1;
-            let mut part = std::mem::take(&mut state.parts[number]);
-            drop(state);
-            part.has_failed = one(&mut part).is_err();
-            state = self.state();
-            state.parts[number] = part;
-            drop(state);
-            self.end_one();
-            state = self.state();
-        }
     }
 }
 
@@ -223,35 +262,38 @@ pub(super) struct Helpers {
     offers: Offers,
     /// The time at which helpers were last asked to open their connections.
     asked: Option<Instant>,
+    /// A bit for each slot: this thread has written parts of its load, and they may be under way.
+    unsettled: u32,
     threads: Vec<JoinHandle<()>>,
     /// For each thread an address in its stack, and its thread ID (TID).
     stacks: Vec<usize>,
     ids: Vec<i32>,
-    /// In tests, connections that this thread uses in turn, in place of other threads.
     #[cfg(test)]
-    pub(super) lanes: Vec<Box<dyn Store>>,
-    /// Those that are opened later.
-    #[cfg(test)]
-    pub(super) closed: Vec<Box<dyn Store>>,
-    #[cfg(test)]
-    carried: usize,
+    pub(super) played: played::Lanes,
 }
 
 impl Helpers {
-    /// Starts a thread for each of these lanes. Each spins as the pager's thread does.
+    /// Starts a thread for each of these lanes. Each spins as the pager's thread does. `waker` ends
+    /// the wait of the pager's thread.
     ///
     /// # Errors
     /// Fails with the system's error. If a thread cannot be started, there are fewer.
-    pub(super) fn start(lanes: impl IntoIterator<Item = OpenLane>, spin: Duration) -> Result<Self, Error> {
+    pub(super) fn start(
+        lanes: impl IntoIterator<Item = OpenLane>,
+        spin: Duration,
+        waker: Waker,
+    ) -> Result<Self, Error> {
         let desk = Arc::new(Desk {
             key: Key::random()?,
             spin,
             news: AtomicU32::new(0),
             open: AtomicUsize::new(0),
-            left: AtomicU32::new(0),
+            ended: AtomicU32::new(0),
+            calling: AtomicU32::new(0),
             state: Mutex::default(),
             come: Condvar::new(),
             done: Condvar::new(),
+            waker,
         });
         let (mut threads, mut stacks, mut ids) = (Vec::new(), Vec::new(), Vec::new());
         for open in lanes {
@@ -275,15 +317,12 @@ impl Helpers {
             desk,
             offers: Offers::default(),
             asked: None,
+            unsettled: 0,
             threads,
             stacks,
             ids,
             #[cfg(test)]
-            lanes: Vec::new(),
-            #[cfg(test)]
-            closed: Vec::new(),
-            #[cfg(test)]
-            carried: 0,
+            played: played::Lanes::default(),
         })
     }
 
@@ -302,119 +341,162 @@ impl Helpers {
         &self.desk.key
     }
 
-    /// Number of threads that have a connection, with the pager's.
-    fn carriers(&self) -> usize {
+    /// Whether no helper has a connection, so that the pager's thread carries everything.
+    pub(super) fn are_away(&self) -> bool {
         #[cfg(test)]
-        if !self.lanes.is_empty() {
-            return 1 + self.lanes.len();
+        if self.played.are_there() {
+            return false;
         }
-        1 + self.desk.open.load(Ordering::Relaxed)
+        self.desk.open.load(Ordering::Relaxed) == 0
     }
 
-    /// Number of pages of a block that are moved in one step, of `alone` for a thread alone. Page
-    /// faults wait for the end of a step, which takes about as long with more threads.
-    pub(super) fn step(&self, alone: usize) -> usize {
-        match self.carriers() {
-            1 => alone,
-            several => (several.next_power_of_two() * 2 * alone).min(BLOCK_PAGES),
+    /// Whether the end of a load wakes the pager's thread. The lanes of a test wake nobody.
+    #[cfg_attr(not(test), expect(clippy::unused_self))]
+    pub(super) fn wakes(&self) -> bool {
+        #[cfg(test)]
+        if self.played.are_there() && self.desk.state().loads.left.iter().any(|&left| left > 0) {
+            return false;
         }
+        true
     }
 
-    /// Moves pages between a slot and the store. A write that has returned may still be under way,
-    /// until `store` is settled.
-    ///
-    /// # Errors
-    /// Fails if a part could not be moved. Pages that were read are then incomplete.
-    pub(super) fn carry<K: Kernel>(
-        &mut self,
-        load: Load<'_>,
-        store: &mut dyn Store,
-        kernel: &mut K,
-    ) -> io::Result<Kept> {
-        #[cfg(test)]
-        self.open_one_more();
-        let Load { is_write, slot, room, pages, zeros, mut stored } = load;
-        let mut parts = self.carriers().next_power_of_two().min(PARTS);
-        while !(pages.len() / 64).is_multiple_of(parts) {
-            parts /= 2;
-        }
-        let count = pages.len() / parts;
+    /// Begins to move a block between a slot and the store. With `is_urgent` it goes before all
+    /// that was begun earlier. [`end`](Self::end) or [`stop`](Self::stop) must follow.
+    pub(super) fn begin(&mut self, slot: usize, load: &Load<'_>, is_urgent: bool) {
+        let count = match (self.are_away(), is_urgent) {
+            (false, _) => PART,
+            (true, false) => PART_ALONE,
+            (true, true) => BLOCK_PAGES,
+        };
         let desk = Arc::clone(&self.desk);
         let mut state = desk.state();
-        state.parts.resize_with(parts, Part::default);
-        for (number, part) in state.parts.iter_mut().enumerate() {
-            let first = pages.start + number * count;
-            (part.is_write, part.at, part.count) = (is_write, slot + first * PAGE_SIZE, count);
-            (part.page, part.kept, part.has_failed) = (room + first as u64, Kept::default(), false);
-            part.zeros[..count / 64].copy_from_slice(&zeros[first / 64..(first + count) / 64]);
+        let loads = &mut state.loads;
+        debug_assert_eq!(loads.left[slot], 0, "a slot has one load");
+        let parts = &mut loads.parts[slot];
+        parts.resize_with(BLOCK_PAGES / count, Part::default);
+        for (part, first) in parts.iter_mut().zip((0..).step_by(count)) {
+            (part.is_write, part.at, part.count) = (load.is_write, load.at + first * PAGE_SIZE, count);
+            (part.page, part.kept, part.has_failed) = (load.room + first as u64, Kept::default(), false);
+            part.zeros[..count / 64].copy_from_slice(&load.zeros[first / 64..(first + count) / 64]);
             part.stored.clear();
-            if let Some(stored) = stored.as_deref().filter(|_| is_write) {
+            if let Some(stored) = load.stored.filter(|_| load.is_write) {
                 part.stored.extend_from_slice(&stored[first..first + count]);
             }
         }
-        state.next = 0;
-        desk.left.store(parts as u32, Ordering::Relaxed);
-        if !self.threads.is_empty() && (parts > 1 || self.asks_to_open()) {
+        let numbers = 0..parts.len();
+        loads.left[slot] = numbers.len();
+        // Reads go before writes: a thread waits for them, or will soon.
+        let queue = &mut loads.queue[usize::from(load.is_write)];
+        match is_urgent {
+            true => numbers.rev().for_each(|number| queue.push_front((slot, number))),
+            false => queue.extend(numbers.map(|number| (slot, number))),
+        }
+        if !self.are_away() || self.asks_to_open() {
             desk.post(state);
-            state = desk.state();
         }
-        let mut failure = None;
-        #[cfg(test)]
-        let (mut lanes, mut turn) = (std::mem::take(&mut self.lanes), 0);
-        desk.carry(state, |part| {
-            let pages = kernel.pages_mut(part.at, part.count);
-            #[cfg(test)]
-            if let Some(lane) = lanes.get_mut(turn) {
-                turn += 1;
-                return in_lane(part, pages, lane.as_mut(), &desk.key).map_err(drop);
-            }
-            part.carry(pages, store, &desk.key).map_err(|error| {
-                failure.get_or_insert(error);
-            })
-        });
-        #[cfg(test)]
-        {
-            self.lanes = lanes;
-        }
-        let nothing_left = || desk.left.load(Ordering::Acquire) == 0;
-        let mut state = desk.wait(&mut self.offers, &desk.done, |_| nothing_left(), nothing_left);
-        let mut kept = Kept::default();
-        for (number, part) in state.parts.iter_mut().enumerate() {
-            let first = pages.start + number * count;
+    }
+
+    /// A bit for each slot whose load has no part left. It must still be ended.
+    pub(super) fn ended<K: Kernel>(&mut self, kernel: &mut K) -> u32 {
+        self.play(kernel, None);
+        self.desk.ended.load(Ordering::Acquire)
+    }
+
+    /// Carries the next part of a slot's load on this thread. Returns false if others have taken
+    /// all of them.
+    pub(super) fn step<K: Kernel>(&mut self, slot: usize, store: &mut dyn Store, kernel: &mut K) -> bool {
+        let Some(mut taken) = self.desk.state().loads.take(Some(slot)) else { return false };
+        let part = &mut taken.part;
+        // An error is noted in the part.
+        let _ = part.carry(kernel.pages_mut(part.at, part.count), store, &self.desk.key);
+        self.unsettled |= u32::from(part.is_write) << slot;
+        self.desk.put(taken);
+        true
+    }
+
+    /// Carries what is left of a slot's load, and waits for its end. Nothing of a write is under
+    /// way afterwards. `None`: a part could not be moved. The pages of a read are incomplete then.
+    pub(super) fn end<K: Kernel>(
+        &mut self,
+        slot: usize,
+        notes: Notes<'_>,
+        store: &mut dyn Store,
+        kernel: &mut K,
+    ) -> Option<Kept> {
+        self.play(kernel, None);
+        while self.step(slot, store, kernel) {}
+        self.play(kernel, Some(slot));
+        let desk = Arc::clone(&self.desk);
+        let mut state = desk.wait(&mut self.offers, &desk.done, || desk.has_ended(slot));
+        let mut parts = std::mem::take(&mut state.loads.parts[slot]);
+        drop(state);
+        let mut has_failed = self.is_unsettled(slot) && store.settle().is_err();
+        for part in parts.iter_mut().filter(|part| part.has_failed) {
             // A thread's own connection may have failed. The pager's may still read the pages. It
             // must not write them again: the first write could come after a later one.
-            if part.has_failed && failure.is_none() {
-                let again = match is_write {
-                    true => Err(io::ErrorKind::Other.into()),
-                    false => part.carry(kernel.pages_mut(part.at, part.count), store, &desk.key),
-                };
-                failure = again.err();
-            }
-            if is_write {
-                zeros[first / 64..(first + count) / 64].copy_from_slice(&part.zeros[..count / 64]);
+            let pages = kernel.pages_mut(part.at, part.count);
+            has_failed |= part.is_write || part.carry(pages, store, &desk.key).is_err();
+        }
+        let kept = self.note(slot, parts, notes);
+        (!has_failed).then_some(kept)
+    }
+
+    /// Takes back what nobody has begun of a slot's load, and waits for the rest. Returns false if
+    /// a part could not be moved. Writes of this thread may be under way until the store is
+    /// settled.
+    pub(super) fn stop<K: Kernel>(&mut self, slot: usize, notes: Notes<'_>, kernel: &mut K) -> bool {
+        self.play(kernel, None);
+        let desk = Arc::clone(&self.desk);
+        let mut state = desk.state();
+        let Loads { queue, left, .. } = &mut state.loads;
+        queue.iter_mut().flatten().for_each(|&mut (other, _)| left[slot] -= usize::from(other == slot));
+        queue.iter_mut().for_each(|queue| queue.retain(|&(other, _)| other != slot));
+        if state.loads.left[slot] == 0 {
+            desk.ended.fetch_or(1 << slot, Ordering::Relaxed);
+        }
+        drop(state);
+        self.play(kernel, Some(slot));
+        let mut state = desk.wait(&mut self.offers, &desk.done, || desk.has_ended(slot));
+        let parts = std::mem::take(&mut state.loads.parts[slot]);
+        drop(state);
+        let has_failed = parts.iter().any(|part| part.has_failed);
+        self.is_unsettled(slot);
+        self.note(slot, parts, notes);
+        !has_failed
+    }
+
+    fn is_unsettled(&mut self, slot: usize) -> bool {
+        let is_so = self.unsettled >> slot & 1 != 0;
+        self.unsettled &= !(1 << slot);
+        is_so
+    }
+
+    /// Notes what the parts of a load have found, and forgets the load.
+    fn note(&mut self, slot: usize, parts: Vec<Part>, notes: Notes<'_>) -> Kept {
+        let Notes { zeros, mut stored } = notes;
+        let (mut kept, mut first) = (Kept::default(), 0);
+        for part in &parts {
+            let end = first + part.count;
+            if part.is_write {
+                zeros[first / 64..end / 64].copy_from_slice(&part.zeros[..part.count / 64]);
                 if let Some(stored) = stored.as_deref_mut() {
-                    stored[first..first + count].copy_from_slice(&part.stored);
+                    stored[first..end].copy_from_slice(&part.stored);
                 }
             }
             kept.zeros += part.kept.zeros;
             kept.clean += part.kept.clean;
+            first = end;
         }
-        failure.map_or(Ok(kept), Err)
-    }
-
-    /// Opens a connection of a test now and then, also amid a block.
-    #[cfg(test)]
-    fn open_one_more(&mut self) {
-        self.carried += 1;
-        if self.carried.is_multiple_of(13) {
-            self.lanes.extend(self.closed.pop());
-        }
+        self.desk.ended.fetch_and(!(1 << slot), Ordering::Relaxed);
+        // Their memory is used again.
+        self.desk.state().loads.parts[slot] = parts;
+        kept
     }
 
     /// Whether helpers without a connection are to open one now. They are asked once in a while.
     fn asks_to_open(&mut self) -> bool {
         let is_due = self.asked.is_none_or(|asked| asked.elapsed() >= ASK_EVERY);
-        if is_due && self.carriers() <= self.threads.len() {
+        if is_due && self.desk.open.load(Ordering::Relaxed) < self.threads.len() {
             self.asked = Some(Instant::now());
             return true;
         }
@@ -427,12 +509,20 @@ impl Helpers {
         if self.threads.is_empty() {
             return;
         }
-        let mut state = self.desk.state();
+        let desk = &self.desk;
+        let mut state = desk.state();
         state.call = (call, state.call.1.wrapping_add(1));
-        self.desk.left.store(self.threads.len() as u32, Ordering::Relaxed);
-        self.desk.post(state);
-        let nothing_left = || self.desk.left.load(Ordering::Acquire) == 0;
-        drop(self.desk.wait(&mut self.offers, &self.desk.done, |_| nothing_left(), nothing_left));
+        desk.calling.store(self.threads.len() as u32, Ordering::Relaxed);
+        desk.post(state);
+        let have_called = || desk.calling.load(Ordering::Acquire) == 0;
+        drop(desk.wait(&mut self.offers, &desk.done, have_called));
+    }
+
+    /// Lets the lanes of a test carry parts: some, or all that are taken of one slot's load.
+    #[cfg_attr(not(test), expect(clippy::unused_self, unused_variables))]
+    fn play<K: Kernel>(&mut self, kernel: &mut K, of: Option<usize>) {
+        #[cfg(test)]
+        self.played.play(&self.desk, kernel, of);
     }
 }
 
@@ -459,6 +549,7 @@ impl Drop for Helpers {
 fn in_lane(part: &mut Part, pages: &mut [PageBytes], lane: &mut dyn Store, key: &Key) -> io::Result<()> {
     let result = part.carry(pages, lane, key);
     let settled = if part.is_write { lane.settle() } else { Ok(()) };
+    part.has_failed |= settled.is_err();
     result.and(settled)
 }
 
@@ -469,45 +560,101 @@ fn work(desk: &Desk, open: OpenLane) {
     let mut offers = Offers::default();
     let status = File::open("/proc/thread-self/status").ok();
     loop {
-        let is_news = |seen: u32| desk.news.load(Ordering::Acquire) != seen;
-        let state = desk.wait(&mut offers, &desk.come, |_| is_news(seen), || is_news(seen));
+        let state = desk.wait(&mut offers, &desk.come, || desk.news.load(Ordering::Acquire) != seen);
         seen = desk.news.load(Ordering::Acquire);
         if state.is_over {
             return;
         }
         let (call, number) = state.call;
+        drop(state);
         if number != called {
             called = number;
-            drop(state);
             // SAFETY: the caller of `Pager::also` promises that the call changes only this thread's
             // rights.
             unsafe { call_system(call) };
-            desk.end_one();
-            continue;
+            if desk.calling.fetch_sub(1, Ordering::AcqRel) == 1 {
+                // Under the lock: else the pager's thread could begin to wait just after this.
+                let _state = desk.state();
+                desk.done.notify_all();
+            }
         }
-        let mut state = state;
         if lane.is_none() && tried.is_none_or(|tried: Instant| tried.elapsed() >= ASK_EVERY) {
-            drop(state);
             tried = Some(Instant::now());
             lane = if is_filtered(status.as_ref()) { None } else { open() };
             desk.open.fetch_add(usize::from(lane.is_some()), Ordering::Relaxed);
-            state = desk.state();
         }
-        let mut has_failed = false;
-        if let Some(lane) = &mut lane {
-            desk.carry(state, |part| {
-                // SAFETY: the part's pages are the pager's own memory. All of them have memory, and
-                // no other thread uses them until this part has ended.
-                let pages = unsafe { own_pages(part.at, part.count) };
-                let result = in_lane(part, pages, lane.as_mut(), &desk.key);
-                has_failed |= result.is_err();
-                result.map_err(drop)
-            });
+        while let Some(store) = &mut lane {
+            let Some(mut taken) = desk.state().loads.take(None) else { break };
+            let part = &mut taken.part;
+            // SAFETY: the part's pages are the pager's own memory. All of them have memory, and no
+            // other thread uses them until this part has ended.
+            let pages = unsafe { own_pages(part.at, part.count) };
+            if in_lane(part, pages, store.as_mut(), &desk.key).is_err() {
+                // The connection may be over. The next one may work. The pager's thread carries on
+                // if this was the last one.
+                lane = None;
+                desk.open.fetch_sub(1, Ordering::Relaxed);
+                desk.put(taken);
+                desk.waker.wake();
+            } else if desk.put(taken) {
+                desk.waker.wake();
+            }
         }
-        if has_failed {
-            // The connection may be over. The next one may work.
-            lane = None;
-            desk.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Helpers of a simulator: lanes that the pager's own thread uses, in an order that a seed
+/// determines.
+#[cfg(test)]
+mod played {
+    use super::*;
+
+    #[derive(Default)]
+    pub struct Lanes {
+        /// Each lane, with the part that it has taken.
+        open: Vec<(Box<dyn Store>, Option<Taken>)>,
+        /// Those that are opened later.
+        pub closed: Vec<Box<dyn Store>>,
+        plays: u64,
+    }
+
+    impl Lanes {
+        pub fn open_one(&mut self, lane: Box<dyn Store>) {
+            self.open.push((lane, None));
+        }
+
+        pub fn are_there(&self) -> bool {
+            !self.open.is_empty()
+        }
+
+        /// A number below `most`, which differs from call to call.
+        fn number(&mut self, most: u64) -> u64 {
+            self.plays += 1;
+            self.plays.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23) % most
+        }
+
+        pub(super) fn play<K: Kernel>(&mut self, desk: &Desk, kernel: &mut K, of: Option<usize>) {
+            // A lane opens now and then, also amid a block.
+            if self.number(13) == 0 {
+                self.closed.pop().into_iter().for_each(|lane| self.open_one(lane));
+            }
+            for at in 0..self.open.len() {
+                let is_awaited = |taken: &Taken| of == Some(taken.slot);
+                let is_due = self.open[at].1.as_ref().is_some_and(is_awaited) || self.number(3) == 0;
+                let (lane, place) = &mut self.open[at];
+                match place.take_if(|_| is_due) {
+                    Some(mut taken) => {
+                        let part = &mut taken.part;
+                        let pages = kernel.pages_mut(part.at, part.count);
+                        let _ = in_lane(part, pages, lane.as_mut(), &desk.key);
+                        desk.put(taken);
+                    }
+                    None if place.is_none() && of.is_none() && is_due => {
+                        *place = desk.state().loads.take(None);
+                    }
+                    None => {}
+                }
+            }
         }
     }
 }
@@ -517,6 +664,7 @@ mod tests {
     use super::*;
     use crate::kernel::reserve;
     use std::collections::BTreeMap;
+    use std::sync::Barrier;
     use std::sync::atomic::AtomicUsize;
 
     /// The stores of one test: pages by their number, with the thread that has written each.
@@ -533,11 +681,13 @@ mod tests {
         under_way: Vec<(u64, PageBytes)>,
         /// Every read, or every write, fails.
         fails: [bool; 2],
+        /// Writes wait here twice, if they are to be held up.
+        gate: Option<Arc<Barrier>>,
     }
 
     impl Fake {
         fn of(kept: &Arc<Kept>, fails: [bool; 2]) -> Self {
-            Fake { kept: Arc::clone(kept), under_way: Vec::new(), fails }
+            Fake { kept: Arc::clone(kept), under_way: Vec::new(), fails, gate: None }
         }
     }
 
@@ -551,6 +701,10 @@ mod tests {
         fn write(&mut self, first: u64, pages: &[PageBytes]) -> io::Result<()> {
             self.under_way.extend((first..).zip(pages.iter().copied()));
             self.kept.under_way.fetch_add(pages.len(), Ordering::Relaxed);
+            if let Some(gate) = &self.gate {
+                gate.wait();
+                gate.wait();
+            }
             // So that each thread gets some of the parts.
             std::thread::sleep(Duration::from_millis(20));
             Ok(())
@@ -592,7 +746,7 @@ mod tests {
             };
             Box::new(open) as OpenLane
         };
-        Helpers::start((0..3).map(lane), Duration::ZERO).unwrap()
+        Helpers::start((0..3).map(lane), Duration::ZERO, Waker::new().unwrap()).unwrap()
     }
 
     fn value(page: usize) -> u8 {
@@ -621,13 +775,16 @@ mod tests {
             Some(Carried { kernel, slot, zeros: [0; 8], stored: vec![0; BLOCK_PAGES] })
         }
 
-        fn carry(&mut self, is_write: bool, helpers: &mut Helpers, store: &mut Fake) -> io::Result<Counts> {
-            let Carried { kernel, slot, zeros, stored } = self;
-            let stored = Some(&mut stored[..]);
-            let pages = 0..BLOCK_PAGES;
-            let load = Load { is_write, slot: *slot, room: 1000, pages, zeros, stored };
-            let kept = helpers.carry(load, store, kernel)?;
-            Ok((kept.zeros, kept.clean))
+        fn begin(&self, is_write: bool, helpers: &mut Helpers) {
+            let (zeros, stored) = (&self.zeros, Some(&self.stored[..]));
+            helpers.begin(0, &Load { is_write, at: self.slot, room: 1000, zeros, stored }, false);
+        }
+
+        fn carry(&mut self, is_write: bool, helpers: &mut Helpers, store: &mut Fake) -> Option<Counts> {
+            self.begin(is_write, helpers);
+            let Carried { kernel, zeros, stored, .. } = self;
+            let kept = helpers.end(0, Notes { zeros, stored: Some(stored) }, store, kernel)?;
+            Some((kept.zeros, kept.clean))
         }
 
         /// Forgets the slot's content, so that a read must bring it.
@@ -651,13 +808,10 @@ mod tests {
         let (mut helpers, mut store) = (helpers(&kept, [false; 2]), Fake::of(&kept, [false; 2]));
         // No thread has a connection at first, so this one does everything.
         assert_eq!(block.carry(true, &mut helpers, &mut store).unwrap(), (10, 0));
-        store.settle().unwrap();
         for round in 0.. {
             block.stored.fill(0);
             assert_eq!(block.carry(true, &mut helpers, &mut store).unwrap(), (10, 0));
-            let own = store.under_way.len();
-            assert_eq!(kept.under_way.load(Ordering::Relaxed), own, "the others have settled");
-            store.settle().unwrap();
+            assert_eq!(kept.under_way.load(Ordering::Relaxed), 0, "all have settled");
             let pages = kept.pages.lock().unwrap();
             assert_eq!(pages.len(), BLOCK_PAGES - 10, "no page of zeros is in the store");
             let threads: std::collections::HashSet<_> = pages.values().map(|(_, thread)| *thread).collect();
@@ -681,7 +835,6 @@ mod tests {
         let kept = Arc::new(Kept::default());
         let mut store = Fake::of(&kept, [false; 2]);
         block.carry(true, &mut helpers(&kept, [false; 2]), &mut store).unwrap();
-        store.settle().unwrap();
         let mut deaf = helpers(&kept, [true, true]);
         let mut failures = 0;
         for _ in 0..50 {
@@ -689,13 +842,67 @@ mod tests {
             block.carry(false, &mut deaf, &mut store).unwrap();
             block.check();
             block.stored.fill(0);
-            failures += usize::from(block.carry(true, &mut deaf, &mut store).is_err());
-            store.settle().unwrap();
+            failures += usize::from(block.carry(true, &mut deaf, &mut store).is_none());
             if failures > 1 {
                 return;
             }
         }
         panic!("no other thread has carried a part");
+    }
+
+    /// A helper whose writes wait at a gate twice.
+    fn held_up(kept: &Arc<Kept>) -> (Helpers, Arc<Barrier>) {
+        let gate = Arc::new(Barrier::new(2));
+        let (its, kept) = (Arc::clone(&gate), Arc::clone(kept));
+        let open = move || {
+            let store = Fake { gate: Some(Arc::clone(&its)), ..Fake::of(&kept, [false; 2]) };
+            Some(Box::new(store) as Box<dyn Store>)
+        };
+        let lane = Box::new(open) as OpenLane;
+        (Helpers::start([lane], Duration::ZERO, Waker::new().unwrap()).unwrap(), gate)
+    }
+
+    #[test]
+    fn a_load_that_is_stopped_waits_for_the_part_that_a_helper_has_and_no_other_begins() {
+        let Some(mut block) = Carried::new() else { return };
+        let kept = Arc::new(Kept::default());
+        let (mut helpers, gate) = held_up(&kept);
+        block.begin(true, &mut helpers);
+        gate.wait();
+        assert!(!helpers.desk.has_ended(0));
+        let desk = Arc::clone(&helpers.desk);
+        let goes_on = std::thread::spawn(move || {
+            let is_queued = || desk.state().loads.queue.iter().any(|queue| !queue.is_empty());
+            let begun = Instant::now();
+            while is_queued() {
+                assert!(begun.elapsed() < Duration::from_secs(20), "the other parts are taken back");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            gate.wait();
+        });
+        let Carried { kernel, zeros, stored, .. } = &mut block;
+        assert!(helpers.stop(0, Notes { zeros, stored: Some(stored) }, kernel));
+        // The first part is in the store, with its hashes, and the slot is the pager's alone again.
+        let first = kept.pages.lock().unwrap().len();
+        assert_eq!(first, block.stored.iter().filter(|hash| **hash != 0).count());
+        assert!(first > 0 && first < BLOCK_PAGES / 2 && !helpers.desk.has_ended(0));
+        goes_on.join().unwrap();
+        assert_eq!(kept.pages.lock().unwrap().len(), first);
+    }
+
+    #[test]
+    fn reads_go_before_writes_and_what_a_thread_waits_for_before_both() {
+        let Some(mut block) = Carried::new() else { return };
+        let mut helpers = Helpers::start([], Duration::ZERO, Waker::new().unwrap()).unwrap();
+        for (slot, is_write, is_urgent) in [(0, true, false), (1, false, false), (2, false, true)] {
+            let load = Load { is_write, at: block.slot, room: 1000, zeros: &block.zeros, stored: None };
+            helpers.begin(slot, &load, is_urgent);
+        }
+        let taken = || Some(helpers.desk.state().loads.take(None)?.slot);
+        let mut order: Vec<usize> = std::iter::from_fn(taken).collect();
+        order.dedup();
+        assert_eq!(order, [2, 1, 0]);
+        block.check();
     }
 
     #[test]

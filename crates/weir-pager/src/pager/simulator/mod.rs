@@ -21,6 +21,7 @@ mod world;
 use super::helpers::Helpers;
 use super::work::Work;
 use super::{BELLS, Bells, Scope, Shared};
+use crate::kernel::Waker;
 use crate::{BLOCK_PAGES, Store, Tell};
 use daemon::{Deaths, Mortal};
 pub(super) use machine::Machine;
@@ -128,7 +129,7 @@ fn play(seed: u64) {
     let mut helpers = alone();
     if let Either::Run(store) = &store {
         let lanes = [0, 1, 2, 3][random.below(4) as usize];
-        helpers.closed.extend((0..lanes).map(|_| Box::new(store.lane()) as Box<dyn Store>));
+        helpers.played.closed.extend((0..lanes).map(|_| Box::new(store.lane()) as Box<dyn Store>));
         store.begin_deaths();
     }
     let shared = Arc::new(Shared::new(limit, bells()));
@@ -155,7 +156,7 @@ fn bells() -> Bells {
 
 /// No helpers, so that the pager's thread does everything.
 fn alone() -> Helpers {
-    Helpers::start(Vec::new(), Duration::ZERO).expect("there are random numbers")
+    Helpers::start(Vec::new(), Duration::ZERO, Waker::new().unwrap()).expect("there are random numbers")
 }
 
 /// Makes a machine on which no thread runs, a store, and the state that a pager shares with other

@@ -2,6 +2,7 @@
 
 use super::random::{Random, number};
 use super::store::{set_word, word};
+use crate::pager::helpers::SLOTS;
 use crate::uffd::Event;
 use crate::{BLOCK, BLOCK_PAGES};
 use rustix::io::Errno;
@@ -18,7 +19,7 @@ pub const PAGES: usize = OWN + 200 * BLOCK_PAGES;
 
 /// Number of pages of the pager's own memory. All bytes of these pages are stored. Of each other
 /// page only one word is stored.
-pub const OWN: usize = 20 * BLOCK_PAGES;
+pub const OWN: usize = (SLOTS + 4) * BLOCK_PAGES;
 
 /// A page table entry. The content of the pager's own pages is stored elsewhere.
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,20 +1,21 @@
 //! Background work while no thread waits: writing blocks out, and prefetching.
 
 use super::*;
-use std::ops::Range;
 
 impl<K: Kernel, S: Store> Work<K, S> {
-    /// Does one step of background work. Returns whether there may be another step.
+    /// Does one step of background work. Returns whether there may be another step at once.
     pub(super) fn background(&mut self) -> bool {
         if self.is_held() {
             return false;
         }
-        if self.filling.is_some() {
-            self.fill();
+        self.collect();
+        let is_alone = self.helpers.are_away();
+        if is_alone && let Some(&id) = self.filling.front() {
+            self.carry(id);
             return true;
         }
-        if self.evict() {
-            return true;
+        if let Some(goes_on) = self.evict() {
+            return goes_on;
         }
         if self.is_above()
             && let Some(slot) = self.find(Slot::Free)
@@ -26,21 +27,67 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if short > 0 && self.write_singles(short) {
             return true;
         }
+        if self.place() {
+            return true;
+        }
         let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
-        if free > 0 && self.writing.is_none() && self.begin_fill() {
+        if free > 0 && !(is_alone && self.has_writes()) && self.begin_fill() {
             return true;
         }
-        if self.writing.is_some() {
-            self.write();
-            return true;
+        if self.has_writes() {
+            return self.carry_write();
         }
-        let target = (self.limit() / 8).clamp(1, 3);
         let spares_blocks = self.spares_blocks();
-        let is_short = self.frames() == self.limit() && free < target && !spares_blocks;
-        (self.is_above() || is_short)
+        // Each block that is being written makes room.
+        let is_above = self.frames() > self.limit() + self.writing.len();
+        let is_short = self.is_short_of_frames() && !spares_blocks;
+        if (is_above || is_short)
             && (self.write_singles_of_turn()
                 || spares_blocks && self.write_singles(singles::FEW)
                 || self.begin_write().is_some())
+        {
+            return true;
+        }
+        self.carry_write()
+    }
+
+    /// Whether there are fewer frames for the next blocks than there should be, with those that are
+    /// being written.
+    fn is_short_of_frames(&self) -> bool {
+        let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
+        let target = (self.limit() / 8).clamp(1, WRITES_MOST);
+        self.frames() >= self.limit() && free + self.writing.len() < target
+    }
+
+    /// Begins to write a block for the frame that a page fault will take, while helpers bring the
+    /// block of that page fault.
+    pub(super) fn write_beside(&mut self) {
+        if !self.has_writes()
+            && !self.helpers.are_away()
+            && self.is_short_of_frames()
+            && !self.spares_blocks()
+        {
+            self.begin_write();
+        }
+    }
+
+    /// Whether as many blocks are being written as may be at a time.
+    pub(super) fn has_writes(&self) -> bool {
+        self.writing.len() >= if self.helpers.are_away() { 1 } else { WRITES_MOST }
+    }
+
+    /// Writes a part of a block, if no helper does. Returns whether it did.
+    pub(super) fn carry_write(&mut self) -> bool {
+        let Some(&id) = self.writing.front().filter(|_| self.helpers.are_away()) else { return false };
+        self.carry(id);
+        true
+    }
+
+    /// Carries the next part of a block that is being written or prefetched.
+    fn carry(&mut self, id: u32) {
+        if let State::Writing(slot) | State::Filling(slot) = self.blocks.get(id).state {
+            self.helpers.step(slot, &mut self.store, &mut self.kernel);
+        }
     }
 
     /// Moves a batch of single pages out, if it is the turn of partial blocks. Such a turn takes
@@ -72,15 +119,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let at = self.blocks.get(id).at;
             if self.has_ended(id) && self.move_out(at, slot) {
                 let evicted = self.policy.evicted(id);
+                self.placed.retain(|&(other, _)| other != id);
                 self.was_tried();
                 let block = self.blocks.get_mut(id);
                 (block.state, block.history.evicted) = (State::Writing(slot), evicted);
-                // Writes of the room's earlier owner may still be under way. Wait for their end, so
-                // that they do not overwrite this block.
-                if self.store.settle().is_err() {
-                    self.fail();
-                }
-                self.writing = Some(Transfer { id, slot, next: 0 });
+                self.begin_hashes(id);
+                self.begin_load(id, slot, false);
                 return Some(());
             }
             // A block that stays in place needs no room in the store. If a child shares all blocks
@@ -147,58 +191,111 @@ impl<K: Kernel, S: Store> Work<K, S> {
         true
     }
 
-    /// Writes the next pages of the block that is being written to the store.
-    pub(super) fn write(&mut self) {
-        let Some(Transfer { id, slot, next }) = self.writing else { return };
-        self.begin_hashes(id);
-        let (from, end) = (self.slot(slot), (next + self.helpers.step(STEP)).min(BLOCK_PAGES));
-        let block = self.blocks.get_mut(id);
-        let load = Load {
-            is_write: true,
-            slot: from,
-            room: block.room.expect("claimed as it began"),
-            pages: next..end,
-            zeros: &mut block.zeros,
-            stored: block.stored.as_deref_mut(),
+    /// Begins to move the pages of a block between its slot and the store: to write it if its state
+    /// says so, else to read it.
+    pub(super) fn begin_load(&mut self, id: u32, slot: usize, is_urgent: bool) {
+        let is_write = matches!(self.blocks.get(id).state, State::Writing(_));
+        // Writes of this thread to the room may still be under way: of its earlier owner, or of
+        // this block before it was taken back. Wait for their end, so that they do not overwrite
+        // this content.
+        if is_write && self.store.settle().is_err() {
+            self.fail();
+        }
+        let block = self.blocks.get(id);
+        // A block of zeros alone needs no room.
+        let room = block.room.unwrap_or_default();
+        let (zeros, stored) = (&block.zeros, block.stored.as_deref());
+        let load = Load { is_write, at: self.slot(slot), room, zeros, stored };
+        self.helpers.begin(slot, &load, is_urgent);
+        match block.state {
+            State::Writing(_) => self.writing.push_back(id),
+            State::Filling(_) => self.filling.push_back(id),
+            _ => {}
+        }
+    }
+
+    /// Waits until all of a block has moved between its slot and the store. `None`: some of it
+    /// could not be moved.
+    fn end_load(&mut self, id: u32, slot: usize) -> Option<Kept> {
+        self.writing.retain(|&other| other != id);
+        self.filling.retain(|&other| other != id);
+        let Block { zeros, stored, .. } = self.blocks.get_mut(id);
+        let notes = Notes { zeros, stored: stored.as_deref_mut() };
+        self.helpers.end(slot, notes, &mut self.store, &mut self.kernel)
+    }
+
+    /// Stops what is under way between a block's slot and the store. Returns whether the block was
+    /// being written.
+    pub(super) fn stop(&mut self, id: u32) -> bool {
+        let Block { state, zeros, stored, .. } = self.blocks.get_mut(id);
+        let (State::Writing(slot) | State::Filling(slot)) = *state else { return false };
+        let is_write = matches!(state, State::Writing(_));
+        self.writing.retain(|&other| other != id);
+        self.filling.retain(|&other| other != id);
+        let notes = Notes { zeros, stored: stored.as_deref_mut() };
+        if !self.helpers.stop(slot, notes, &mut self.kernel) && is_write {
+            self.fail();
+        }
+        is_write
+    }
+
+    /// Notes which blocks have been written or prefetched.
+    pub(super) fn collect(&mut self) {
+        let ended = self.helpers.ended(&mut self.kernel);
+        if ended == 0 {
+            return;
+        }
+        let blocks = &self.blocks;
+        let has_ended = |id: &&u32| match blocks.get(**id).state {
+            State::Writing(slot) | State::Filling(slot) => ended >> slot & 1 != 0,
+            _ => false,
         };
-        let carried = self.helpers.carry(load, &mut self.store, &mut self.kernel);
-        let mut result = carried.map(|kept| {
-            count(&self.shared.counters.zero_pages, kept.zeros);
-            count(&self.shared.counters.clean_pages, kept.clean);
-        });
-        let next = end;
-        if next == BLOCK_PAGES && result.is_ok() {
-            result = self.store.settle();
-            if self.is_broken {
-                // An earlier call of the store got the error of a failed write. That error names no
-                // page, so pages of this block may be missing in the store.
-                result = Err(io::ErrorKind::Other.into());
-            }
+        let written: Vec<u32> = self.writing.iter().filter(has_ended).copied().collect();
+        let filled: Vec<u32> = self.filling.iter().filter(has_ended).copied().collect();
+        for id in written {
+            self.end_write(id);
         }
-        match result {
-            Err(_) => {
-                self.fail();
-                // If the block does not go back into place now, its next page fault brings it back.
-                self.writing = None;
-                self.blocks.get_mut(id).state = State::Back(slot);
-                let _ = self.bring(id);
-            }
-            Ok(()) if next == BLOCK_PAGES => {
-                count(&self.shared.counters.writes, 1);
-                self.writing = None;
-                let block = self.blocks.get_mut(id);
-                // A block of zeros needs no room in the store. This matters for a program that
-                // reads one page in each block of an area far larger than the store.
-                if block.zeros.iter().all(|pages| *pages == u64::MAX) {
-                    block.state = State::Empty;
-                    self.release_room(id);
-                } else {
-                    block.state = State::Stored;
-                }
-                self.leave(slot);
-            }
-            Ok(()) => self.writing = Some(Transfer { id, slot, next }),
+        for id in filled {
+            self.end_fill(id);
         }
+    }
+
+    /// Waits for the end of all that is under way between slots and the store.
+    pub(super) fn end_loads(&mut self) {
+        while let Some(&id) = self.writing.front() {
+            self.end_write(id);
+        }
+        while let Some(&id) = self.filling.front() {
+            self.end_fill(id);
+        }
+    }
+
+    /// Waits until a block is written, if it is being written.
+    pub(super) fn end_write(&mut self, id: u32) {
+        let State::Writing(slot) = self.blocks.get(id).state else { return };
+        let written = self.end_load(id, slot);
+        // An earlier call of the store may have got the error of a failed write. That error names
+        // no page, so pages of this block may be missing in the store.
+        let Some(kept) = written.filter(|_| !self.is_broken) else {
+            self.fail();
+            // If the block does not go back into place now, its next page fault brings it back.
+            self.blocks.get_mut(id).state = State::Back(slot);
+            let _ = self.bring(id);
+            return;
+        };
+        count(&self.shared.counters.zero_pages, kept.zeros);
+        count(&self.shared.counters.clean_pages, kept.clean);
+        count(&self.shared.counters.writes, 1);
+        let block = self.blocks.get_mut(id);
+        // A block of zeros needs no room in the store. This matters for a program that reads one
+        // page in each block of an area far larger than the store.
+        if block.zeros.iter().all(|pages| *pages == u64::MAX) {
+            block.state = State::Empty;
+            self.release_room(id);
+        } else {
+            block.state = State::Stored;
+        }
+        self.leave(slot);
     }
 
     pub(super) fn fail(&mut self) {
@@ -210,7 +307,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Begins to read the block that the streams predict next.
     pub(super) fn begin_fill(&mut self) -> bool {
-        let most = (self.limit() / 8).clamp(1, READY_MAX);
+        let most = self.ready_most();
         while let Some(&at) = self.wanted.front() {
             if !self.is_all_away(at) {
                 self.wanted.pop_front();
@@ -222,7 +319,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let id = self.blocks.at(at).expect("it is in the store");
             self.slots[slot] = Slot::Busy;
             self.blocks.get_mut(id).state = State::Filling(slot);
-            self.filling = Some(Transfer { id, slot, next: 0 });
+            self.begin_load(id, slot, false);
             return true;
         }
         false
@@ -246,34 +343,29 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     pub(super) fn blocks_ready(&self) -> usize {
-        let others = usize::from(self.writing.is_some()) + usize::from(self.outbox.is_some());
+        let others = self.writing.len() + usize::from(self.outbox.is_some());
         self.slots.iter().filter(|slot| **slot == Slot::Busy).count() - others
     }
 
-    /// Reads the next pages of the block that is being prefetched.
-    pub(super) fn fill(&mut self) {
-        let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
-        let end = (next + self.helpers.step(STEP)).min(BLOCK_PAGES);
-        if !self.read(id, slot, next..end) {
-            self.slots[slot] = Slot::Free;
-            self.lose(id, Some);
-        } else if end == BLOCK_PAGES {
-            count(&self.shared.counters.ahead, 1);
+    /// Waits until a block is prefetched, if it is being prefetched.
+    pub(super) fn end_fill(&mut self, id: u32) {
+        let State::Filling(slot) = self.blocks.get(id).state else { return };
+        let is_asked = self.asked.contains(&id);
+        if self.end_load(id, slot).is_some() {
+            count(&self.shared.counters.ahead, u64::from(!is_asked));
             self.blocks.get_mut(id).state = State::Ready(slot);
             self.ready.push_back((id, self.wants));
         } else {
-            self.filling = Some(Transfer { id, slot, next: end });
+            self.slots[slot] = Slot::Free;
+            self.lose(id, Some);
         }
     }
 
-    /// Reads pages of a block into a slot. Returns false if one of them cannot be read.
-    pub(super) fn read(&mut self, id: u32, slot: usize, pages: Range<usize>) -> bool {
-        let from = self.slot(slot);
-        let block = self.blocks.get_mut(id);
-        // A block of zeros alone needs no room.
-        let room = block.room.unwrap_or_default();
-        let load = Load { is_write: false, slot: from, room, pages, zeros: &mut block.zeros, stored: None };
-        self.helpers.carry(load, &mut self.store, &mut self.kernel).is_ok()
+    /// Reads a block into a slot. Returns false if one of its pages cannot be read.
+    pub(super) fn read(&mut self, id: u32, slot: usize) -> bool {
+        self.begin_load(id, slot, true);
+        self.write_beside();
+        self.end_load(id, slot).is_some()
     }
 
     /// Takes the room of a block that is in place. Such a block keeps its room until the store is
@@ -334,9 +426,7 @@ mod tests {
             work.kernel.world.come(first + 5, word);
             work.policy.came(id);
             work.begin_write().expect("it can go");
-            while work.writing.is_some() {
-                work.write();
-            }
+            work.end_loads();
             assert_eq!((work.blocks.get(id).state, work.rooms), (state, rooms));
             assert_eq!(work.store.said.lock().unwrap().rooms, rooms);
             work.bring(id).unwrap();
@@ -359,18 +449,14 @@ mod tests {
         });
         // The first block moves out and back in. It keeps its room.
         work.begin_write().expect("it can go");
-        while work.writing.is_some() {
-            work.write();
-        }
+        work.end_loads();
         work.bring(ids[0]).unwrap();
         assert!(work.blocks.get(ids[0]).room.is_some());
         while work.store.claim().is_some() {}
         // The second block moves out and takes the room of the first block. The first block has no
         // room then.
         work.begin_write().expect("it can go");
-        while work.writing.is_some() {
-            work.write();
-        }
+        work.end_loads();
         assert_eq!(work.blocks.get(ids[1]).state, State::Stored);
         assert_eq!((work.blocks.get(ids[0]).room, work.rooms), (None, 1));
         assert!(work.begin_write().is_none(), "nothing else has room");
@@ -400,9 +486,7 @@ mod tests {
             let before = clean(&work);
             work.policy.came(id);
             work.begin_write().expect("it can go");
-            while work.writing.is_some() {
-                work.write();
-            }
+            work.end_loads();
             let written = if round == 0 { BLOCK_PAGES } else { usize::from(changed.is_some()) };
             assert_eq!(clean(&work) - before, (BLOCK_PAGES - written) as u64);
             work.bring(id).unwrap();
@@ -450,9 +534,7 @@ mod tests {
         for _ in 0..2 {
             work.policy.came(id);
             work.begin_write().expect("it can go");
-            while work.writing.is_some() {
-                work.write();
-            }
+            work.end_loads();
             work.bring(id).unwrap();
             work.policy.went(id);
             assert_eq!(work.kernel.world.word(first + 5), 7);
@@ -552,7 +634,7 @@ mod tests {
         work.policy.came(id);
         work.begin_write().expect("it can go");
         work.store.doom(1);
-        work.write();
+        assert!(work.carry_write());
         work.store.doom(0);
         // Release another block's room while a write is failing. The release waits for all writes,
         // so the release gets the error of the failing write.
@@ -560,9 +642,7 @@ mod tests {
         work.blocks.get_mut(other).room = work.store.claim();
         work.rooms += 1;
         work.release_room(other);
-        while work.writing.is_some() {
-            work.write();
-        }
+        work.end_loads();
         assert_eq!(work.blocks.get(id).state, State::Resident, "the store lacks some of its pages");
         for page in 0..BLOCK_PAGES {
             assert_eq!(work.kernel.world.word(first + page), page as u64 + 1);

@@ -53,7 +53,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn victim(&mut self) -> Option<u32> {
         match self.eviction {
             Some(_) => self.policy.oldest(),
-            None => self.policy.victim(),
+            None => self.policy.victim(self.placed.len()),
         }
     }
 
@@ -64,24 +64,28 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Does one step of an eviction. Returns false if there is no eviction under way.
-    pub(super) fn evict(&mut self) -> bool {
+    /// Does one step of an eviction, if one is under way. Returns whether there may be another step
+    /// at once.
+    pub(super) fn evict(&mut self) -> Option<bool> {
         if self.shared.evict.load(Ordering::Relaxed) {
             self.shared.evict.store(false, Ordering::SeqCst);
             self.eviction = Some(Eviction { blocks: self.policy.len(), singles: self.singles_there });
         }
-        let Some(Eviction { blocks, singles }) = self.eviction else { return false };
+        let Eviction { blocks, singles } = self.eviction?;
         if !self.events.is_empty() {
-            return false;
+            return Some(false);
         }
-        if self.writing.is_some() {
-            self.write();
-        } else if let Some(slot) = self.find(Slot::Free) {
+        if self.has_writes() {
+            return Some(self.carry_write());
+        }
+        if let Some(slot) = self.find(Slot::Free) {
             self.scrub(slot);
         } else if blocks.min(self.policy.len()) > 0 {
             if self.begin_write().is_none() && (self.is_broken || self.is_full) {
                 self.eviction = Some(Eviction { blocks: 0, singles });
             }
+        } else if !self.writing.is_empty() {
+            return Some(self.carry_write());
         } else if singles > 0 {
             let before = self.singles_there;
             let has_written = self.write_singles(singles::BATCH);
@@ -97,6 +101,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.eviction = None;
             count(&self.shared.counters.evictions, 1);
         }
-        true
+        Some(true)
     }
 }

@@ -1,6 +1,7 @@
 //! The work of the pager's thread, in order: page faults, then the kernel's events about the
-//! address space, then writing out and prefetching. Writing and prefetching go in short steps,
-//! since a page fault waits for the end of a step.
+//! address space, then writing out and prefetching. Helpers write and read beside this thread.
+//! Without helpers it does so itself, in short steps, since a page fault waits for the end of a
+//! step.
 
 mod background;
 mod eviction;
@@ -10,7 +11,7 @@ mod singles;
 mod space;
 
 use super::blocks::{Block, Blocks, State, hashes};
-use super::helpers::{Helpers, Load};
+use super::helpers::{Helpers, Kept, Load, Notes, SLOTS};
 use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
@@ -21,24 +22,24 @@ use crate::{BLOCK, BLOCK_PAGES, Error, Store, Tell};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 use std::collections::{BTreeMap, VecDeque};
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, uniform_value};
 
-/// Number of slots in the staging memory. A slot has room for one block.
-const SLOTS: usize = 16;
-/// Number of pages that are written or read in one step.
-const STEP: usize = 64;
+/// Largest number of blocks that helpers write at a time, and that the pager's thread writes alone.
+const WRITES_MOST: usize = 3;
 /// Largest number of prefetched blocks that the program has not used yet. Fewer under a small
 /// limit.
-const READY_MAX: usize = 4;
+const READY_MAX: usize = 8;
 /// Largest number of blocks that streams want next.
 const WANTED_MAX: usize = 2 * READY_MAX;
 /// After so many page faults in streams, a prefetched block that was not used makes room for
 /// another.
-const READY_FOR: u64 = 32;
+const READY_FOR: u64 = 12;
+/// Number of blocks of a stream that are prefetched. The last of them waits for its page fault, by
+/// which the stream is seen to go on. The ones before it come into place.
+const AHEAD: i64 = 3;
 /// Largest number of victims that one search tries.
 const TRIES: usize = 16;
 /// Largest number of pages that a page fault on a partial block brings.
@@ -84,14 +85,6 @@ enum Slot {
     Busy,
 }
 
-/// A block that is being written to the store or read from it. `next` is its next page.
-#[derive(Clone, Copy, Debug)]
-struct Transfer {
-    id: u32,
-    slot: usize,
-    next: usize,
-}
-
 /// A slot of which single pages on their way out use the first [`singles::OUTBOX`] pages, in order.
 /// The first `used` of these have memory, and their content is in the store. Memory is freed for
 /// many pages together, since that takes several system calls.
@@ -99,6 +92,11 @@ struct Transfer {
 struct Outbox {
     slot: usize,
     used: usize,
+}
+
+/// The address at a distance in blocks.
+fn ahead(at: usize, blocks: i64) -> Option<usize> {
+    at.checked_add_signed((blocks * BLOCK as i64) as isize)
 }
 
 /// The part of an eviction that is still to do. Blocks are moved out in the order in which they
@@ -157,9 +155,13 @@ pub(super) struct Work<K: Kernel, S> {
     nursery: usize,
     slots: [Slot; SLOTS],
     policy: Policy,
-    writing: Option<Transfer>,
-    filling: Option<Transfer>,
+    /// The blocks that are being written to the store, and those that are being prefetched, the
+    /// oldest one first.
+    writing: VecDeque<u32>,
+    filling: VecDeque<u32>,
     outbox: Option<Outbox>,
+    /// Prefetched blocks, or blocks of `filling`, that are read because threads wait for them.
+    asked: Vec<u32>,
     /// The addresses of blocks that streams want next, the most urgent one first.
     wanted: VecDeque<usize>,
     /// Number of page faults in streams.
@@ -167,6 +169,11 @@ pub(super) struct Work<K: Kernel, S> {
     /// Prefetched blocks that nobody has used, the oldest one first, each with its time in page
     /// faults in streams.
     ready: VecDeque<(u32, u64)>,
+    /// The addresses of blocks that come into place once they are prefetched.
+    near: VecDeque<usize>,
+    /// Blocks that came into place before their page fault, and that no stream has passed since, as
+    /// in `ready`.
+    placed: VecDeque<(u32, u64)>,
     /// Single pages in place, each as the number of its block and its index in the block, in the
     /// order in which they came. An entry is outdated once its page is no longer a single page in
     /// place.
@@ -277,12 +284,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
             nursery,
             slots: [Slot::Vacant; SLOTS],
             policy: Policy::default(),
-            writing: None,
-            filling: None,
+            writing: VecDeque::new(),
+            filling: VecDeque::new(),
             outbox: None,
+            asked: Vec::new(),
             wanted: VecDeque::new(),
             wants: 0,
             ready: VecDeque::new(),
+            near: VecDeque::new(),
+            placed: VecDeque::new(),
             singles: VecDeque::new(),
             singles_there: 0,
             partial_there: 0,
@@ -330,6 +340,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     None => {}
                 }
             }
+            self.begin_reads();
             for _ in 0..self.faults.len() {
                 // Events that were read meanwhile change the addresses of blocks. Handle them
                 // first.
@@ -349,6 +360,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if self.has_ended_all {
                 return;
             }
+            if self.faults.is_empty() {
+                self.asked.clear();
+            }
             if !self.events.is_empty() {
                 continue;
             }
@@ -365,7 +379,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 continue;
             }
             // The thread must not sleep while an event that it has read waits to be handled.
-            if is_idle && self.events.is_empty() {
+            if is_idle && self.events.is_empty() && self.helpers.wakes() {
                 let is_quiet = self.scope == Scope::Adopted && !self.is_above();
                 self.kernel.wait((!is_quiet).then_some(LOOK_EVERY));
             }
@@ -408,11 +422,46 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 return if self.has_changed() { Err(Changed) } else { Ok(()) };
             }
         }
+        let is_prefetched = matches!(self.blocks.get(id).state, State::Ready(_) | State::Filling(_))
+            && !self.asked.contains(&id);
         self.bring(id)?;
+        count(&self.shared.counters.prefetched, u64::from(is_prefetched));
         if let Some(stride) = plan.stride {
             self.want(at, stride);
+        } else if let Some(next) = plan.guess.and_then(|stride| ahead(at, stride)) {
+            self.wanted.retain(|&other| other != next);
+            self.wanted.push_front(next);
+            self.wanted.truncate(WANTED_MAX);
         }
         Ok(())
+    }
+
+    /// Begins to read the blocks for which threads wait, as far as there are frames. So helpers
+    /// read several of them at a time.
+    fn begin_reads(&mut self) {
+        if self.faults.len() < 2 || !self.events.is_empty() || self.helpers.are_away() || self.is_held() {
+            return;
+        }
+        for at in 0..self.faults.len() {
+            let (address, _, plan) = self.faults[at];
+            let Some(id) = self.blocks.at(address) else { continue };
+            let Block { at: first, state, is_partial, .. } = *self.blocks.get(id);
+            if state != State::Stored || is_partial {
+                continue;
+            }
+            let plan = plan.unwrap_or_else(|| self.plan(id, (address - first) / PAGE_SIZE));
+            self.faults[at].2 = Some(plan);
+            // A block with single pages in place stays as it is until its turn.
+            if !plan.is_whole || self.blocks.get(id).count_there() > 0 {
+                continue;
+            }
+            let Some(slot) = self.find(Slot::Free) else { return };
+            count(&self.shared.counters.reads, 1);
+            self.slots[slot] = Slot::Busy;
+            self.blocks.get_mut(id).state = State::Filling(slot);
+            self.asked.push(id);
+            self.begin_load(id, slot, true);
+        }
     }
 
     /// Notes a page fault, and asks the policy what it brings.
@@ -446,12 +495,57 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// before the second next one of any: a program may have several streams at a time.
     fn want(&mut self, at: usize, stride: i64) {
         self.wants += 1;
-        let ahead = |step: i64| at.checked_add_signed((stride * step * BLOCK as i64) as isize);
-        let [next, second] = [1, 2].map(|step| ahead(step).filter(|&at| self.is_all_away(at)));
-        self.wanted.retain(|&other| other != at && ![next, second].contains(&Some(other)));
-        next.into_iter().for_each(|at| self.wanted.push_front(at));
-        second.into_iter().for_each(|at| self.wanted.push_back(at));
+        let step = |steps: i64| ahead(at, stride * steps);
+        // The stream has passed these.
+        for at in (1..=AHEAD).filter_map(|steps| step(-steps)) {
+            let id = self.blocks.at(at);
+            let before = self.placed.len();
+            self.placed.retain(|&(other, _)| Some(other) != id);
+            count(&self.shared.counters.prefetched, (before - self.placed.len()) as u64);
+        }
+        while self.placed.pop_front_if(|&mut (_, since)| self.wants - since >= READY_FOR).is_some() {}
+        let next: Vec<usize> = (1..=AHEAD).filter_map(step).collect();
+        self.wanted.retain(|other| *other != at && !next.contains(other));
+        self.near.retain(|other| *other != at && !next.contains(other));
+        for (place, &at) in next.iter().enumerate() {
+            if self.is_all_away(at) {
+                match place {
+                    0 => self.wanted.push_front(at),
+                    _ => self.wanted.push_back(at),
+                }
+            }
+            if place + 1 < AHEAD as usize {
+                self.near.push_front(at);
+            }
+        }
         self.wanted.truncate(WANTED_MAX);
+        self.near.truncate(WANTED_MAX);
+    }
+
+    /// Puts a prefetched block into place before its page fault, if its stream is near. Returns
+    /// whether it did.
+    fn place(&mut self) -> bool {
+        if !self.policy.is_streaming() || self.placed.len() >= self.ready_most() {
+            return false;
+        }
+        let is_near = |&&(id, _): &&(u32, u64)| {
+            self.blocks.is_known(id)
+                && matches!(self.blocks.get(id).state, State::Ready(_))
+                && self.near.contains(&self.blocks.get(id).at)
+        };
+        let Some(&(id, _)) = self.ready.iter().find(is_near) else { return false };
+        let is_there = self.bring(id).is_ok();
+        if is_there {
+            let at = self.blocks.get(id).at;
+            self.near.retain(|&other| other != at);
+            self.placed.push_back((id, self.wants));
+        }
+        is_there
+    }
+
+    /// Largest number of prefetched blocks that wait for their page fault, and of those in place.
+    fn ready_most(&self) -> usize {
+        (self.limit() / 8).clamp(1, READY_MAX)
     }
 
     /// Whether the block at this address is whole, and all of it is in the store.
@@ -485,6 +579,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.note_left_out();
         let is_end = self.shared.stop.load(Ordering::SeqCst);
+        if self.is_held() || is_end {
+            self.end_loads();
+        }
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
             self.advise_leftovers()?;
@@ -576,15 +673,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
             State::Writing(slot) => {
                 // Stopping this write loses nothing, because the slot has the whole block. The part
                 // that has reached the store is written again before anything reads it.
-                self.writing = None;
+                self.stop(id);
                 count(&self.shared.counters.taken_back, 1);
                 slot
             }
             State::Ready(slot) | State::Back(slot) => slot,
             State::Filling(_) => {
-                while self.filling.is_some() {
-                    self.fill();
-                }
+                self.end_fill(id);
                 return self.bring(id);
             }
             State::Empty => {
@@ -597,7 +692,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             State::Stored => {
                 let slot = self.frame_now()?;
                 count(&self.shared.counters.reads, 1);
-                if !self.read(id, slot, 0..BLOCK_PAGES) {
+                if !self.read(id, slot) {
                     self.slots[slot] = Slot::Free;
                     self.lose(id, Some);
                     return Ok(());
@@ -614,15 +709,17 @@ impl<K: Kernel, S: Store> Work<K, S> {
             _ => State::Back(slot),
         };
         self.move_in(at, slot)?;
-        if matches!(was, State::Ready(_)) {
-            self.ready.retain(|&(other, _)| other != id);
-            count(&self.shared.counters.prefetched, 1);
-        }
+        self.ready.retain(|&(other, _)| other != id);
         let block = self.blocks.get_mut(id);
         block.state = State::Resident;
+        // A block that is wanted back while it is being written is in use too.
+        let is_early = block.history.is_early || matches!(was, State::Writing(_));
         block.history.came();
         self.forget_singles(id, 0..BLOCK_PAGES);
-        self.policy.came(id);
+        match is_early {
+            true => self.policy.came_back(id),
+            false => self.policy.came(id),
+        }
         self.may_spare_room = true;
         Ok(())
     }
@@ -717,5 +814,122 @@ impl<K: Kernel, S> Drop for Work<K, S> {
             let _ = self.kernel.unregister(at, at + bytes);
             let _ = self.kernel.advise(at, bytes, Advice::LinuxDontNeed);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pager::simulator::{Machine, Simulated, address, work_at_rest};
+    use std::io;
+    use weir_core::PageBytes;
+
+    /// A store of which nothing is read, since all pages are zeros.
+    struct Nothing;
+
+    impl Store for Nothing {
+        fn claim(&mut self) -> Option<u64> {
+            None
+        }
+
+        fn release(&mut self, _: u64) {}
+
+        fn write(&mut self, _: u64, _: &[PageBytes]) -> io::Result<()> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        fn settle(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn read(&mut self, _: u64, _: &mut [PageBytes]) -> io::Result<()> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+    }
+
+    /// Work with this many whole blocks in the store, side by side.
+    fn with_stored_blocks(blocks: usize) -> (Work<Machine, Simulated>, Vec<u32>) {
+        let (mut work, first) = work_at_rest();
+        work.shared.limit.store(64, Ordering::Relaxed);
+        let first = first / BLOCK_PAGES * BLOCK_PAGES;
+        let (start, end) = (first, first + blocks * BLOCK_PAGES);
+        work.kernel.world.map(start, end);
+        work.kernel.register(address(start), address(end)).unwrap();
+        let ids = (0..blocks)
+            .map(|number| {
+                let id = work.blocks.add(address(first + number * BLOCK_PAGES), State::Stored);
+                work.blocks.get_mut(id).zeros = [u64::MAX; BLOCK_PAGES / 64];
+                id
+            })
+            .collect();
+        (work, ids)
+    }
+
+    fn free_frames(work: &mut Work<Machine, Simulated>, count: usize) {
+        let slots: Vec<usize> = (0..count).map(|_| work.frame()).collect();
+        slots.into_iter().for_each(|slot| work.slots[slot] = Slot::Free);
+    }
+
+    fn states(work: &Work<Machine, Simulated>, ids: &[u32]) -> Vec<u8> {
+        let letter = |id: &u32| match work.blocks.get(*id).state {
+            State::Stored => b'S',
+            State::Filling(_) => b'F',
+            State::Ready(_) => b'r',
+            State::Resident => b'R',
+            _ => b'?',
+        };
+        ids.iter().map(letter).collect()
+    }
+
+    #[test]
+    fn the_next_blocks_of_a_stream_come_into_place_and_the_last_one_waits_for_its_page_fault() {
+        let (mut work, ids) = with_stored_blocks(40);
+        let at = |work: &Work<_, _>, number: usize| work.blocks.get(ids[number]).at;
+        let mut number = 0;
+        while !work.policy.is_streaming() {
+            assert!(number < 30, "a sweep is a stream");
+            let address = at(&work, number);
+            if work.blocks.get(ids[number]).state != State::Resident {
+                work.fault(address, &mut None).unwrap();
+            }
+            number += 1;
+        }
+        let shared = Arc::clone(&work.shared);
+        let used = || shared.counters.prefetched.load(Ordering::Relaxed);
+        let before = used();
+        free_frames(&mut work, 6);
+        while work.background() {}
+        let next = number
+            + ids[number..].iter().position(|&id| work.blocks.get(id).state != State::Resident).unwrap();
+        assert_eq!(next - number, AHEAD as usize - 1);
+        assert_eq!(states(&work, &ids[number..number + 4]), b"RRrS");
+        assert_eq!((work.placed.len(), used() - before), (2, 0), "no stream has passed them");
+        let address = at(&work, next);
+        work.fault(address, &mut None).unwrap();
+        assert_eq!((work.placed.len(), used() - before), (0, 3));
+    }
+
+    #[test]
+    fn blocks_that_several_threads_wait_for_are_read_at_the_same_time() {
+        let (mut work, ids) = with_stored_blocks(4);
+        free_frames(&mut work, 2);
+        work.helpers.played.open_one(Box::new(Nothing));
+        let faults = ids.iter().map(|&id| (work.blocks.get(id).at, Duration::ZERO, None));
+        work.faults = faults.collect();
+        // The policy of a program that streams brings whole blocks.
+        work.faults
+            .iter_mut()
+            .for_each(|(_, _, plan)| *plan = Some(Plan { stride: None, guess: None, is_whole: true }));
+        work.blocks.get_mut(ids[1]).state = State::Empty;
+        work.begin_reads();
+        assert_eq!(states(&work, &ids), b"F?FS", "there are two frames");
+        assert_eq!(work.shared.counters.reads.load(Ordering::Relaxed), 2);
+        let address = work.blocks.get(ids[2]).at;
+        work.fault(address, &mut Some(Plan { stride: None, guess: None, is_whole: true })).unwrap();
+        assert_eq!(states(&work, &ids), b"F?RS");
+        let counters = &work.shared.counters;
+        let counted = [&counters.ahead, &counters.prefetched].map(|counter| counter.load(Ordering::Relaxed));
+        assert_eq!(counted, [0, 0], "nobody has prefetched it");
+        work.end_loads();
     }
 }

@@ -266,6 +266,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 && (work.frames() >= work.limit() || work.find(Slot::Vacant).is_none())
         };
         if is_short(self) {
+            self.collect();
+        }
+        if is_short(self) {
             self.end_outbox();
         }
         if is_short(self) {
@@ -306,7 +309,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn make_room(&mut self) {
         // A streaming program needs frames for blocks. The single pages from its earlier random
         // accesses are no longer used, so they are moved out first.
-        if self.writing.is_none()
+        if self.writing.is_empty()
             && (self.policy.is_streaming() && self.singles_of_whole() >= BLOCK_PAGES
                 || self.spares_blocks()
                 || self.is_turn_of_partial())
@@ -314,15 +317,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
         {
             return;
         }
-        if self.writing.is_none() && self.begin_write().is_none() {
+        if self.writing.is_empty() && self.begin_write().is_none() {
             // No block can be moved out. A prefetched block can still be dropped, because the store
             // has a copy of that block.
             if let Some(id) = self.unused() {
                 self.drop_copy(id);
             }
         }
-        while self.writing.is_some() {
-            self.write();
+        if let Some(&id) = self.writing.front() {
+            self.end_write(id);
         }
     }
 
@@ -334,7 +337,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Drops a block's copy from a slot; the store has the block too.
     pub(super) fn drop_copy(&mut self, id: u32) {
         if let State::Ready(slot) | State::Filling(slot) = self.blocks.get(id).state {
-            self.filling = self.filling.filter(|filling| filling.id != id);
+            self.stop(id);
             self.ready.retain(|&(other, _)| other != id);
             self.blocks.get_mut(id).state = State::Stored;
             self.leave(slot);
@@ -392,9 +395,7 @@ mod tests {
         assert_eq!(work.singles_there, 1, "all others went");
         work.kernel.world.threads.clear();
         work.begin_write().expect("it can go");
-        while work.writing.is_some() {
-            work.write();
-        }
+        work.end_loads();
         assert!(work.write_singles(1));
         assert_eq!(needed.map(|page| work.kernel.world.is_something(page)), [false; 2]);
     }

@@ -180,9 +180,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             let is_whole =
                 self.policy.len() > share && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
-            if self.writing.is_some() || is_whole && self.begin_write().is_some() {
-                while self.writing.is_some() {
-                    self.write();
+            if !self.writing.is_empty() || is_whole && self.begin_write().is_some() {
+                if let Some(&id) = self.writing.front() {
+                    self.end_write(id);
                 }
                 continue;
             }
@@ -659,9 +659,7 @@ mod tests {
             work.kernel.world.come(first + 5, 7);
             work.policy.came(id);
             work.begin_write().expect("it can go");
-            while work.writing.is_some() {
-                work.write();
-            }
+            work.end_loads();
             if has_single {
                 assert!(work.bring_single(id, 5).unwrap());
                 work.kernel.world.come(first + 5, 8);

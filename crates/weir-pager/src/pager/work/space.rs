@@ -58,10 +58,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Makes a block partial: its memory in `start..end` is unmapped. The other pages that are in
     /// place become single pages.
     fn take_apart(&mut self, id: u32, start: usize, end: usize) {
-        while matches!(self.blocks.get(id).state, State::Filling(_)) && self.filling.is_some() {
-            self.fill();
-        }
         self.drop_copy(id);
+        self.stop(id);
         let Block { at, state, .. } = *self.blocks.get(id);
         match state {
             State::Lost => return self.forget(id),
@@ -71,7 +69,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
                         self.copy_in(address, self.slot(slot) + (address - at));
                     }
                 }
-                self.writing = self.writing.filter(|writing| writing.id != id);
                 self.leave(slot);
             }
             State::Resident => self.policy.went(id),
@@ -152,15 +149,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Brings all of a whole block into memory, and forgets the block.
     pub(super) fn dissolve(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
-        while matches!(self.blocks.get(id).state, State::Filling(_)) && self.filling.is_some() {
-            self.fill();
+        if let State::Filling(_) = self.blocks.get(id).state {
+            self.end_fill(id);
         }
+        self.stop(id);
         let at = self.blocks.get(id).at;
         let slot = match self.blocks.get(id).state {
             State::Writing(slot) | State::Ready(slot) | State::Back(slot) => Some(slot),
             State::Stored => {
                 let slot = self.frame();
-                if self.read(id, slot, 0..BLOCK_PAGES) {
+                if self.read(id, slot) {
                     Some(slot)
                 } else {
                     self.slots[slot] = Slot::Free;
@@ -176,7 +174,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     self.copy_in(to, self.slot(slot) + offset);
                 }
             }
-            self.writing = self.writing.filter(|writing| writing.id != id);
             self.leave(slot);
             self.blocks.get_mut(id).state = State::Resident;
         } else if self.blocks.get(id).state == State::Resident {
@@ -191,8 +188,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn forget(&mut self, id: u32) {
         match self.blocks.get(id).state {
             State::Writing(slot) | State::Filling(slot) | State::Ready(slot) | State::Back(slot) => {
-                self.writing = self.writing.filter(|writing| writing.id != id);
-                self.filling = self.filling.filter(|filling| filling.id != id);
+                self.stop(id);
                 self.ready.retain(|&(other, _)| other != id);
                 self.leave(slot);
             }
@@ -237,15 +233,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.tidy(id);
             }
             State::Writing(slot) | State::Ready(slot) | State::Filling(slot) | State::Back(slot) => {
+                let is_written = self.stop(id);
                 let at = self.slot(slot) + pages.start * PAGE_SIZE;
                 self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
-                if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
+                if is_written {
                     // The pages that were already written to the store are older than this change.
                     // So write the block from the beginning.
-                    writing.next = 0;
-                    if self.store.settle().is_err() {
-                        self.fail();
-                    }
+                    self.begin_load(id, slot, false);
                 }
             }
             State::Resident => {
@@ -607,9 +601,7 @@ mod tests {
             let id = work.blocks.add(address(first + number * BLOCK_PAGES), State::Resident);
             work.policy.came(id);
             work.begin_write().expect("it can go");
-            while work.writing.is_some() {
-                work.write();
-            }
+            work.end_loads();
             id
         });
         assert_eq!(ids.map(|id| work.blocks.get(id).state), [State::Stored; 2]);
@@ -654,9 +646,7 @@ mod tests {
         let id = work.blocks.add(address(first), State::Resident);
         work.policy.came(id);
         work.begin_write().expect("it can go");
-        while work.writing.is_some() {
-            work.write();
-        }
+        work.end_loads();
         order::add(&mut work.left_out, address(first)..address(first) + BLOCK);
         work.shared.stop.store(true, Ordering::SeqCst);
         work.shared.holds.store(1, Ordering::SeqCst);
