@@ -474,8 +474,10 @@ impl Pager {
     /// Makes every block resident and ends the thread. Returns once the thread has ended, if
     /// `/proc` shows the threads.
     pub fn stop(self) {
-        self.0.stop.store(true, Ordering::SeqCst);
+        // In this order: the pager ends at any call that sees `stop`, and brings all blocks before
+        // only if they are held.
         self.0.holds.fetch_add(1, Ordering::SeqCst);
+        self.0.stop.store(true, Ordering::SeqCst);
         self.look();
         let thread = format!("/proc/self/task/{}", self.0.threads[0].load(Ordering::Relaxed));
         while std::path::Path::new(&thread).exists() {

@@ -584,6 +584,10 @@ fn work(desk: &Desk, open: OpenLane) {
             desk.open.fetch_add(usize::from(lane.is_some()), Ordering::Relaxed);
         }
         while let Some(store) = &mut lane {
+            // Something else may be due, as a call.
+            if desk.news.load(Ordering::Acquire) != seen {
+                break;
+            }
             let Some(mut taken) = desk.state().loads.take(None) else { break };
             let part = &mut taken.part;
             // SAFETY: the part's pages are the pager's own memory. All of them have memory, and no

@@ -442,17 +442,21 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.faults.len() < 2 || !self.events.is_empty() || self.helpers.are_away() || self.is_held() {
             return;
         }
+        // Blocks of which single pages will come. A second page fault of such a block is planned
+        // only once the first one has noted which pages came.
+        let mut singly = Vec::new();
         for at in 0..self.faults.len() {
             let (address, _, plan) = self.faults[at];
             let Some(id) = self.blocks.at(address) else { continue };
             let Block { at: first, state, is_partial, .. } = *self.blocks.get(id);
-            if state != State::Stored || is_partial {
+            if state != State::Stored || is_partial || singly.contains(&id) {
                 continue;
             }
             let plan = plan.unwrap_or_else(|| self.plan(id, (address - first) / PAGE_SIZE));
             self.faults[at].2 = Some(plan);
             // A block with single pages in place stays as it is until its turn.
             if !plan.is_whole || self.blocks.get(id).count_there() > 0 {
+                singly.push(id);
                 continue;
             }
             let Some(slot) = self.find(Slot::Free) else { return };
@@ -580,6 +584,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.note_left_out();
         let is_end = self.shared.stop.load(Ordering::SeqCst);
         if self.is_held() || is_end {
+            // What is being written is in memory still. The store may be slow, or die.
+            for id in Vec::from_iter(self.writing.iter().copied()) {
+                if is_end || !self.is_left_out(self.blocks.get(id).at) {
+                    self.bring(id)?;
+                }
+            }
             self.end_loads();
         }
         if self.is_held() {
@@ -716,7 +726,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let is_early = block.history.is_early || matches!(was, State::Writing(_));
         block.history.came();
         self.forget_singles(id, 0..BLOCK_PAGES);
-        match is_early {
+        // An eviction goes through the order, and has an end since blocks that come are behind it.
+        match is_early && self.eviction.is_none() {
             true => self.policy.came_back(id),
             false => self.policy.came(id),
         }
@@ -751,6 +762,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Returns a frame, or an error if the address space has changed meanwhile.
     fn frame_now(&mut self) -> Result<usize, Changed> {
+        // Its block could not come into place now. Many page faults would take many frames.
+        if self.kernel.is_changing() {
+            return Err(Changed);
+        }
         let slot = self.frame();
         if self.events.is_empty() {
             return Ok(slot);
@@ -907,6 +922,24 @@ mod tests {
         let address = at(&work, next);
         work.fault(address, &mut None).unwrap();
         assert_eq!((work.placed.len(), used() - before), (0, 3));
+    }
+
+    #[test]
+    fn page_faults_take_no_frames_while_the_address_space_changes() {
+        let blocks = 2 * SLOTS;
+        let (mut work, ids) = with_stored_blocks(blocks);
+        ids.iter().step_by(2).for_each(|&id| work.blocks.get_mut(id).state = State::Empty);
+        // The thread that changes it waits until its event is read.
+        work.kernel.world.changing = 1;
+        for &id in &ids {
+            let address = work.blocks.get(id).at;
+            assert!(work.fault(address, &mut None).is_err());
+        }
+        assert_eq!(work.frames(), 0);
+        work.kernel.world.changing = 0;
+        let address = work.blocks.get(ids[0]).at;
+        work.fault(address, &mut None).unwrap();
+        assert_eq!(work.blocks.get(ids[0]).state, State::Resident);
     }
 
     #[test]

@@ -71,7 +71,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 }
                 self.leave(slot);
             }
-            State::Resident => self.policy.went(id),
+            State::Resident => self.went(id),
             _ => {}
         }
         let block = self.blocks.get_mut(id);
@@ -177,11 +177,22 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.leave(slot);
             self.blocks.get_mut(id).state = State::Resident;
         } else if self.blocks.get(id).state == State::Resident {
-            self.policy.went(id);
+            self.went(id);
+        } else if self.blocks.get(id).state == State::Lost {
+            // It may have been lost at its old place, while events of its move waited.
+            for page in (at..at + BLOCK).step_by(PAGE_SIZE).filter_map(&place) {
+                self.poison(page);
+            }
         }
         self.release_room(id);
         self.forget_singles(id, 0..BLOCK_PAGES);
         self.blocks.remove(id);
+    }
+
+    /// Notes that a block which was in place is no longer whole, or no longer mapped.
+    fn went(&mut self, id: u32) {
+        self.policy.went(id);
+        self.placed.retain(|&(other, _)| other != id);
     }
 
     /// Removes a block that is no longer mapped.
@@ -192,7 +203,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.ready.retain(|&(other, _)| other != id);
                 self.leave(slot);
             }
-            State::Resident => self.policy.went(id),
+            State::Resident => self.went(id),
             State::Empty | State::Stored | State::Lost => {}
         }
         self.release_room(id);
@@ -486,7 +497,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{Machine, Simulated, address, work_at_rest};
+    use crate::pager::simulator::{Area, Machine, Simulated, address, work_at_rest};
 
     #[test]
     fn memory_that_is_not_managed_counts_against_the_limit_and_leaves_a_quarter_of_it() {
@@ -653,6 +664,52 @@ mod tests {
         let bell = work.shared.bells.base;
         work.fault(bell, &mut None).unwrap();
         assert_eq!(work.blocks.get(id).state, State::Resident);
+    }
+
+    #[test]
+    fn a_block_that_is_lost_while_a_part_of_it_moves_is_lost_at_the_new_place_too() {
+        let (mut work, first) = work_at_rest();
+        let (moved, end, to) = (first + 100, first + BLOCK_PAGES, first + 4 * BLOCK_PAGES + 10);
+        work.kernel.world.map(first, end);
+        work.kernel.register(address(first), address(end)).unwrap();
+        work.add_span(address(first), address(end));
+        let id = work.blocks.add(address(first), State::Stored);
+        let room = work.store.claim().expect("room");
+        work.blocks.get_mut(id).room = Some(room);
+        work.rooms = 1;
+        work.store.spoil(room + 200);
+        // It is being prefetched when its part moves.
+        let slot = work.frame();
+        work.blocks.get_mut(id).state = State::Filling(slot);
+        work.begin_load(id, slot, false);
+        for (start, area) in work.kernel.world.take_areas(moved, end) {
+            work.kernel.world.insert(to + start - moved, Area { end: to + area.end - moved, ..area });
+        }
+        work.is_heeding = true;
+        work.apply(Event::Remap(address(moved), address(to), (end - moved) * PAGE_SIZE));
+        work.is_heeding = false;
+        for page in [to, to + 100, first] {
+            assert!(work.kernel.world.entries[page].is_poisoned, "it would read as zeros");
+        }
+    }
+
+    #[test]
+    fn a_fork_takes_back_what_is_being_written_and_asks_the_store_for_nothing() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first) + BLOCK).unwrap();
+        work.add_span(address(first), address(first) + BLOCK);
+        work.kernel.world.come(first + 5, 7);
+        let id = work.blocks.add(address(first), State::Resident);
+        work.policy.came(id);
+        work.begin_write().expect("it can go");
+        let room = work.blocks.get(id).room.expect("it was claimed");
+        work.store.spoil(room + 5);
+        work.shared.holds.store(1, Ordering::SeqCst);
+        let bell = work.shared.bells.base;
+        work.fault(bell, &mut None).unwrap();
+        assert_eq!(work.blocks.get(id).state, State::Resident);
+        assert_eq!(work.kernel.world.word(first + 5), 7);
     }
 
     #[test]
