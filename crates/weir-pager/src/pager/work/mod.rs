@@ -584,7 +584,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.note_left_out();
         let is_end = self.shared.stop.load(Ordering::SeqCst);
         if self.is_held() || is_end {
-            // What is being written is in memory still. The store may be slow, or die.
+            // A block that is being written is in memory still. The store may be slow, or die.
             for id in Vec::from_iter(self.writing.iter().copied()) {
                 if is_end || !self.is_left_out(self.blocks.get(id).at) {
                     self.bring(id)?;
