@@ -779,9 +779,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
     fn lose(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
         self.count_lost();
         let block = self.blocks.get_mut(id);
+        // Its single pages in place stay there, and count against the limit.
         block.state = State::Lost;
         let at = block.at;
-        self.forget_singles(id, 0..BLOCK_PAGES);
         for page in (at..at + BLOCK).step_by(PAGE_SIZE) {
             if let Some(page) = place(page) {
                 self.poison(page);

@@ -25,8 +25,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     order::add(&mut self.left_out, part.start - from + to..part.end - from + to);
                 }
                 self.move_singles(from, to, bytes);
-                self.cut(from, from + bytes, to);
+                let cut = self.cut(from, from + bytes, to);
                 self.blocks.shift(from, to, bytes);
+                // Only now: a partial block at the target is not whole if a block moves there.
+                cut.into_iter().for_each(|at| self.record(at, at + BLOCK));
                 // Pages in place have moved too, so make records of them. They may also make a
                 // partial block whole again, if an earlier move had taken a part of that block
                 // away.
@@ -131,8 +133,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Dissolves the whole blocks that have pages both inside `start..end` and outside of it. The
     /// pages inside have moved to `moved_to`. All pages are brought into memory, at the addresses
-    /// that they now have. Those outside become single pages.
-    fn cut(&mut self, start: usize, end: usize, moved_to: usize) {
+    /// that they now have. Returns the blocks' old addresses. Their pages outside have no records.
+    fn cut(&mut self, start: usize, end: usize, moved_to: usize) -> Vec<usize> {
+        let mut cut = Vec::new();
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
             let Block { at, is_partial, .. } = *self.blocks.get(id);
@@ -143,8 +146,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 true => Some(address - start + moved_to),
                 false => Some(address),
             });
-            self.record(at, at + BLOCK);
+            cut.push(at);
         }
+        cut
     }
 
     /// Brings all of a whole block into memory, and forgets the block.
@@ -691,6 +695,32 @@ mod tests {
         for page in [to, to + 100, first] {
             assert!(work.kernel.world.entries[page].is_poisoned, "it would read as zeros");
         }
+    }
+
+    #[test]
+    fn a_partial_block_beside_a_cut_one_stays_partial_if_a_whole_block_moves_to_it() {
+        let (mut work, first) = work_at_rest();
+        let near = first + 4 * BLOCK_PAGES;
+        let (from, end, to) = (near - 1155, near + 185, near + 185);
+        work.kernel.world.map(from, end);
+        work.kernel.register(address(from), address(end)).unwrap();
+        work.add_span(address(from), address(end));
+        // The second whole block is cut. It reaches into the partial one.
+        let [whole, _] = [near - 991, near - 479].map(|page| {
+            let id = work.blocks.add(address(page), State::Stored);
+            work.blocks.get_mut(id).zeros = [u64::MAX; BLOCK_PAGES / 64];
+            id
+        });
+        work.blocks.add_partial(address(near));
+        let moved_end = from + 864;
+        for (start, area) in work.kernel.world.take_areas(from, moved_end) {
+            work.kernel.world.insert(to + start - from, Area { end: to + area.end - from, ..area });
+        }
+        work.apply(Event::Remap(address(from), address(to), 864 * PAGE_SIZE));
+        assert_eq!(work.blocks.get(whole).at, address(near - 991 - from + to));
+        let partial = work.blocks.at(address(near)).expect("the cut block's last pages are there");
+        assert!(work.blocks.get(partial).is_partial);
+        assert_eq!(work.policy.len(), 0, "its pages would move out, and zeros come back");
     }
 
     #[test]
