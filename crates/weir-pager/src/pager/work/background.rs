@@ -30,8 +30,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.place() {
             return true;
         }
-        let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
-        if free > 0 && !(is_alone && self.has_writes()) && self.begin_fill() {
+        if self.find(Slot::Free).is_some() && !(is_alone && self.has_writes()) && self.begin_fill() {
             return true;
         }
         if self.has_writes() {
@@ -41,14 +40,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         // Each block that is being written makes room.
         let is_above = self.frames() > self.limit() + self.writing.len();
         let is_short = self.is_short_of_frames() && !spares_blocks;
-        if (is_above || is_short)
+        (is_above || is_short)
             && (self.write_singles_of_turn()
                 || spares_blocks && self.write_singles(singles::FEW)
                 || self.begin_write().is_some())
-        {
-            return true;
-        }
-        self.carry_write()
     }
 
     /// Whether there are fewer frames for the next blocks than there should be, with those that are
@@ -214,11 +209,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
+    fn forget_load(&mut self, id: u32) {
+        self.writing.retain(|&other| other != id);
+        self.filling.retain(|&other| other != id);
+    }
+
     /// Waits until all of a block has moved between its slot and the store. `None`: some of it
     /// could not be moved.
     fn end_load(&mut self, id: u32, slot: usize) -> Option<Kept> {
-        self.writing.retain(|&other| other != id);
-        self.filling.retain(|&other| other != id);
+        self.forget_load(id);
         let Block { zeros, stored, .. } = self.blocks.get_mut(id);
         let notes = Notes { zeros, stored: stored.as_deref_mut() };
         self.helpers.end(slot, notes, &mut self.store, &mut self.kernel)
@@ -227,11 +226,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Stops what is under way between a block's slot and the store. Returns whether the block was
     /// being written.
     pub(super) fn stop(&mut self, id: u32) -> bool {
+        self.forget_load(id);
         let Block { state, zeros, stored, .. } = self.blocks.get_mut(id);
         let (State::Writing(slot) | State::Filling(slot)) = *state else { return false };
         let is_write = matches!(state, State::Writing(_));
-        self.writing.retain(|&other| other != id);
-        self.filling.retain(|&other| other != id);
         let notes = Notes { zeros, stored: stored.as_deref_mut() };
         if !self.helpers.stop(slot, notes, &mut self.kernel) && is_write {
             self.fail();
@@ -267,6 +265,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         while let Some(&id) = self.filling.front() {
             self.end_fill(id);
+        }
+    }
+
+    /// Waits until the oldest of the blocks that are being written is written.
+    pub(super) fn end_oldest_write(&mut self) {
+        if let Some(&id) = self.writing.front() {
+            self.end_write(id);
         }
     }
 

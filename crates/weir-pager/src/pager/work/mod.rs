@@ -782,10 +782,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         // Its single pages in place stay there, and count against the limit.
         block.state = State::Lost;
         let at = block.at;
-        for page in (at..at + BLOCK).step_by(PAGE_SIZE) {
-            if let Some(page) = place(page) {
-                self.poison(page);
-            }
+        self.poison_block(at, place);
+    }
+
+    /// Poisons each page of a block where `place` says that it is.
+    fn poison_block(&mut self, at: usize, place: impl Fn(usize) -> Option<usize>) {
+        for page in (at..at + BLOCK).step_by(PAGE_SIZE).filter_map(place) {
+            self.poison(page);
         }
     }
 

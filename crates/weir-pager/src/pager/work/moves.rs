@@ -324,9 +324,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.drop_copy(id);
             }
         }
-        if let Some(&id) = self.writing.front() {
-            self.end_write(id);
-        }
+        self.end_oldest_write();
     }
 
     /// Finds a prefetched block that the program has not used.

@@ -181,9 +181,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             let is_whole =
                 self.policy.len() > share && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
             if !self.writing.is_empty() || is_whole && self.begin_write().is_some() {
-                if let Some(&id) = self.writing.front() {
-                    self.end_write(id);
-                }
+                self.end_oldest_write();
                 continue;
             }
             if is_whole {

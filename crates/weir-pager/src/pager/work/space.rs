@@ -184,9 +184,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.went(id);
         } else if self.blocks.get(id).state == State::Lost {
             // It may have been lost at its old place, while events of its move waited.
-            for page in (at..at + BLOCK).step_by(PAGE_SIZE).filter_map(&place) {
-                self.poison(page);
-            }
+            self.poison_block(at, place);
         }
         self.release_room(id);
         self.forget_singles(id, 0..BLOCK_PAGES);
