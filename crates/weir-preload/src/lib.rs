@@ -385,8 +385,9 @@ pub unsafe extern "C" fn mmap64(
 /// Does the same as madvise(2), except that it has no pages merged with equal ones (KSM): the
 /// kernel does not move merged pages. If a program gives up the content of pages, the kernel tells
 /// the pager. For a guard region (Linux 6.13) the kernel does not tell the pager. So this function
-/// also gives the advice `MADV_DONTNEED`, of which the kernel does tell the pager. The pager also
-/// learns which memory no child inherits.
+/// also gives the advice `MADV_DONTNEED`, of which the kernel does tell the pager. It does so after
+/// `MADV_FREE` too: the kernel would keep the pages for as long as it likes, and the pager could
+/// not move their blocks out. The pager also learns which memory no child inherits.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) -> c_int {
     /// Advice that no available crate defines.
@@ -397,9 +398,9 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) 
     }
     // SAFETY: the caller's arguments are passed on unchanged.
     let advised = unsafe { libc::syscall(libc::SYS_madvise, at, bytes, advice) as c_int };
-    if advised == 0 && advice == GUARD_INSTALL {
+    if advised == 0 && (advice == GUARD_INSTALL || advice == libc::MADV_FREE && pager.is_some()) {
         // SAFETY: the pages of a guard region have no content, and this call does not remove the
-        // guards.
+        // guards. The kernel may remove freed pages at any time.
         unsafe { libc::syscall(libc::SYS_madvise, at, bytes, libc::MADV_DONTNEED) };
     }
     if advised == 0

@@ -363,6 +363,32 @@ print(check(memory, 1), check(more, 2))
 }
 
 #[test]
+fn memory_that_the_program_frees_lazily_and_uses_again_is_bounded() {
+    let script = "
+size = 128 << 20
+memory = new(size)
+fill(memory, 6)
+at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+FREE, some = 8, 16 * 4096
+for start in range(0, size, 1 << 20):
+    if libc.madvise(at + start, some, FREE): print('not freed', ctypes.get_errno())
+    for page in range(start, start + some, 4096):
+        memory[page:page + 8] = (page ^ 6).to_bytes(8, 'little')
+print(check(memory, 6))
+time.sleep(0.2)
+print(int(open('/proc/self/statm').read().split()[1]) >> 8)
+";
+    let name = "memory_that_the_program_frees_lazily";
+    let Some((code, out, said)) = bounded(name, &[], &format!("{PRELUDE}{script}")) else { return };
+    let (is_right, resident) = out.split_once('\n').expect("two lines");
+    assert_eq!((code, is_right, &*said), (Some(0), "True", ""));
+    let resident: usize = resident.trim().parse().unwrap();
+    // The files of Python count too.
+    assert!(resident < LIMIT_MIB + 24, "{resident} MiB are resident");
+}
+
+#[test]
 fn pages_that_were_behind_a_guard_are_zeros() {
     let script = "
 size = 128 << 20

@@ -110,6 +110,7 @@ fn play(seed: u64) {
         maps: changes > 0 && random.one_in(2),
         churning: if changes > 0 { random.below(3) as usize } else { 0 },
         migrates: random.one_in(2),
+        drops_lazily: random.one_in(2),
         limits,
         evicts: random.one_in(3),
         is_adopted,
@@ -148,6 +149,8 @@ fn play(seed: u64) {
     work.run();
     let Machine { world, program } = work.kernel_mut();
     program.check_end(world);
+    let is_movable = traits.drops_lazily || work.have_ended();
+    assert!(is_movable, "a block waits for the end of pages that are gone");
 }
 
 fn bells() -> Bells {
@@ -172,6 +175,7 @@ pub(super) fn at_rest() -> (Machine, Simulated, Arc<Shared>, usize) {
         maps: false,
         churning: 0,
         migrates: false,
+        drops_lazily: false,
         limits: false,
         evicts: false,
         is_adopted: true,

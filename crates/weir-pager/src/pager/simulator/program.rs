@@ -28,6 +28,8 @@ pub struct Traits {
     /// Number of threads that do nothing but map memory and unmap it again.
     pub churning: usize,
     pub migrates: bool,
+    /// Whether it drops pages by `MADV_FREE` too. The kernel may keep such pages for ever.
+    pub drops_lazily: bool,
     pub limits: bool,
     /// Whether all resident memory is moved out now and then.
     pub evicts: bool,
@@ -582,13 +584,13 @@ impl Program {
         // If the object has grown to a place that other memory is leaving, the pager would confuse
         // the object with the other memory. See the known defects in docs/pager.md.
         let is_leaving = self.leaving.iter().any(|range| range.start < end && start < range.end);
+        let lazily = self.traits.drops_lazily && world.random.one_in(3);
         let object = self.object(number);
         if used || is_locked || is_leaving && object.has_grown_here {
             return;
         }
         object.busy = from..to;
         object.users += 1;
-        let lazily = world.random.one_in(6);
         if lazily {
             for must in &mut object.pages[from..to] {
                 if let Must::Be(word) = *must {

@@ -318,6 +318,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         &mut self.kernel
     }
 
+    /// Whether no block waits for the end of pages that the program has dropped.
+    #[cfg(test)]
+    pub(super) fn have_ended(&mut self) -> bool {
+        let ids: Vec<u32> = self.blocks.ids().collect();
+        ids.into_iter().all(|id| self.has_ended(id))
+    }
+
     pub(super) fn run(&mut self) {
         loop {
             let heard = self.kernel.now();
@@ -392,14 +399,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         count(&self.shared.counters.faults, 1);
         let Some(id) = self.blocks.at(address).or_else(|| self.begin(address)) else {
-            return self.zero(address);
+            return self.zero(address).map(|_| ());
         };
         match self.blocks.get(id).state {
             State::Resident => {
-                let block = self.blocks.get_mut(id);
-                let page = (address - block.at) / PAGE_SIZE;
-                block.clear_ending(page);
-                return self.zero(address);
+                let page = (address - self.blocks.get(id).at) / PAGE_SIZE;
+                if self.zero(address)? {
+                    self.blocks.get_mut(id).clear_ending(page);
+                }
+                return Ok(());
             }
             State::Lost => {
                 self.poison(address);
@@ -711,14 +719,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
         };
         let block = self.blocks.get_mut(id);
-        let (at, was) = (block.at, block.state);
+        let was = block.state;
         // The address space may change before the block is in place. Then the state tells whether
         // the slot may be dropped: `Ready` if the store has the content too, and `Back` if not.
         block.state = match was {
             State::Stored | State::Ready(_) => State::Ready(slot),
             _ => State::Back(slot),
         };
-        self.move_in(at, slot)?;
+        self.move_in(id, slot)?;
         self.ready.retain(|&(other, _)| other != id);
         let block = self.blocks.get_mut(id);
         block.state = State::Resident;
@@ -812,13 +820,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    fn zero(&mut self, address: usize) -> Result<(), Changed> {
+    /// Fills a page with zeros. Returns false if a page is in place there already, or none can be.
+    fn zero(&mut self, address: usize) -> Result<bool, Changed> {
         let at = address / PAGE_SIZE * PAGE_SIZE;
         match self.kernel.zero(at, PAGE_SIZE) {
             Err(Stopped { why: Errno::AGAIN, .. }) => Err(Changed),
-            _ => {
+            filled => {
                 self.kernel.wake(at, PAGE_SIZE);
-                Ok(())
+                Ok(filled.is_ok())
             }
         }
     }

@@ -65,9 +65,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         gone
     }
 
-    /// Moves a slot's pages into their place. A page that is in place already stays.
-    pub(super) fn move_in(&mut self, at: usize, slot: usize) -> Result<(), Changed> {
-        let from = self.slot(slot);
+    /// Moves a slot's pages into a block's place. A page that is in place already stays. It may be
+    /// one that the program has dropped. The pages that came are no longer in the block's `ending`.
+    pub(super) fn move_in(&mut self, id: u32, slot: usize) -> Result<(), Changed> {
+        let (at, from) = (self.blocks.get(id).at, self.slot(slot));
         // The kernel refuses to move pages until this thread has read all events. The tables are
         // right only once it has handled the events too.
         if self.is_heeding || self.has_changed() {
@@ -77,10 +78,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
         while done < BLOCK {
             if self.has_changed() {
                 is_whole = false;
-                self.copy_in(at + done, from + done);
+                self.copy_page_in(id, slot, done / PAGE_SIZE);
                 done += PAGE_SIZE;
                 continue;
             }
+            let before = done;
             match self.move_pages(at + done, from + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
@@ -89,10 +91,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     // Some pages are in place already, are write-protected, or lie in several
                     // mappings. So move or copy the block page by page.
                     is_whole = false;
-                    self.copy_in(at + done, from + done);
+                    self.copy_page_in(id, slot, done / PAGE_SIZE);
                     done += PAGE_SIZE;
+                    continue;
                 }
             }
+            let block = self.blocks.get_mut(id);
+            (before..done).step_by(PAGE_SIZE).for_each(|offset| block.clear_ending(offset / PAGE_SIZE));
         }
         self.slots[slot] = Slot::Vacant;
         if !is_whole {
@@ -105,16 +110,26 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Copies a page to the present place of `to`. A page that is in place already stays. A page
-    /// that is no longer mapped, or that the program has dropped, is not needed.
-    pub(super) fn copy_in(&mut self, to: usize, from: usize) {
+    /// that is no longer mapped, or that the program has dropped, is not needed. Returns whether
+    /// the page came.
+    pub(super) fn copy_in(&mut self, to: usize, from: usize) -> bool {
         while let Some(at) = self.now_at(to) {
             match self.kernel.copy(at, from, PAGE_SIZE) {
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
-                _ => {
+                copied => {
                     self.kernel.wake(at, PAGE_SIZE);
-                    return;
+                    return copied.is_ok();
                 }
             }
+        }
+        false
+    }
+
+    /// Copies a page of a slot to its place in a block.
+    pub(super) fn copy_page_in(&mut self, id: u32, slot: usize, page: usize) {
+        let (at, offset) = (self.blocks.get(id).at, page * PAGE_SIZE);
+        if self.copy_in(at + offset, self.slot(slot) + offset) {
+            self.blocks.get_mut(id).clear_ending(page);
         }
     }
 
@@ -361,7 +376,7 @@ mod tests {
             work.kernel.world.changing = 1;
             work.kernel.program.end_change(event);
             match request {
-                0 => work.copy_in(address(first), work.slot(staging)),
+                0 => assert!(work.copy_in(address(first), work.slot(staging))),
                 1 => work.poison(address(first + 1)),
                 _ => {
                     work.frame();

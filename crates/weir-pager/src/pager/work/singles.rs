@@ -178,8 +178,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if is_partial && self.write_singles_of_turn() {
                 continue;
             }
-            let is_whole =
-                self.policy.len() > share && self.stuck.is_none_or(|since| self.kernel.now() - since > STUCK);
+            let is_whole = self.policy.len() > share && !self.is_stuck();
             if !self.writing.is_empty() || is_whole && self.begin_write().is_some() {
                 self.end_oldest_write();
                 continue;
@@ -205,7 +204,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Number of single pages that should be moved out now, so that the next page faults need not
     /// wait for room.
     pub(super) fn short_of_singles(&self) -> usize {
-        if self.singles_of_whole() < BATCH {
+        // Blocks that cannot be moved out may have taken the room. A few single pages would make
+        // room for each other only, as in `make_room_for_singles`.
+        let few = if self.is_stuck() { BLOCK_PAGES } else { BATCH };
+        if self.singles_of_whole() < few {
             return 0;
         }
         let short = BATCH.saturating_sub(self.room_for_singles());
@@ -241,6 +243,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.singles_of_whole() >= BLOCK_PAGES
             && self.policy.len() <= self.limit() / WHOLE_SHARE
             && !self.is_stuck_singly()
+    }
+
+    /// Whether no block could be moved out a moment ago.
+    fn is_stuck(&self) -> bool {
+        self.stuck.is_some_and(|since| self.kernel.now() - since <= STUCK)
     }
 
     /// Whether no single page could be moved out a moment ago: the program has locked them, or a
@@ -508,6 +515,54 @@ mod tests {
         let states: Vec<State> = ids.iter().map(|&id| work.blocks.get(id).state).collect();
         assert_eq!(states, [State::Resident, State::Resident, State::Resident, State::Stored]);
         assert_eq!((work.blocks_ready(), work.singles_there), (0, 1));
+    }
+
+    #[test]
+    fn a_block_moves_out_once_the_pages_that_the_program_has_dropped_are_gone() {
+        for is_late in [false, true] {
+            let (mut work, first, id) = with_stored_block();
+            (5..8).for_each(|page| assert!(work.bring_single(id, page).unwrap()));
+            work.removed(address(first + 5), address(first + 7));
+            if !is_late {
+                work.kernel.world.go(first + 5);
+                work.kernel.world.go(first + 6);
+            }
+            work.bring(id).unwrap();
+            assert_eq!(work.has_ended(id), !is_late);
+            if is_late {
+                // The page fault of another thread, which the pager reads late, shows nothing.
+                work.fault(address(first + 5), &mut None).unwrap();
+                work.kernel.world.go(first + 6);
+                assert!(!work.has_ended(id), "page 5 still has its old content");
+                work.kernel.world.go(first + 5);
+                work.fault(address(first + 5), &mut None).unwrap();
+            }
+            work.begin_write().expect("it can go");
+            work.end_loads();
+            work.bring(id).unwrap();
+            assert_eq!([4, 5, 6, 7].map(|page| work.kernel.world.word(first + page) as u8), [4, 0, 0, 7]);
+        }
+    }
+
+    #[test]
+    fn single_pages_stay_for_a_while_though_blocks_that_cannot_be_moved_out_have_taken_the_limit() {
+        let (mut work, first, id) = with_stored_block();
+        let limit = 4;
+        for number in 1..=limit {
+            let page = first + number * BLOCK_PAGES;
+            work.kernel.world.map(page, page + BLOCK_PAGES);
+            work.kernel.register(address(page), address(page + BLOCK_PAGES)).unwrap();
+            work.kernel.world.come(page, 7);
+            work.kernel.world.entries[page].is_pinned = true;
+            let id = work.blocks.add(address(page), State::Resident);
+            work.policy.came(id);
+        }
+        work.shared.limit.store(limit, Ordering::Relaxed);
+        for page in (0..BLOCK_PAGES - 2).step_by(2) {
+            assert!(work.bring_single(id, page).unwrap());
+            while work.background() {}
+        }
+        assert_eq!((work.policy.len(), work.singles_there), (limit, BLOCK_PAGES / 2 - 1));
     }
 
     #[test]

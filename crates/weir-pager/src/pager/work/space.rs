@@ -68,7 +68,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             State::Writing(slot) | State::Back(slot) => {
                 for address in (at..at + BLOCK).step_by(PAGE_SIZE) {
                     if !(start..end).contains(&address) {
-                        self.copy_in(address, self.slot(slot) + (address - at));
+                        self.copy_page_in(id, slot, (address - at) / PAGE_SIZE);
                     }
                 }
                 self.leave(slot);
