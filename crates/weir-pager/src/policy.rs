@@ -534,10 +534,13 @@ impl Policy {
         self.order.iter().rev().map(|&(id, _)| id)
     }
 
-    /// Notes that a block could not be moved out. It counts as the newest block from now on.
+    /// Notes that a block could not be moved out. All others go before it from now on, but for
+    /// those that came last.
     pub fn spared(&mut self, id: u32) {
-        self.went(id);
-        self.came(id);
+        let at = self.order.iter().position(|&(other, _)| other == id);
+        if let Some(entry) = at.and_then(|at| self.order.remove(at)) {
+            self.order.push_back(entry);
+        }
     }
 }
 

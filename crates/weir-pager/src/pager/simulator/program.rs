@@ -72,9 +72,11 @@ struct Object {
 
 #[derive(Clone, Copy, Debug)]
 enum Action {
+    /// Read or write a page. The instruction needs the page `also` at the same time.
     Access {
         object: usize,
         page: usize,
+        also: usize,
         write: bool,
     },
     /// Unmap pages that belong to no [`Object`].
@@ -267,9 +269,11 @@ impl Program {
         let object = self.threads[thread].object;
         let writes = self.threads[thread].writes;
         let write = !self.object(object).is_readonly && writes > 0 && world.random.one_in(writes);
+        let pages = self.object(object).pages.len();
+        let also = if world.random.one_in(8) { world.random.below(pages as u64) as usize } else { page };
         self.object(object).users += 1;
         self.budget -= 1;
-        self.threads[thread].todo.push(Action::Access { object, page, write });
+        self.threads[thread].todo.push(Action::Access { object, page, also, write });
         true
     }
 
@@ -314,7 +318,7 @@ impl Program {
         self.last = Some((object, page + 1));
         if self.object(object).pages[page] != Must::Nothing {
             self.object(object).users += 1;
-            self.threads[0].todo.push(Action::Access { object, page, write: false });
+            self.threads[0].todo.push(Action::Access { object, page, also: page, write: false });
         }
         true
     }
@@ -771,9 +775,11 @@ impl Program {
     fn act(&mut self, world: &mut World, thread: usize, action: Action) -> bool {
         let todo = &mut self.threads[thread].todo;
         match action {
-            Action::Access { object, page, write } => {
-                let at = self.object(object).at + page;
-                if !self.touch(world, thread, at, write, action) {
+            Action::Access { object, page, also, write } => {
+                let at = self.object(object).at;
+                if !self.touch(world, thread, at + also, false, action)
+                    || !self.touch(world, thread, at + page, write, action)
+                {
                     return false;
                 }
                 self.accessed(world, object, page, write);
