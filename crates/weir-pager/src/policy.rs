@@ -62,7 +62,7 @@ const TIMES_AVERAGE: usize = 4;
 const LAG: usize = 4;
 /// Number of the blocks that came last, and stay whatever else goes. An instruction may need
 /// several at once. If each of them went before the next one came, its thread would not go on.
-const FRESH: u64 = 3;
+pub const FRESH: usize = 3;
 /// A block was moved out too early if it has a page fault in its midst before twice the lag, and
 /// this many, other blocks were moved out.
 const EARLY: u64 = 8;
@@ -519,7 +519,7 @@ impl Policy {
             0
         };
         let len = self.order.len();
-        let fresh = FRESH.min(len.saturating_sub(1) as u64);
+        let fresh = FRESH.min(len.saturating_sub(1)) as u64;
         let may_go = |at: &usize| self.came - self.order[*at].1 >= fresh;
         (0..len.min(at + 1)).rev().chain(at + 1..len).find(may_go).map(|at| self.order[at].0)
     }
@@ -1099,7 +1099,7 @@ mod tests {
             };
             let mut missing = Some(0);
             (100..).zip(before).for_each(|(id, is_early)| missing = come(id, is_early));
-            for is_early in early.into_iter().cycle().take(FRESH as usize) {
+            for is_early in early.into_iter().cycle().take(FRESH) {
                 let Some(id) = missing else { return Ok(()) };
                 missing = come(id, is_early);
             }

@@ -209,8 +209,17 @@ fn each_page_is_what_was_written_last_whatever_program_kernel_and_store_do() {
         Some(seed) => seed..seed + 1,
         None => 0..number("WEIR_SIMULATOR_SEEDS").unwrap_or(if full { 100_000 } else { 200 }),
     };
-    for seed in seeds {
-        let played = std::panic::catch_unwind(|| play(seed));
-        assert!(played.is_ok(), "seed {seed} failed: WEIR_SIMULATOR_SEED={seed} plays it again");
-    }
+    let seeds = Mutex::new(seeds);
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..processors {
+            scope.spawn(|| {
+                loop {
+                    let Some(seed) = seeds.lock().expect("nothing panics under it").next() else { return };
+                    let played = std::panic::catch_unwind(|| play(seed));
+                    assert!(played.is_ok(), "seed {seed} failed: WEIR_SIMULATOR_SEED={seed} plays it again");
+                }
+            });
+        }
+    });
 }

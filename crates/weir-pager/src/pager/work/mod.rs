@@ -16,7 +16,7 @@ use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
 use crate::maps::Mapping;
-use crate::policy::{Fault, Plan, Policy, SINGLES_MOST};
+use crate::policy::{FRESH, Fault, Plan, Policy, SINGLES_MOST};
 use crate::uffd::{Event, Stopped};
 use crate::{BLOCK, BLOCK_PAGES, Error, Store, Tell};
 use rustix::io::Errno;

@@ -174,7 +174,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             // Some blocks cannot be moved out: a child shares them, or devices use them. The pager
             // does not try those again for each page.
-            let share = if is_partial { 0 } else { self.limit() / WHOLE_SHARE };
+            let share = if is_partial { FRESH } else { self.whole_share() };
             if is_partial && self.write_singles_of_turn() {
                 continue;
             }
@@ -237,11 +237,16 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.singles_there - self.partial_there
     }
 
+    /// Number of whole blocks that stay, in a program that accesses memory in random order.
+    fn whole_share(&self) -> usize {
+        (self.limit() / WHOLE_SHARE).max(FRESH)
+    }
+
     /// Whether single pages make room, and not whole blocks: single pages take nearly all memory.
     /// The few blocks that are in place as a whole would come straight back if they are in use.
     pub(super) fn spares_blocks(&self) -> bool {
         self.singles_of_whole() >= BLOCK_PAGES
-            && self.policy.len() <= self.limit() / WHOLE_SHARE
+            && self.policy.len() <= self.whole_share()
             && !self.is_stuck_singly()
     }
 
