@@ -6,6 +6,7 @@ use super::store::Said;
 use super::world::{Area, Entry, OWN, PAGES, World, address, page_of};
 use crate::pager::work::WINDOW;
 use crate::pager::{BELLS, Shared};
+use crate::policy::FRESH;
 use crate::uffd::Event;
 use crate::{BLOCK, BLOCK_PAGES};
 use std::ops::Range;
@@ -1008,7 +1009,9 @@ impl Program {
         // Some memory does not count against the limit: the block in which the pager gets new
         // frames (`nursery`), and the pages into which it reads single pages.
         let beside = BLOCK_PAGES + WINDOW;
-        let limit = self.shared.limit.load(Ordering::Relaxed) * BLOCK_PAGES;
+        // While the kernel migrates pages of all other blocks, the ones that came last stay.
+        let stays = if self.traits.migrates { FRESH } else { 0 };
+        let limit = (self.shared.limit.load(Ordering::Relaxed) + stays) * BLOCK_PAGES;
         assert!(own + managed <= limit + beside, "{own} + {managed} pages with a limit of {limit}");
     }
 
