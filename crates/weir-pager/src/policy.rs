@@ -537,8 +537,12 @@ impl Policy {
     /// Notes that a block could not be moved out. All others go before it from now on, but for
     /// those that came last.
     pub fn spared(&mut self, id: u32) {
-        let at = self.order.iter().position(|&(other, _)| other == id);
-        if let Some(entry) = at.and_then(|at| self.order.remove(at)) {
+        let Some(at) = self.order.iter().position(|&(other, _)| other == id) else { return };
+        let entry = self.order.remove(at).expect("it is there");
+        // A stream's blocks go from near the end. Blocks that stay must not fill that place.
+        if self.is_streaming && at > 0 {
+            self.order.push_front(entry);
+        } else {
             self.order.push_back(entry);
         }
     }
@@ -549,6 +553,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::collections::{BTreeMap, BTreeSet};
+
+    /// Number of victims that the pager tries at most for one block.
+    const TRIES: usize = 16;
 
     /// A program's memory under the policy, without a kernel and a store. It counts what comes.
     struct Memory {
@@ -903,6 +910,32 @@ mod tests {
         }
     }
 
+    /// A sweep over new blocks, beside blocks that the program has locked.
+    #[test]
+    fn blocks_that_stay_do_not_fill_the_place_from_which_a_stream_s_blocks_go() {
+        for (stuck, limit) in [(5, 16), (20, 24), (100, 128), (300, 350)] {
+            let mut policy = Policy { is_streaming: true, ..Policy::default() };
+            (0..stuck).for_each(|id| policy.came(id));
+            let (mut tries, mut most) = (0, 0);
+            for id in stuck..stuck + 2_000 {
+                policy.came(id);
+                for _ in 0..TRIES {
+                    if policy.len() <= limit {
+                        break;
+                    }
+                    tries += 1;
+                    match policy.victim(0).expect("there are blocks") {
+                        victim if victim < stuck => policy.spared(victim),
+                        victim => _ = policy.evicted(victim),
+                    }
+                }
+                most = most.max(policy.len());
+            }
+            assert!(most <= limit + FRESH, "{most} blocks with a limit of {limit}");
+            assert!(tries < 3 * 2_000, "{tries} tries for 2000 blocks");
+        }
+    }
+
     #[test]
     fn a_block_that_three_threads_enter_at_once_comes_whole_while_the_program_streams() {
         for is_streaming in [true, false] {
@@ -1076,32 +1109,40 @@ mod tests {
     proptest! {
         #[test]
         fn a_thread_gets_all_blocks_that_it_needs_at_once(
-            before in prop::collection::vec(any::<bool>(), 0..40),
+            // Each with whether it comes back early, and whether it can be moved out.
+            before in prop::collection::vec(any::<(bool, bool)>(), 0..40),
             (needed, room) in (1..=FRESH as u32).prop_flat_map(|needed| (Just(needed), needed as usize..20)),
             early in prop::collection::vec(any::<bool>(), 1..4),
             (is_streaming, lag) in (any::<bool>(), LAG..20),
         ) {
             let mut policy = Policy { is_streaming, lag, ..Policy::default() };
-            let mut resident = BTreeSet::new();
-            let mut come = |id, is_early| {
+            let (mut resident, mut stuck) = (BTreeSet::new(), BTreeSet::new());
+            let mut come = |id, is_early, is_stuck: bool| {
                 match is_early {
                     true => policy.came_back(id),
                     false => policy.came(id),
                 }
                 resident.insert(id);
+                stuck.extend(is_stuck.then_some(id));
                 // The pager makes room for the next block before the thread looks again.
-                while policy.len() > room {
-                    let victim = policy.victim(0).expect("there are some");
+                for _ in 0..TRIES {
+                    let Some(victim) = policy.victim(0).filter(|_| policy.len() > room) else { break };
+                    if stuck.contains(&victim) {
+                        policy.spared(victim);
+                        continue;
+                    }
                     policy.evicted(victim);
                     resident.remove(&victim);
                 }
                 (0..needed).find(|id| !resident.contains(id))
             };
             let mut missing = Some(0);
-            (100..).zip(before).for_each(|(id, is_early)| missing = come(id, is_early));
+            for (id, (is_early, is_stuck)) in (100..).zip(before) {
+                missing = come(id, is_early, is_stuck);
+            }
             for is_early in early.into_iter().cycle().take(FRESH) {
                 let Some(id) = missing else { return Ok(()) };
-                missing = come(id, is_early);
+                missing = come(id, is_early, false);
             }
             prop_assert_eq!(missing, None);
         }

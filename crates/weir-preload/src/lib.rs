@@ -398,9 +398,12 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) 
     }
     // SAFETY: the caller's arguments are passed on unchanged.
     let advised = unsafe { libc::syscall(libc::SYS_madvise, at, bytes, advice) as c_int };
-    if advised == 0 && (advice == GUARD_INSTALL || advice == libc::MADV_FREE && pager.is_some()) {
+    // Where a part of the range is not mapped, the kernel frees the rest.
+    let is_freed = advice == libc::MADV_FREE
+        && (advised == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM));
+    if advised == 0 && advice == GUARD_INSTALL || is_freed && pager.is_some() {
         // SAFETY: the pages of a guard region have no content, and this call does not remove the
-        // guards. The kernel may remove freed pages at any time.
+        // guards. The kernel may remove freed pages at any time. The call's error is the same.
         unsafe { libc::syscall(libc::SYS_madvise, at, bytes, libc::MADV_DONTNEED) };
     }
     if advised == 0

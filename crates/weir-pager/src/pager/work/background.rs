@@ -37,12 +37,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return self.carry_write();
         }
         let spares_blocks = self.spares_blocks();
+        // A thread may need these few blocks at once. They may use the last frame.
+        let has_few = (1..=FRESH).contains(&self.policy.len());
         // Each block that is being written makes room.
         let is_above = self.frames() > self.limit() + self.writing.len();
-        let is_short = self.is_short_of_frames() && !spares_blocks;
+        let is_short = self.is_short_of_frames() && !spares_blocks && !has_few;
         (is_above || is_short)
             && (self.write_singles_of_turn()
-                || spares_blocks && self.write_singles(singles::FEW)
+                || (spares_blocks || has_few && self.singles_there > 0) && self.write_singles(singles::FEW)
                 || self.begin_write().is_some())
     }
 
@@ -135,6 +137,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.policy.spared(id);
             self.was_tried();
         }
+        self.stuck = Some(self.kernel.now());
         None
     }
 

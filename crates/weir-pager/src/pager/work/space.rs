@@ -28,7 +28,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 let cut = self.cut(from, from + bytes, to);
                 self.blocks.shift(from, to, bytes);
                 // Only now: a partial block at the target is not whole if a block moves there.
-                cut.into_iter().for_each(|at| self.record(at, at + BLOCK));
+                cut.into_iter().for_each(|(at, dropped)| self.record_cut(at, dropped));
                 // Pages in place have moved too, so make records of them. They may also make a
                 // partial block whole again, if an earlier move had taken a part of that block
                 // away.
@@ -51,8 +51,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             } else if at.is_multiple_of(BLOCK) {
                 self.take_apart(id, start, end);
             } else {
-                self.dissolve(id, |address| (!(start..end).contains(&address)).then_some(address));
-                self.record(at, at + BLOCK);
+                let dropped =
+                    self.dissolve(id, |address| (!(start..end).contains(&address)).then_some(address));
+                self.record_cut(at, dropped);
             }
         }
     }
@@ -133,8 +134,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Dissolves the whole blocks that have pages both inside `start..end` and outside of it. The
     /// pages inside have moved to `moved_to`. All pages are brought into memory, at the addresses
-    /// that they now have. Returns the blocks' old addresses. Their pages outside have no records.
-    fn cut(&mut self, start: usize, end: usize, moved_to: usize) -> Vec<usize> {
+    /// that they now have. Returns the blocks' old addresses, each with what
+    /// [`dissolve`](Self::dissolve) returned. Their pages outside have no records.
+    fn cut(&mut self, start: usize, end: usize, moved_to: usize) -> Vec<(usize, Vec<usize>)> {
         let mut cut = Vec::new();
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
@@ -142,17 +144,24 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if is_partial || at == edge || (start <= at && at + BLOCK <= end) {
                 continue;
             }
-            self.dissolve(id, |address| match (start..end).contains(&address) {
+            let dropped = self.dissolve(id, |address| match (start..end).contains(&address) {
                 true => Some(address - start + moved_to),
                 false => Some(address),
             });
-            cut.push(at);
+            cut.push((at, dropped));
         }
         cut
     }
 
-    /// Brings all of a whole block into memory, and forgets the block.
-    pub(super) fn dissolve(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
+    /// Makes records of what stays of a block at its old address.
+    fn record_cut(&mut self, at: usize, dropped: Vec<usize>) {
+        self.record(at, at + BLOCK);
+        dropped.into_iter().for_each(|page| self.removed(page, page + PAGE_SIZE));
+    }
+
+    /// Brings all of a whole block into memory, and forgets the block. Returns the old addresses of
+    /// its pages that the program has dropped, and that the kernel may still remove there.
+    pub(super) fn dissolve(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) -> Vec<usize> {
         if let State::Filling(_) = self.blocks.get(id).state {
             self.end_fill(id);
         }
@@ -174,8 +183,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         if let Some(slot) = slot {
             for offset in (0..BLOCK).step_by(PAGE_SIZE) {
-                if let Some(to) = place(at + offset) {
-                    self.copy_in(to, self.slot(slot) + offset);
+                if place(at + offset).is_some_and(|to| self.copy_in(to, self.slot(slot) + offset)) {
+                    self.blocks.get_mut(id).clear_ending(offset / PAGE_SIZE);
                 }
             }
             self.leave(slot);
@@ -188,7 +197,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.release_room(id);
         self.forget_singles(id, 0..BLOCK_PAGES);
+        let is_dropped = |&page: &usize| self.blocks.get(id).is_ending((page - at) / PAGE_SIZE);
+        let dropped = (at..at + BLOCK).step_by(PAGE_SIZE).filter(is_dropped).collect();
         self.blocks.remove(id);
+        dropped
     }
 
     /// Notes that a block which was in place is no longer whole, or no longer mapped.
@@ -891,6 +903,57 @@ mod tests {
         work.apply(Event::Remap(away, home, 5 * PAGE_SIZE));
         assert_eq!(work.blocks.at(home).map(|id| work.blocks.get(id).state), Some(State::Resident));
         assert_eq!(work.policy.len(), 1);
+    }
+
+    #[test]
+    fn a_page_that_was_given_up_stays_out_of_the_store_though_its_block_is_cut_meanwhile() {
+        let (mut work, first) = work_at_rest();
+        let (at, end) = (first + 100, first + 100 + BLOCK_PAGES);
+        work.kernel.world.map(at, end);
+        work.kernel.register(address(at), address(end)).unwrap();
+        work.add_span(address(at), address(end));
+        (at..end).for_each(|page| work.kernel.world.come(page, 7));
+        let id = work.blocks.add(address(at), State::Resident);
+        work.policy.came(id);
+        let dropped = [at + 5, at + 150];
+        dropped.iter().for_each(|&page| work.removed(address(page), address(page + 1)));
+        // Other threads move one of the two pages away, and unmap another part.
+        let to = first + 4 * BLOCK_PAGES;
+        let moved = work.kernel.world.take_areas(at + 145, at + 155);
+        for (start, area) in moved {
+            work.kernel.world.insert(to + start - at - 145, Area { end: to + area.end - at - 145, ..area });
+        }
+        (0..10).for_each(|page| work.kernel.world.come(to + page, 7));
+        work.apply(Event::Remap(address(at + 145), address(to), 10 * PAGE_SIZE));
+        drop(work.kernel.world.take_areas(at + 300, end));
+        (at + 300..end).for_each(|page| work.kernel.world.go(page));
+        work.apply(Event::Unmap(address(at + 300), address(end)));
+        assert_eq!(work.singles_there, 300 - 1, "those that stay, but for one");
+        while work.write_singles(singles::BATCH) {}
+        assert!(work.kernel.world.is_something(at + 5), "the kernel has not removed it yet");
+        assert_eq!(work.singles_there, 0);
+        work.kernel.world.go(at + 5);
+        work.fault(address(at + 5), &mut None).unwrap();
+        work.fault(address(to + 5), &mut None).unwrap();
+        assert_eq!([at + 5, to + 5].map(|page| work.kernel.world.word(page)), [0, 7]);
+    }
+
+    #[test]
+    fn a_whole_block_that_moves_waits_for_no_page_of_its_old_place() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.world.come(first + 5, 7);
+        let id = work.blocks.add(address(first), State::Resident);
+        work.policy.came(id);
+        work.removed(address(first + 5), address(first + 6));
+        assert!(!work.has_ended(id));
+        let to = first + 4 * BLOCK_PAGES;
+        for (start, area) in work.kernel.world.take_areas(first, first + BLOCK_PAGES) {
+            work.kernel.world.insert(to + start - first, Area { end: to + area.end - first, ..area });
+        }
+        work.kernel.world.come(to + 5, 7);
+        work.apply(Event::Remap(address(first), address(to), BLOCK));
+        assert!(work.has_ended(id), "the kernel removes nothing there");
     }
 
     #[test]
