@@ -9,7 +9,8 @@
 //!
 //! `WEIR_SIMULATOR_SEEDS=1000` plays that number of seeds, and `WEIR_SIMULATOR_SEED=7` only that
 //! one. `WEIR_SIMULATOR_PAGE=70000` prints each event of one page. `WEIR_SCALE=full` plays 100,000
-//! seeds.
+//! seeds, and `WEIR_SIMULATOR_PART=7` the eighth thousand of them. `tests/torture pager` plays all
+//! parts.
 
 mod daemon;
 mod machine;
@@ -28,7 +29,7 @@ pub(super) use machine::Machine;
 use program::{Program, Traits};
 use random::{Random, number};
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 pub(super) use store::Simulated;
@@ -81,7 +82,8 @@ impl Store for Either {
     }
 }
 
-fn play(seed: u64) {
+/// Plays a history. Returns the number of its page faults.
+fn play(seed: u64) -> u64 {
     let mut random = Random::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
     let changes = [0, 400, 60, 25][random.below(4) as usize];
     let limit = 6 + random.below(10) as usize;
@@ -134,6 +136,7 @@ fn play(seed: u64) {
         store.begin_deaths();
     }
     let shared = Arc::new(Shared::new(limit, bells()));
+    let pager = Arc::clone(&shared);
     shared.lends.store(random.one_in(4), Ordering::Relaxed);
     let mut world = World::new(Random::new(random.next()), merges, migrates);
     world.map(OWN, OWN + BELLS);
@@ -151,6 +154,7 @@ fn play(seed: u64) {
     program.check_end(world);
     let is_movable = traits.drops_lazily || work.have_ended();
     assert!(is_movable, "a block waits for the end of pages that are gone");
+    pager.counters.faults.load(Ordering::Relaxed)
 }
 
 fn bells() -> Bells {
@@ -205,10 +209,12 @@ pub(super) fn work_at_rest() -> (Work<Machine, Simulated>, usize) {
 #[test]
 fn each_page_is_what_was_written_last_whatever_program_kernel_and_store_do() {
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
-    let seeds = match number("WEIR_SIMULATOR_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("WEIR_SIMULATOR_SEEDS").unwrap_or(if full { 100_000 } else { 200 }),
+    let seeds = match (number("WEIR_SIMULATOR_SEED"), number("WEIR_SIMULATOR_PART")) {
+        (Some(seed), _) => seed..seed + 1,
+        (None, Some(part)) => part * 1_000..(part + 1) * 1_000,
+        (None, None) => 0..number("WEIR_SIMULATOR_SEEDS").unwrap_or(if full { 100_000 } else { 200 }),
     };
+    let (histories, faults) = (seeds.end - seeds.start, AtomicU64::new(0));
     let seeds = Mutex::new(seeds);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
@@ -220,9 +226,14 @@ fn each_page_is_what_was_written_last_whatever_program_kernel_and_store_do() {
                     if played.is_err() {
                         *seeds.lock().expect("nothing panics under it") = 0..0;
                     }
-                    assert!(played.is_ok(), "seed {seed} failed: WEIR_SIMULATOR_SEED={seed} plays it again");
+                    let Ok(its) = played else {
+                        panic!("seed {seed} failed: WEIR_SIMULATOR_SEED={seed} plays it again")
+                    };
+                    faults.fetch_add(its, Ordering::Relaxed);
                 }
             });
         }
     });
+    println!("figure: pager histories {histories}");
+    println!("figure: pager page_faults {} higher", faults.into_inner());
 }
