@@ -221,10 +221,7 @@ impl Blocks {
         let moved: Vec<_> = self.by_address.extract_if(from..from + bytes, is_moved).collect();
         for (at, id) in moved {
             let at = at - from + to;
-            let block = &mut self.all[id as usize];
-            block.at = at;
-            // The kernel removes pages only at the address at which the program has dropped them.
-            block.ending = None;
+            self.all[id as usize].at = at;
             self.by_address.insert(at, id);
         }
     }

@@ -37,23 +37,32 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return self.carry_write();
         }
         let spares_blocks = self.spares_blocks();
-        // A thread may need these few blocks at once. They may use the last frame.
-        let has_few = (1..=FRESH).contains(&self.policy.len());
         // Each block that is being written makes room.
         let is_above = self.frames() > self.limit() + self.writing.len();
-        let is_short = self.is_short_of_frames() && !spares_blocks && !has_few;
+        let is_short = self.is_short_of_frames() && !spares_blocks;
+        let singles_go = spares_blocks || self.has_few() && self.singles_there > 0 && !self.is_stuck_singly();
         (is_above || is_short)
             && (self.write_singles_of_turn()
-                || (spares_blocks || has_few && self.singles_there > 0) && self.write_singles(singles::FEW)
-                || self.begin_write().is_some())
+                || singles_go && self.write_singles(singles::FEW)
+                || !self.keeps_few() && self.begin_write().is_some())
     }
 
     /// Whether there are fewer frames for the next blocks than there should be, with those that are
-    /// being written.
+    /// being written. A few blocks may use the last frame.
     fn is_short_of_frames(&self) -> bool {
         let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
         let target = (self.limit() / 8).clamp(1, WRITES_MOST);
-        self.frames() >= self.limit() && free + self.writing.len() < target
+        self.frames() >= self.limit() && free + self.writing.len() < target && !self.has_few()
+    }
+
+    /// Whether so few whole blocks are in place that a thread may need all of them at once.
+    pub(super) fn has_few(&self) -> bool {
+        (1..=FRESH).contains(&self.policy.len())
+    }
+
+    /// Whether no whole block goes: there are few, and no single page can go in their place.
+    pub(super) fn keeps_few(&self) -> bool {
+        self.has_few() && self.is_stuck_singly()
     }
 
     /// Begins to write a block for the frame that a page fault will take, while helpers bring the

@@ -327,12 +327,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.writing.is_empty()
             && (self.policy.is_streaming() && self.singles_of_whole() >= BLOCK_PAGES
                 || self.spares_blocks()
+                || self.has_few() && self.singles_there >= BLOCK_PAGES && !self.is_stuck_singly()
                 || self.is_turn_of_partial())
             && self.write_block_of_singles()
         {
             return;
         }
-        if self.writing.is_empty() && self.begin_write().is_none() {
+        if self.writing.is_empty() && (self.keeps_few() || self.begin_write().is_none()) {
             // No block can be moved out. A prefetched block can still be dropped, because the store
             // has a copy of that block.
             if let Some(id) = self.unused() {

@@ -257,7 +257,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Whether no single page could be moved out a moment ago: the program has locked them, or a
     /// child shares them.
-    fn is_stuck_singly(&self) -> bool {
+    pub(super) fn is_stuck_singly(&self) -> bool {
         self.stuck_singly.is_some_and(|since| self.kernel.now() - since <= STUCK)
     }
 
@@ -568,6 +568,66 @@ mod tests {
             while work.background() {}
         }
         assert_eq!((work.policy.len(), work.singles_there), (limit, BLOCK_PAGES / 2 - 1));
+    }
+
+    /// Three whole blocks, and single pages of one partial block, under a limit of four.
+    fn with_few_blocks(singles: usize) -> (Work<Machine, Simulated>, Vec<u32>) {
+        let (mut work, first) = work_at_rest();
+        work.shared.limit.store(4, Ordering::Relaxed);
+        let end = first + 7 * BLOCK_PAGES - 1;
+        work.kernel.world.map(first, end);
+        work.kernel.register(address(first), address(end)).unwrap();
+        work.add_span(address(first), address(end));
+        for number in 0..singles.div_ceil(BLOCK_PAGES) {
+            let at = first + (3 + number) * BLOCK_PAGES;
+            let id = work.blocks.add_partial(address(at));
+            let pages = (singles - number * BLOCK_PAGES).min(BLOCK_PAGES);
+            (at..at + pages).for_each(|page| work.kernel.world.come(page, 7));
+            work.came_singly(id, 0..pages);
+        }
+        let add = |number| work.blocks.add(address(first + number * BLOCK_PAGES), State::Empty);
+        let ids = (0..3).map(add).collect();
+        (work, ids)
+    }
+
+    /// Whether a thread that needs these blocks at once gets them by a few page faults.
+    fn come_and_stay(work: &mut Work<Machine, Simulated>, ids: &[u32]) -> bool {
+        for _ in 0..20 {
+            let missing = ids.iter().find(|&&id| work.blocks.get(id).state != State::Resident);
+            let Some(&id) = missing else { return true };
+            let at = work.blocks.get(id).at;
+            work.fault(at, &mut None).unwrap();
+            while work.background() {}
+        }
+        false
+    }
+
+    #[test]
+    fn three_blocks_that_a_thread_needs_at_once_may_use_the_last_frame() {
+        let (mut work, ids) = with_few_blocks(10);
+        assert!(come_and_stay(&mut work, &ids));
+        assert_eq!((work.frames(), work.singles_there), (4, 10));
+    }
+
+    #[test]
+    fn single_pages_go_before_the_few_blocks_that_a_thread_needs_at_once() {
+        for limit in [4, 8] {
+            let (mut work, ids) = with_few_blocks(2 * BLOCK_PAGES);
+            work.shared.limit.store(limit, Ordering::Relaxed);
+            assert!(come_and_stay(&mut work, &ids));
+            work.shared.limit.store(4, Ordering::Relaxed);
+            while work.background() {}
+            assert!(ids.iter().all(|&id| work.blocks.get(id).state == State::Resident));
+            assert_eq!(work.frames(), 4);
+        }
+    }
+
+    #[test]
+    fn a_few_blocks_stay_where_no_single_page_can_go() {
+        let (mut work, ids) = with_few_blocks(3 * BLOCK_PAGES);
+        work.kernel.world.entries.iter_mut().for_each(|entry| entry.is_pinned = entry.is_there);
+        assert!(come_and_stay(&mut work, &ids));
+        assert_eq!(work.frames(), 6, "they exceed the limit");
     }
 
     #[test]
