@@ -513,12 +513,12 @@ impl Policy {
     /// for it. `ahead`: number of the newest blocks that came before their page fault.
     pub fn victim(&mut self, ahead: usize) -> Option<u32> {
         self.victims = self.victims.wrapping_add(1);
+        let len = self.order.len();
         let at = if self.is_streaming() && !self.victims.is_multiple_of(OLDEST_EVERY) {
-            self.order.len().saturating_sub(self.lag + ahead)
+            len.saturating_sub(self.lag + ahead)
         } else {
             0
         };
-        let len = self.order.len();
         let fresh = FRESH.min(len.saturating_sub(1)) as u64;
         let may_go = |at: &usize| self.came - self.order[*at].1 >= fresh;
         (0..len.min(at + 1)).rev().chain(at + 1..len).find(may_go).map(|at| self.order[at].0)

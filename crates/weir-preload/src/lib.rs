@@ -398,7 +398,7 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) 
     }
     // SAFETY: the caller's arguments are passed on unchanged.
     let advised = unsafe { libc::syscall(libc::SYS_madvise, at, bytes, advice) as c_int };
-    // Where a part of the range is not mapped, the kernel frees the rest.
+    // The kernel frees the rest if a part of the range is not mapped.
     let is_freed = advice == libc::MADV_FREE
         && (advised == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM));
     if advised == 0 && advice == GUARD_INSTALL || is_freed && pager.is_some() {

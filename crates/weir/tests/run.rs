@@ -362,14 +362,18 @@ print(check(memory, 1), check(more, 2))
     assert_eq!((code, out.as_str()), (Some(0), "1\nTrue True\nTrue True\nTrue True\n"), "{said}");
 }
 
-#[test]
-fn memory_that_the_program_frees_lazily_and_uses_again_is_bounded() {
-    let script = "
+/// The beginning of a script that gives advice about parts of a filled `memory`.
+const ADVISED: &str = "
 size = 128 << 20
 memory = new(size)
 fill(memory, 6)
 at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+";
+
+#[test]
+fn memory_that_the_program_frees_lazily_and_uses_again_is_bounded() {
+    let script = "
 FREE, some = 8, 16 * 4096
 for start in range(0, size, 1 << 20):
     if libc.madvise(at + start, some, FREE): print('not freed', ctypes.get_errno())
@@ -385,7 +389,7 @@ time.sleep(0.2)
 print(int(open('/proc/self/statm').read().split()[1]) >> 8)
 ";
     let name = "memory_that_the_program_frees_lazily";
-    let Some((code, out, said)) = bounded(name, &[], &format!("{PRELUDE}{script}")) else { return };
+    let Some((code, out, said)) = bounded(name, &[], &format!("{PRELUDE}{ADVISED}{script}")) else { return };
     let (is_right, resident) = out.trim().rsplit_once('\n').expect("lines");
     assert_eq!((code, is_right, &*said), (Some(0), "True\nFalse", ""));
     let resident: usize = resident.trim().parse().unwrap();
@@ -396,11 +400,6 @@ print(int(open('/proc/self/statm').read().split()[1]) >> 8)
 #[test]
 fn pages_that_were_behind_a_guard_are_zeros() {
     let script = "
-size = 128 << 20
-memory = new(size)
-fill(memory, 6)
-at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 old = 0
 for start in range(0, size, 8 << 20):
     for advice in 102, 103:
@@ -413,7 +412,7 @@ for start in range(0, size, 8 << 20):
 print(old, 'wrong')
 ";
     let name = "pages_that_were_behind_a_guard";
-    let Some((code, out, said)) = bounded(name, &[], &format!("{PRELUDE}{script}")) else { return };
+    let Some((code, out, said)) = bounded(name, &[], &format!("{PRELUDE}{ADVISED}{script}")) else { return };
     if out == "no guards\n" {
         println!("skipped: {name}: a kernel without guard regions (before Linux 6.13)");
         return;

@@ -40,10 +40,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         // Each block that is being written makes room.
         let is_above = self.frames() > self.limit() + self.writing.len();
         let is_short = self.is_short_of_frames() && !spares_blocks;
-        let singles_go = spares_blocks || self.has_few() && self.singles_there > 0 && !self.is_stuck_singly();
         (is_above || is_short)
             && (self.write_singles_of_turn()
-                || singles_go && self.write_singles(singles::FEW)
+                || self.singles_go_first(1) && self.write_singles(singles::FEW)
                 || !self.keeps_few() && self.begin_write().is_some())
     }
 
@@ -56,8 +55,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Whether so few whole blocks are in place that a thread may need all of them at once.
-    pub(super) fn has_few(&self) -> bool {
+    fn has_few(&self) -> bool {
         (1..=FRESH).contains(&self.policy.len())
+    }
+
+    /// Whether single pages make room, and not whole blocks. Where only a few blocks are in place,
+    /// they do if there are at least `least` of them.
+    pub(super) fn singles_go_first(&self, least: usize) -> bool {
+        self.spares_blocks() || self.has_few() && self.singles_there >= least && !self.is_stuck_singly()
     }
 
     /// Whether no whole block goes: there are few, and no single page can go in their place.

@@ -326,8 +326,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         // accesses are no longer used, so they are moved out first.
         if self.writing.is_empty()
             && (self.policy.is_streaming() && self.singles_of_whole() >= BLOCK_PAGES
-                || self.spares_blocks()
-                || self.has_few() && self.singles_there >= BLOCK_PAGES && !self.is_stuck_singly()
+                || self.singles_go_first(BLOCK_PAGES)
                 || self.is_turn_of_partial())
             && self.write_block_of_singles()
         {
