@@ -5,6 +5,7 @@ use super::program::Program;
 use super::world::{BASE, OWN, World, address, page_of};
 use crate::kernel::{Kernel, Size};
 use crate::maps::Mapping;
+use crate::pager::work::PAUSE;
 use crate::uffd::{Event, Stopped};
 use crate::{BLOCK_PAGES, Error};
 use rustix::io::Errno;
@@ -210,7 +211,10 @@ impl Kernel for Machine {
 
     fn wait(&mut self, longest: Option<Duration>) {
         let until = longest.map(|longest| self.world.now + longest);
-        self.program.check_limit(&self.world);
+        // After a shorter sleep the pager goes on with its work, perhaps to make room.
+        if longest.is_none_or(|longest| longest > PAUSE) {
+            self.program.check_limit(&self.world);
+        }
         while self.world.faults.is_empty() && self.world.events.is_empty() {
             if until.is_some_and(|until| self.world.now >= until) {
                 return;
@@ -248,6 +252,7 @@ impl Kernel for Machine {
         let (start, end) = (page_of(at), page_of(at + bytes));
         match advice {
             Advice::LinuxDontFork | Advice::LinuxDoFork => {
+                self.pass();
                 let is_left_out = advice == Advice::LinuxDontFork;
                 self.world
                     .say(start..end, if is_left_out { "is left out of forks" } else { "is for children" });

@@ -54,7 +54,7 @@ const HASHES: usize = BLOCK_PAGES * size_of::<u64>();
 /// address space for tables.
 const HASHED_MAX: usize = 32 << 10;
 /// Longest wait for an event. Without it, the order of the events that were read is not certain.
-const PAUSE: Duration = Duration::from_micros(20);
+pub(super) const PAUSE: Duration = Duration::from_micros(20);
 /// Managed memory may always take the limit divided by this number, however much memory is not
 /// managed.
 const LEAST_SHARE: usize = 4;
@@ -92,6 +92,15 @@ enum Slot {
 struct Outbox {
     slot: usize,
     used: usize,
+}
+
+/// A single page in place.
+#[derive(Clone, Copy, Debug)]
+struct Single {
+    id: u32,
+    page: u16,
+    /// Number of single pages that had come before it.
+    came: u16,
 }
 
 /// The address at a distance in blocks.
@@ -145,6 +154,9 @@ pub(super) struct Work<K: Kernel, S> {
     /// Managed memory that the program has left out of its forks: the first byte, and the byte
     /// after the last.
     left_out: BTreeMap<usize, usize>,
+    /// Whether the address space has changed while the kernel got advice about forks. Then memory
+    /// that was unmapped meanwhile, and is other memory now, may have got the advice.
+    is_advice_in_doubt: bool,
     /// Whether a block in place may have a room in the store.
     may_spare_room: bool,
     /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
@@ -174,11 +186,13 @@ pub(super) struct Work<K: Kernel, S> {
     /// Blocks that came into place before their page fault, and that no stream has passed since, as
     /// in `ready`.
     placed: VecDeque<(u32, u64)>,
-    /// Single pages in place, each as the number of its block and its index in the block, in the
-    /// order in which they came. An entry is outdated once its page is no longer a single page in
-    /// place.
-    singles: VecDeque<(u32, u32)>,
+    /// Single pages in place, in the order in which they came. Pages that had to stay when it was
+    /// their turn stand behind them. An entry is outdated once its page is no longer a single page
+    /// in place.
+    singles: VecDeque<Single>,
     singles_there: usize,
+    /// Number of single pages that have come into place so far.
+    singles_came: u16,
     /// Number of single pages in place that belong to partial blocks.
     partial_there: usize,
     /// A sum that grows with each victim while partial blocks have memory. Once it is large enough,
@@ -276,6 +290,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
             left_out: BTreeMap::new(),
+            is_advice_in_doubt: false,
             may_spare_room: true,
             excluded,
             mappings,
@@ -295,6 +310,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             placed: VecDeque::new(),
             singles: VecDeque::new(),
             singles_there: 0,
+            singles_came: 0,
             partial_there: 0,
             due: 0,
             batches: 0,
@@ -347,6 +363,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     None => {}
                 }
             }
+            self.end_doubt();
             self.begin_reads();
             for _ in 0..self.faults.len() {
                 // Events that were read meanwhile change the addresses of blocks. Handle them
@@ -410,7 +427,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 return Ok(());
             }
             State::Lost => {
-                self.poison(address);
+                let page = (address - self.blocks.get(id).at) / PAGE_SIZE;
+                if self.poison(address) {
+                    self.blocks.get_mut(id).clear_ending(page);
+                }
                 return Ok(());
             }
             _ => {}
@@ -600,8 +620,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             self.end_loads();
         }
+        // Other memory may be where a span was, and no later call would take the advice back.
+        if self.has_changed() || self.kernel.is_changing() {
+            return Err(Changed);
+        }
+        let spans: Vec<(usize, usize)> = self.spans.iter().map(|(&start, &end)| (start, end)).collect();
+        self.advise(&spans);
         if self.is_held() {
-            self.advise_spans(Advice::LinuxDoFork);
             self.advise_leftovers()?;
             self.leave_out();
             let ids: Vec<u32> = self.blocks.ids().collect();
@@ -613,8 +638,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     self.bring(id)?;
                 }
             }
-        } else {
-            self.advise_spans(Advice::LinuxDontFork);
         }
         // Memory may have moved before the kernel got the advice. Then the advice changed the old
         // place, and the caller must try again.
@@ -676,12 +699,6 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let bells = (self.shared.bells.base, BELLS * PAGE_SIZE);
         let own = [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK), bells];
         own.into_iter().any(|(at, bytes)| (at..at + bytes).contains(&address))
-    }
-
-    fn advise_spans(&mut self, advice: Advice) {
-        for (&start, &end) in &self.spans {
-            let _ = self.kernel.advise(start, end - start, advice);
-        }
     }
 
     /// Makes a block resident.
@@ -786,17 +803,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// SIGBUS.
     fn lose(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
         self.count_lost();
-        let block = self.blocks.get_mut(id);
         // Its single pages in place stay there, and count against the limit.
-        block.state = State::Lost;
-        let at = block.at;
-        self.poison_block(at, place);
+        self.blocks.get_mut(id).state = State::Lost;
+        self.poison_block(id, place);
     }
 
     /// Poisons each page of a block where `place` says that it is.
-    fn poison_block(&mut self, at: usize, place: impl Fn(usize) -> Option<usize>) {
-        for page in (at..at + BLOCK).step_by(PAGE_SIZE).filter_map(place) {
-            self.poison(page);
+    fn poison_block(&mut self, id: u32, place: impl Fn(usize) -> Option<usize>) {
+        let at = self.blocks.get(id).at;
+        for page in 0..BLOCK_PAGES {
+            if place(at + page * PAGE_SIZE).is_some_and(|to| self.poison(to)) {
+                self.blocks.get_mut(id).clear_ending(page);
+            }
         }
     }
 
@@ -806,18 +824,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Poisons a page at its present address. Otherwise the page would read as zeros.
-    fn poison(&mut self, address: usize) {
+    /// Poisons a page at its present address. Otherwise the page would read as zeros. Returns false
+    /// if a page is in place there already, or none can be.
+    fn poison(&mut self, address: usize) -> bool {
         let page = address / PAGE_SIZE * PAGE_SIZE;
         while let Some(at) = self.now_at(page) {
             match self.kernel.poison(at, PAGE_SIZE) {
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
-                _ => {
+                poisoned => {
                     self.kernel.wake(at, PAGE_SIZE);
-                    return;
+                    return poisoned.is_ok();
                 }
             }
         }
+        false
     }
 
     /// Fills a page with zeros. Returns false if a page is in place there already, or none can be.

@@ -377,7 +377,7 @@ mod tests {
             work.kernel.program.end_change(event);
             match request {
                 0 => assert!(work.copy_in(address(first), work.slot(staging))),
-                1 => work.poison(address(first + 1)),
+                1 => assert!(work.poison(address(first + 1))),
                 _ => {
                     work.frame();
                 }

@@ -25,6 +25,39 @@ struct Change {
     view: Option<Vec<Mapping>>,
 }
 
+/// Facts that the order of changes must agree with.
+#[derive(Default)]
+struct Facts {
+    /// Managed memory before the changes that are not carried out yet.
+    spans: BTreeMap<usize, usize>,
+    /// The mappings of the process after all changes; none if they are not known.
+    now: Vec<Mapping>,
+}
+
+impl Facts {
+    /// The mapping that contains this address after all changes.
+    fn at(&self, address: usize) -> Option<&Mapping> {
+        self.now.iter().find(|mapping| (mapping.start..mapping.end).contains(&address))
+    }
+
+    /// Whether one mapping lies on both sides of this address after all changes.
+    fn is_crossed(&self, edge: usize) -> bool {
+        self.at(edge).is_some_and(|mapping| mapping.start < edge)
+    }
+
+    /// Whether a mapping ends at the beginning of `hole`, or begins at its end. Only what is in
+    /// `range` and has not moved there by a change of `rest` counts.
+    fn has_rest(&self, hole: &Range<usize>, range: &Range<usize>, rest: &[Change]) -> bool {
+        let is_left = |address: usize| {
+            range.contains(&address)
+                && self.at(address).is_some()
+                && !rest.iter().any(|change| change.to().contains(&address))
+        };
+        !self.is_crossed(hole.start) && is_left(hole.start.saturating_sub(1))
+            || !self.is_crossed(hole.end) && is_left(hole.end)
+    }
+}
+
 impl Change {
     /// The memory that is changed, at the address that it had before the change.
     fn from(&self) -> Range<usize> {
@@ -43,10 +76,27 @@ impl Change {
         }
     }
 
+    /// Whether this range was not mapped when the pager read the event of this move. False if the
+    /// pager has no list of the mappings at that time.
+    fn has_not_seen(&self, range: &Range<usize>) -> bool {
+        let is_there = |mapping: &Mapping| meet(&(mapping.start..mapping.end), range);
+        self.view.as_ref().is_some_and(|view| !view.iter().any(is_there))
+    }
+
+    /// Whether this unmapping was done before `move_in` brought memory to a part of its range: that
+    /// memory still crosses an edge of the range. Memory that has grown is unmapped with its new
+    /// part, of which no event has told.
+    fn has_spared(&self, move_in: &Change, facts: &Facts, others: &[Change]) -> bool {
+        let Event::Unmap(start, end) = self.event else { return false };
+        let place = move_in.to();
+        let is_crossed = |edge: usize| place.start < edge && edge < place.end && facts.is_crossed(edge);
+        (is_crossed(start) || is_crossed(end)) && !others.iter().any(|other| meet(&other.to(), &(start..end)))
+    }
+
     /// Whether this change happened before `move_in`, although the pager read the event of
     /// `move_in` first. Both changes concern the place to which `move_in` moves memory. `after` has
     /// the changes whose events the pager read after this change's event.
-    fn is_before(&self, move_in: &Change, spans: &BTreeMap<usize, usize>, after: &[Change]) -> bool {
+    fn is_before(&self, move_in: &Change, facts: &Facts, after: &[Change]) -> bool {
         let (place, from) = (move_in.to(), self.from());
         match self.event {
             Event::Fault(_) | Event::Remove(..) => false,
@@ -64,12 +114,13 @@ impl Change {
             }
             // Some change freed the place before `move_in`. It was this one if later events cannot
             // explain why the whole place was free.
+            Event::Unmap(..) if self.has_spared(move_in, facts, after) => true,
             Event::Unmap(..) => {
-                let mut held = held_in(spans, from.start.max(place.start)..from.end.min(place.end));
+                let mut held = held_in(&facts.spans, from.start.max(place.start)..from.end.min(place.end));
                 for (at, later) in after.iter().enumerate() {
                     let frees = match later.event {
                         Event::Remap(..) => {
-                            meet(&later.from(), &place) && later.is_before(move_in, spans, &after[at + 1..])
+                            meet(&later.from(), &place) && later.is_before(move_in, facts, &after[at + 1..])
                         }
                         Event::Unmap(..) => true,
                         _ => false,
@@ -158,21 +209,29 @@ fn carry_out(spans: &mut BTreeMap<usize, usize>, event: &Event) {
 /// Whether `change` would have removed the memory that `later` moves. The pager read the event of
 /// `change` first, and yet `later` happened first. Between the two changes other memory has grown
 /// to that place, and the kernel sends no event when memory grows.
-fn would_be_gone(later: &Change, change: &Change, rest: &[Change]) -> bool {
-    let takes = match change.event {
-        Event::Unmap(..) => true,
-        Event::Remap(..) => change.has_end,
-        _ => false,
-    };
-    let first = later.from().start;
-    takes
-        && matches!(later.event, Event::Remap(..))
-        && change.from().contains(&first)
-        && !rest.iter().any(|other| other.to().contains(&first))
+fn would_be_gone(later: &Change, change: &Change, rest: &[Change], facts: &Facts) -> bool {
+    let (from, gone) = (later.from(), change.from());
+    if !matches!(later.event, Event::Remap(..)) || !meet(&from, &gone) {
+        return false;
+    }
+    match change.event {
+        // All of `from` has moved away. So what lies beside the hole came later, and the hole too.
+        Event::Unmap(..) if facts.has_rest(&gone, &from, rest) => return true,
+        Event::Unmap(..) => {}
+        Event::Remap(..) if change.has_end => {
+            // If `later` was not done when the pager read of `change`, it was done after it.
+            let to = later.to();
+            if change.has_not_seen(&to) && !rest.iter().any(|other| meet(&other.from(), &to)) {
+                return false;
+            }
+        }
+        _ => return false,
+    }
+    gone.contains(&from.start) && !rest.iter().any(|other| other.to().contains(&from.start))
 }
 
 /// Whether the change `rest[at]` can be the next one. All changes before it in `rest` must wait.
-fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
+fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
     let (before, after) = (&rest[..at], &rest[at + 1..]);
     let change = &rest[at];
     let (from, to) = (change.from(), change.to());
@@ -180,9 +239,10 @@ fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
         let part = later.from();
         matches!(later.event, Event::Remap(..)) && meet(&part, &to) && part.start < to.start
     };
-    if !held_in(spans, to.clone()).is_empty()
+    if !held_in(&facts.spans, to.clone()).is_empty()
         || after.iter().any(is_moved_over)
-        || after.iter().any(|later| would_be_gone(later, change, rest))
+        || after.iter().any(|later| later.has_spared(change, facts, after))
+        || after.iter().any(|later| would_be_gone(later, change, rest, facts))
     {
         return false;
     }
@@ -191,14 +251,14 @@ fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
         if meet(&waiting.from(), &to) || meet(&waiting.to(), &to) {
             return false;
         }
-        if is_older || would_be_gone(change, waiting, rest) {
+        if is_older || would_be_gone(change, waiting, rest, facts) {
             continue;
         }
         if meet(&waiting.from(), &from) {
             return false;
         }
         if meet(&waiting.to(), &from) {
-            if !change.is_before(waiting, spans, after) {
+            if !change.is_before(waiting, facts, after) {
                 return false;
             }
             is_older = true;
@@ -209,25 +269,25 @@ fn is_next(rest: &[Change], at: usize, spans: &BTreeMap<usize, usize>) -> bool {
 
 /// Puts a complete list of events into the order of the changes. If a move's old place was unmapped
 /// at its end, the event of that stands directly after the move.
-fn in_order(mut rest: Vec<Change>, mut spans: BTreeMap<usize, usize>) -> Vec<Event> {
+fn in_order(mut rest: Vec<Change>, mut facts: Facts) -> Vec<Event> {
     let mut events = Vec::with_capacity(rest.len());
     while !rest.is_empty() {
-        let next = (0..rest.len()).find(|&at| is_next(&rest, at, &spans));
+        let next = (0..rest.len()).find(|&at| is_next(&rest, at, &facts));
         // If a list of the mappings is missing, perhaps no change is certain to be next. Then take
         // the first change that makes the target of the first move free.
         let next = next.or_else(|| {
-            let held = held_in(&spans, rest[0].to());
+            let held = held_in(&facts.spans, rest[0].to());
             (1..rest.len()).find(|&at| {
                 let change = &rest[at];
                 let frees = !matches!(change.event, Event::Remove(..))
                     && held.iter().any(|part| meet(part, &change.from()));
-                frees && held_in(&spans, change.to()).is_empty()
+                frees && held_in(&facts.spans, change.to()).is_empty()
             })
         });
         // If there is no such change, a thread was killed after it had freed the place and before
         // it sent the event. The memory that the tables have at that place is gone.
         let change = rest.remove(next.unwrap_or(0));
-        carry_out(&mut spans, &change.event);
+        carry_out(&mut facts.spans, &change.event);
         events.push(change.event);
         if change.has_end {
             let from = change.from();
@@ -311,13 +371,20 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.views.clear();
         take_ends(&mut changes);
-        let mut spans = BTreeMap::new();
+        let mut facts = Facts::default();
         if changes.len() > 1 {
-            spans.clone_from(&self.spans);
-            self.events.iter().for_each(|event| carry_out(&mut spans, event));
+            facts.spans.clone_from(&self.spans);
+            self.events.iter().for_each(|event| carry_out(&mut facts.spans, event));
+            if changes.iter().any(|change| matches!(change.event, Event::Unmap(..))) {
+                let is_whole = self.kernel.read_mappings(&mut facts.now);
+                // A list that shows a change of which no event was read would mislead.
+                if !is_whole || self.kernel.is_changing() {
+                    facts.now.clear();
+                }
+            }
         }
         self.events.extend(faults);
-        self.events.extend(in_order(changes, spans));
+        self.events.extend(in_order(changes, facts));
         self.ordered = self.events.len();
         true
     }
@@ -344,16 +411,30 @@ mod tests {
         Event::Unmap(at, at + BYTES)
     }
 
+    fn mapped(start: usize, end: usize) -> Mapping {
+        Mapping { start, end, is_plain: true }
+    }
+
     /// Orders these events. At the beginning memory lies at `OLD`, `SECOND` and `THIRD`. When the
-    /// pager read the event of a move to one of these places, memory lay at `mapped` too.
-    fn ordered(mapped: usize, events: &[Event]) -> Vec<Event> {
-        let view = [OLD, SECOND, THIRD, mapped];
-        let view = view.map(|start| Mapping { start, end: start + BYTES, is_plain: true });
+    /// pager read the event of a move to one of these places, memory lay at `other` too.
+    fn ordered(other: usize, events: &[Event]) -> Vec<Event> {
+        let view = [OLD, SECOND, THIRD, other].map(|start| mapped(start, start + BYTES));
         let view = |event: &Event| matches!(*event, Event::Remap(_, to, _) if to < TO).then(|| view.to_vec());
+        let spans = [OLD, SECOND, THIRD].map(|start| (start, start + BYTES));
+        ordered_by(&spans, view, &[], events)
+    }
+
+    /// Orders these events. Managed memory is at `spans` before them, and at last `now` is mapped.
+    fn ordered_by(
+        spans: &[(usize, usize)],
+        view: impl Fn(&Event) -> Option<Vec<Mapping>>,
+        now: &[Mapping],
+        events: &[Event],
+    ) -> Vec<Event> {
         let change = |event| Change { event, has_end: false, view: view(&event) };
         let mut changes = events.iter().copied().map(change).collect();
         take_ends(&mut changes);
-        in_order(changes, [OLD, SECOND, THIRD].map(|start| (start, start + BYTES)).into())
+        in_order(changes, Facts { spans: spans.iter().copied().collect(), now: now.to_vec() })
     }
 
     #[test]
@@ -414,6 +495,56 @@ mod tests {
         assert_eq!(ordered(TO, &[grown_on, first].concat()), [first, grown_on].concat());
         let shrunk = Event::Unmap(OLD, OLD + PAGE_SIZE);
         assert_eq!(ordered(TO, &[shrunk, first[0], first[1]]), [first[0], first[1], shrunk]);
+    }
+
+    #[test]
+    fn memory_that_was_unmapped_with_its_new_part_was_gone_before_other_memory_moved_there() {
+        let part = OLD + PAGE_SIZE;
+        // Memory has grown from `part` by two pages. The new part overlaps the place of the move.
+        let (grown, place) = (OLD..part + 2 * PAGE_SIZE, part..part + BYTES);
+        let events = [
+            Event::Remap(SECOND, place.start, BYTES),
+            Event::Unmap(SECOND, SECOND + BYTES),
+            Event::Unmap(grown.start, grown.end),
+        ];
+        let spans = [(OLD, part), (SECOND, SECOND + BYTES)];
+        let ordered = |now: &[Mapping]| ordered_by(&spans, |_| None, now, &events);
+        let right = [events[2], events[0], events[1]];
+        assert_eq!(ordered(&[mapped(place.start, place.end)]), right);
+        // Here the memory that has moved was cut.
+        assert_eq!(ordered(&[mapped(grown.end, place.end)]), events);
+    }
+
+    #[test]
+    fn a_hole_in_memory_that_has_grown_is_not_cut_from_what_was_there_before() {
+        let hole = OLD + PAGE_SIZE..OLD + 2 * PAGE_SIZE;
+        let events = [Event::Unmap(hole.start, hole.end), moved(OLD, TO), unmapped(OLD)];
+        let spans = [(OLD, OLD + BYTES)];
+        let ordered = |now: &[Mapping]| ordered_by(&spans, |_| None, now, &events);
+        let right = [events[1], events[2], events[0]];
+        assert_eq!(ordered(&[mapped(TO, TO + BYTES), mapped(OLD - BYTES, hole.start)]), right);
+        assert_eq!(ordered(&[mapped(TO, TO + BYTES), mapped(hole.end, OLD + BYTES)]), right);
+        // Memory has grown over the hole, and moved as a whole.
+        assert_eq!(ordered(&[mapped(TO, TO + BYTES)]), events);
+        assert_eq!(ordered(&[mapped(TO, TO + BYTES), mapped(OLD, OLD + BYTES)]), events);
+        // Other memory has moved to the place beside the hole.
+        let other = Event::Remap(SECOND, OLD, PAGE_SIZE);
+        let events = [&events[..], &[other, Event::Unmap(SECOND, SECOND + PAGE_SIZE)]].concat();
+        let now = [mapped(TO, TO + BYTES), mapped(OLD, hole.start)];
+        assert_eq!(ordered_by(&spans, |_| None, &now, &events), events);
+    }
+
+    #[test]
+    fn of_two_moves_from_one_place_that_one_was_first_which_has_not_seen_the_other() {
+        let (first, second) = ([moved(OLD, TO), unmapped(OLD)], [moved(OLD, OTHER), unmapped(OLD)]);
+        let view = |event: &Event| match event {
+            Event::Remap(_, TO, _) => Some(vec![mapped(TO, TO + BYTES)]),
+            _ => Some(vec![mapped(TO, TO + BYTES), mapped(OTHER, OTHER + BYTES)]),
+        };
+        let spans = [(OLD, OLD + BYTES)];
+        let right = [first, second].concat();
+        assert_eq!(ordered_by(&spans, view, &[], &right), right);
+        assert_eq!(ordered_by(&spans, view, &[], &[second, first].concat()), right);
     }
 
     #[test]

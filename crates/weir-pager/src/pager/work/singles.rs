@@ -17,8 +17,8 @@ pub(super) const FEW: usize = 16;
 const _: () = assert!(BLOCK_PAGES.is_multiple_of(FEW));
 /// Number of pages of the outbox. Its memory is freed once less than a batch of it is left.
 pub(super) const OUTBOX: usize = 2 * BATCH;
-/// Largest number of pages that the kernel may refuse to move while one batch is collected. After
-/// that the batch is written as it is.
+/// Largest number of pages that stay while one batch is collected, most of them since the kernel
+/// refuses to move them. After that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
 /// While whole blocks have much memory, the share of partial blocks among the victims is their
 /// share of memory divided by this number.
@@ -142,19 +142,28 @@ impl<K: Kernel, S: Store> Work<K, S> {
             block.clear_ending(page);
             self.singles_there += 1;
             self.partial_there += usize::from(block.is_partial);
-            self.singles.push_back((id, page as u32));
+            self.singles.push_back(Single { id, page: page as u16, came: self.singles_came });
+            self.singles_came = self.singles_came.wrapping_add(1);
         }
         if self.singles.len() > 2 * self.singles_there + BLOCK_PAGES {
             let mut singles = std::mem::take(&mut self.singles);
-            singles.retain(|&(id, page)| self.is_singly_there(id, page as usize));
+            singles.retain(|&single| self.is_singly_there(single));
             self.singles = singles;
         }
     }
 
-    fn is_singly_there(&self, id: u32, page: usize) -> bool {
+    fn is_singly_there(&self, Single { id, page, .. }: Single) -> bool {
         self.blocks.is_known(id)
             && self.blocks.get(id).state == State::Stored
-            && self.blocks.get(id).is_there(page)
+            && self.blocks.get(id).is_there(page.into())
+    }
+
+    /// Whether a single page has come so lately that it stays: one instruction may need several
+    /// pages, and its thread runs after the last of them has come. Most single pages may be pages
+    /// that cannot move out. Then the others would make room for each other for ever.
+    fn is_fresh(&self, single: Single) -> bool {
+        let fresh = (self.singles_there / 2).saturating_sub(BATCH).min(BLOCK_PAGES);
+        self.eviction.is_none() && usize::from(self.singles_came.wrapping_sub(single.came)) < fresh
     }
 
     fn make_room_for_singles(&mut self, pages: usize, is_partial: bool) {
@@ -295,16 +304,21 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if gone.len() == most || refused == REFUSED_MAX {
                 break;
             }
-            let Some((id, page)) = self.singles.pop_front() else { break };
-            let page = page as usize;
+            let Some(single) = self.singles.pop_front() else { break };
             // The entry is outdated: the page was unmapped, or its whole block was brought.
-            if !self.is_singly_there(id, page) {
+            if !self.is_singly_there(single) {
                 continue;
             }
+            if self.is_fresh(single) {
+                self.singles.push_back(single);
+                refused += 1;
+                continue;
+            }
+            let (id, page) = (single.id, usize::from(single.page));
             let is_new = self.blocks.get(id).room.is_none();
             if is_new && (!may_claim || !self.claim_room(id)) {
                 may_claim = false;
-                self.singles.push_back((id, page as u32));
+                self.singles.push_back(single);
                 refused += 1;
                 continue;
             }
@@ -316,13 +330,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
             };
             self.shared.endings.end_move();
             match moved {
-                Ok(()) => gone.push((id, page)),
+                Ok(()) => gone.push(single),
                 // The kernel has moved the page, and reports an error all the same.
-                Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
+                Err(Stopped { done: 1.., .. }) => gone.push(single),
                 // The page stays: a device uses it, it is locked, a child shares it, a thread that
                 // is about to end needs it, or it no longer exists.
                 Err(_) => {
-                    self.singles.push_back((id, page as u32));
+                    self.singles.push_back(single);
                     refused += 1;
                     if is_new {
                         self.release_room(id);
@@ -342,8 +356,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.store.settle().is_err() {
             self.fail();
         }
-        for (at, &(id, page)) in gone.iter().enumerate() {
-            let from = first + at * PAGE_SIZE;
+        for (at, &Single { id, page, .. }) in gone.iter().enumerate() {
+            let (from, page) = (first + at * PAGE_SIZE, usize::from(page));
             let bytes = self.kernel.pages(from, 1);
             let is_zero = uniform_value(&bytes[0]) == Some(0);
             if !is_zero {
@@ -362,17 +376,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let result = result.and_then(|()| self.store.settle());
         if result.is_err() {
             self.fail();
-            for (at, &(id, page)) in gone.iter().enumerate() {
-                self.copy_in(self.blocks.get(id).at + page * PAGE_SIZE, first + at * PAGE_SIZE);
-                self.singles.push_back((id, page as u32));
+            for (at, &single) in gone.iter().enumerate() {
+                let to = self.blocks.get(single.id).at + usize::from(single.page) * PAGE_SIZE;
+                self.copy_in(to, first + at * PAGE_SIZE);
+                self.singles.push_back(single);
             }
         } else {
             count(&self.shared.counters.singles_written, gone.len() as u64);
-            for &(id, page) in &gone {
-                self.forget_singles(id, page..page + 1);
+            for &Single { id, page, .. } in &gone {
+                self.forget_singles(id, page.into()..usize::from(page) + 1);
             }
-            for (id, _) in gone {
-                self.tidy(id);
+            for single in gone {
+                self.tidy(single.id);
             }
         }
         let mut used = used + gone_pages;
@@ -628,6 +643,29 @@ mod tests {
         work.kernel.world.entries.iter_mut().for_each(|entry| entry.is_pinned = entry.is_there);
         assert!(come_and_stay(&mut work, &ids));
         assert_eq!(work.frames(), 6, "they exceed the limit");
+    }
+
+    #[test]
+    fn the_pages_that_came_last_stay_though_no_other_single_page_can_go() {
+        let (mut work, _) = with_few_blocks(2 * BLOCK_PAGES);
+        work.kernel.world.entries.iter_mut().for_each(|entry| entry.is_pinned = entry.is_there);
+        let at = page_of(work.blocks.get(0).at) + 2 * BLOCK_PAGES;
+        let id = work.blocks.add_partial(address(at));
+        let mut came = 0;
+        let mut come = |work: &mut Work<Machine, Simulated>, pages: usize| {
+            (at + came..at + came + pages).for_each(|page| work.kernel.world.come(page, 7));
+            work.came_singly(id, came..came + pages);
+            came += pages;
+            (0..10).for_each(|_| _ = work.write_singles(BATCH));
+            (at..at + came).filter(|&page| work.kernel.world.is_something(page)).count()
+        };
+        assert_eq!(come(&mut work, 20), 20, "a thread may need them at once");
+        assert_eq!(come(&mut work, 491), BLOCK_PAGES - 1);
+        assert_eq!(come(&mut work, 1), BLOCK_PAGES - 1, "the first has gone");
+        // All go if people evict them.
+        work.eviction = Some(Eviction { blocks: 0, singles: BLOCK_PAGES });
+        (0..10).for_each(|_| _ = work.write_singles(BATCH));
+        assert_eq!(work.singles_there, 2 * BLOCK_PAGES);
     }
 
     #[test]

@@ -8,6 +8,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
             Event::Unmap(start, end) => {
+                if self.is_advice_in_doubt {
+                    let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
+                }
                 self.unmapped(start, end);
                 order::forget(&mut self.left_out, start..end);
             }
@@ -18,6 +21,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 // The spans change first, since the pager may read and order further events below.
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
+                if self.is_advice_in_doubt {
+                    self.advise(&[(to, to + bytes)]);
+                }
                 let left_out = order::held_in(&self.left_out, from..from + bytes);
                 order::forget(&mut self.left_out, to..to + bytes);
                 order::forget(&mut self.left_out, from..from + bytes);
@@ -197,7 +203,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.went(id);
         } else if self.blocks.get(id).state == State::Lost {
             // It may have been lost at its old place, while events of its move waited.
-            self.poison_block(at, place);
+            self.poison_block(id, place);
         }
         self.release_room(id);
         self.forget_singles(id, 0..BLOCK_PAGES);
@@ -412,14 +418,30 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         ranges.retain(|&(start, end)| !self.events.iter().any(|event| order::touches(event, &(start..end))));
         let are_all = ranges.len() == registered;
-        let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
+        self.advise(&ranges);
         for (start, end) in ranges {
-            let _ = self.kernel.advise(start, end - start, advice);
             self.add_span(start, end);
             // Some pages may have been touched before the registration.
             self.record(start, end);
         }
         are_all
+    }
+
+    /// Has children inherit these ranges of managed memory while a thread holds all blocks in
+    /// place, and otherwise not.
+    pub(super) fn advise(&mut self, ranges: &[(usize, usize)]) {
+        let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
+        for &(start, end) in ranges {
+            let _ = self.kernel.advise(start, end - start, advice);
+        }
+        self.is_advice_in_doubt |= self.kernel.is_changing();
+    }
+
+    /// Ends the doubt about the advice once all changes of the address space are handled.
+    pub(super) fn end_doubt(&mut self) {
+        if self.is_advice_in_doubt && self.events.is_empty() && !self.kernel.is_changing() {
+            self.is_advice_in_doubt = false;
+        }
     }
 
     /// Makes a block around an address of managed memory that has none yet.
@@ -477,7 +499,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Makes records of managed pages that are in place and in no record yet.
+    /// Makes records of managed pages that are in place and in no record yet. If a block's page is
+    /// in the store, a page in its place belongs to other memory: a later event moves the block.
     fn record_pages(&mut self, start: usize, end: usize) {
         let mut next = start;
         while next < end {
@@ -491,7 +514,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             for address in (from..to).step_by(PAGE_SIZE) {
                 let page = (address - at) / PAGE_SIZE;
                 let id = self.blocks.at(address).unwrap_or_else(|| self.blocks.add_partial(at));
-                if self.blocks.get(id).is_partial && !self.blocks.get(id).is_ending(page) {
+                let block = self.blocks.get(id);
+                if block.is_partial && !block.is_away(page) && !block.is_ending(page) {
                     self.came_singly(id, page..page + 1);
                 }
             }
@@ -651,6 +675,45 @@ mod tests {
     }
 
     #[test]
+    fn other_memory_where_a_span_was_gets_no_advice_about_forks() {
+        let is_left_out = |work: &Work<Machine, Simulated>, page| {
+            work.kernel.world.area(page).expect("mapped").1.is_left_out_of_forks
+        };
+        // The event that the span is unmapped is not sent yet, or is read and not handled yet.
+        for is_read in [false, true] {
+            let (mut work, first) = work_at_rest();
+            let (start, end) = (address(first), address(first + BLOCK_PAGES));
+            work.add_span(start, end);
+            work.kernel.world.map(first, first + BLOCK_PAGES);
+            match is_read {
+                true => work.events.push_back(Event::Unmap(start, end)),
+                false => work.kernel.world.changing = 1,
+            }
+            let bell = work.shared.bells.base;
+            assert!(work.fault(bell, &mut None).is_err());
+            assert!(!is_left_out(&work, first));
+        }
+        // The span is unmapped while it gets the advice.
+        let (mut work, first) = work_at_rest();
+        let [old, from, to] = [0, 2, 4].map(|blocks| first + blocks * BLOCK_PAGES);
+        let pages = [old, from].map(|page| (address(page), address(page) + BLOCK));
+        pages.iter().for_each(|&(start, end)| work.add_span(start, end));
+        [old, to].iter().for_each(|&page| work.kernel.world.map(page, page + BLOCK_PAGES));
+        work.kernel.world.changing = 1;
+        work.advise(&pages);
+        work.end_doubt();
+        work.apply(Event::Unmap(pages[0].0, pages[0].1));
+        work.apply(Event::Remap(pages[1].0, address(to), BLOCK));
+        assert_eq!([old, to].map(|page| is_left_out(&work, page)), [false, true]);
+        // Later the program leaves other memory out of its forks there.
+        work.kernel.world.changing = 0;
+        work.end_doubt();
+        work.kernel.advise(pages[0].0, BLOCK, Advice::LinuxDontFork).unwrap();
+        work.apply(Event::Unmap(pages[0].0, pages[0].1));
+        assert!(is_left_out(&work, old));
+    }
+
+    #[test]
     fn memory_that_is_not_managed_is_not_noted_as_left_out_of_forks() {
         let (mut work, first) = work_at_rest();
         let [start, end] = [0, 2].map(|blocks| address(first + blocks * BLOCK_PAGES));
@@ -709,6 +772,47 @@ mod tests {
         for page in [to, to + 100, first] {
             assert!(work.kernel.world.entries[page].is_poisoned, "it would read as zeros");
         }
+    }
+
+    #[test]
+    fn what_stays_of_a_lost_block_waits_for_no_page_that_is_gone() {
+        for is_touched in [false, true] {
+            let (mut work, first) = work_at_rest();
+            let (at, cut, end) = (first + 100, first + 300, first + 100 + BLOCK_PAGES);
+            work.kernel.world.map(at, end);
+            work.kernel.register(address(at), address(end)).unwrap();
+            work.add_span(address(at), address(end));
+            let id = work.blocks.add(address(at), State::Stored);
+            work.kernel.world.come(at + 5, 7);
+            work.came_singly(id, 5..6);
+            work.lose(id, Some);
+            work.removed(address(at + 5), address(at + 6));
+            work.kernel.world.go(at + 5);
+            if is_touched {
+                work.fault(address(at + 5), &mut None).unwrap();
+            }
+            unmapped(&mut work, cut..end);
+            assert!(work.kernel.world.entries[at + 5].is_poisoned);
+            assert!(work.have_ended());
+        }
+    }
+
+    #[test]
+    fn what_is_in_the_store_moves_with_its_memory_though_other_memory_is_at_its_place_already() {
+        let (mut work, first) = work_at_rest();
+        let (hole, moved) = (first + 10..first + 74, first + 100..first + 164);
+        let to = first + 4 * BLOCK_PAGES;
+        adopted(&mut work, first..first + BLOCK_PAGES);
+        work.begin_write().expect("it can go");
+        work.end_loads();
+        work.kernel.world.take_areas(hole.start, hole.end);
+        let areas = work.kernel.world.take_areas(moved.start, moved.end);
+        work.kernel.world.insert(to, Area { end: to + moved.len(), ..areas[0].1 });
+        work.kernel.world.map(moved.start, moved.end);
+        moved.clone().for_each(|page| work.kernel.world.come(page, 0));
+        work.apply(Event::Unmap(address(hole.start), address(hole.end)));
+        work.apply(Event::Remap(address(moved.start), address(to), moved.len() * PAGE_SIZE));
+        assert!((to..).zip(moved).all(|(page, word)| work.kernel.world.word(page) == word as u64));
     }
 
     #[test]
