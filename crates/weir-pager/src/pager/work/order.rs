@@ -86,17 +86,29 @@ impl Change {
     /// Whether this unmapping was done before `move_in` brought memory to a part of its range: that
     /// memory still crosses an edge of the range. Memory that has grown is unmapped with its new
     /// part, of which no event has told.
-    fn has_spared(&self, move_in: &Change, facts: &Facts, others: &[Change]) -> bool {
+    fn has_spared(&self, move_in: &Change, facts: &Facts, rest: &[Change]) -> bool {
         let Event::Unmap(start, end) = self.event else { return false };
         let place = move_in.to();
         let is_crossed = |edge: usize| place.start < edge && edge < place.end && facts.is_crossed(edge);
-        (is_crossed(start) || is_crossed(end)) && !others.iter().any(|other| meet(&other.to(), &(start..end)))
+        (is_crossed(start) || is_crossed(end))
+            && !rest.iter().any(|other| !std::ptr::eq(other, move_in) && meet(&other.to(), &(start..end)))
     }
 
-    /// Whether this change happened before `move_in`, although the pager read the event of
-    /// `move_in` first. Both changes concern the place to which `move_in` moves memory. `after` has
-    /// the changes whose events the pager read after this change's event.
-    fn is_before(&self, move_in: &Change, facts: &Facts, after: &[Change]) -> bool {
+    /// Whether this unmapping was done after `move_in`: memory that `move_in` brought is gone, and
+    /// no other change has taken it.
+    fn has_taken(&self, move_in: &Change, facts: &Facts, rest: &[Change]) -> bool {
+        let (place, from) = (move_in.to(), self.from());
+        let part = from.start.max(place.start)..from.end.min(place.end);
+        let others =
+            rest.iter().filter(|other| !std::ptr::eq(*other, self) && !std::ptr::eq(*other, move_in));
+        let kept = facts.now.iter().map(|mapping| mapping.start..mapping.end);
+        let gone = kept.chain(others.map(Change::from)).fold(vec![part], |gone, kept| without(gone, &kept));
+        !facts.now.is_empty() && gone.iter().any(|part| !part.is_empty())
+    }
+
+    /// Whether this change, `rest[at]`, happened before `move_in`, although the pager read the
+    /// event of `move_in` first. Both changes concern the place to which `move_in` moves memory.
+    fn is_before(&self, move_in: &Change, facts: &Facts, rest: &[Change], at: usize) -> bool {
         let (place, from) = (move_in.to(), self.from());
         match self.event {
             Event::Fault(_) | Event::Remove(..) => false,
@@ -112,17 +124,18 @@ impl Change {
                         .flatten()
                         .any(|mapping| mapping.is_plain && (mapping.start..mapping.end).contains(&to))
             }
+            Event::Unmap(..) if self.has_spared(move_in, facts, rest) => true,
+            Event::Unmap(..) if self.has_taken(move_in, facts, rest) => false,
             // Some change freed the place before `move_in`. It was this one if later events cannot
             // explain why the whole place was free.
-            Event::Unmap(..) if self.has_spared(move_in, facts, after) => true,
             Event::Unmap(..) => {
                 let mut held = held_in(&facts.spans, from.start.max(place.start)..from.end.min(place.end));
-                for (at, later) in after.iter().enumerate() {
+                for (at, later) in rest.iter().enumerate().skip(at + 1) {
                     let frees = match later.event {
                         Event::Remap(..) => {
-                            meet(&later.from(), &place) && later.is_before(move_in, facts, &after[at + 1..])
+                            meet(&later.from(), &place) && later.is_before(move_in, facts, rest, at)
                         }
-                        Event::Unmap(..) => true,
+                        Event::Unmap(..) => !later.has_taken(move_in, facts, rest),
                         _ => false,
                     };
                     if frees {
@@ -241,7 +254,7 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
     };
     if !held_in(&facts.spans, to.clone()).is_empty()
         || after.iter().any(is_moved_over)
-        || after.iter().any(|later| later.has_spared(change, facts, after))
+        || after.iter().any(|later| later.has_spared(change, facts, rest))
         || after.iter().any(|later| would_be_gone(later, change, rest, facts))
     {
         return false;
@@ -258,7 +271,7 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
             return false;
         }
         if meet(&waiting.to(), &from) {
-            if !change.is_before(waiting, facts, after) {
+            if !change.is_before(waiting, facts, rest, at) {
                 return false;
             }
             is_older = true;
@@ -513,6 +526,18 @@ mod tests {
         assert_eq!(ordered(&[mapped(place.start, place.end)]), right);
         // Here the memory that has moved was cut.
         assert_eq!(ordered(&[mapped(grown.end, place.end)]), events);
+    }
+
+    #[test]
+    fn memory_that_has_moved_and_is_gone_was_unmapped_after_its_move() {
+        let part = Event::Unmap(OLD + PAGE_SIZE, OLD + 2 * PAGE_SIZE);
+        let events = [moved(SECOND, OLD), unmapped(SECOND), part, unmapped(OLD)];
+        // Before the move there was memory at a part of the place.
+        let spans = [(OLD + PAGE_SIZE, OLD + 2 * PAGE_SIZE), (SECOND, SECOND + BYTES)];
+        let right = [part, events[0], events[1], unmapped(OLD)];
+        // A small mapping is new.
+        let now = [mapped(TO, TO + BYTES), mapped(OLD + 2 * PAGE_SIZE, OLD + 3 * PAGE_SIZE)];
+        assert_eq!(ordered_by(&spans, |_| None, &now, &events), right);
     }
 
     #[test]
