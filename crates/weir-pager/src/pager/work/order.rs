@@ -30,19 +30,21 @@ struct Change {
 struct Facts {
     /// Managed memory before the changes that are not carried out yet.
     spans: BTreeMap<usize, usize>,
-    /// The mappings of the process after all changes; none if they are not known.
+    /// The mappings of the process after all changes, by address; none if they are not known.
     now: Vec<Mapping>,
 }
 
 impl Facts {
-    /// The mapping that contains this address after all changes.
-    fn at(&self, address: usize) -> Option<&Mapping> {
-        self.now.iter().find(|mapping| (mapping.start..mapping.end).contains(&address))
+    /// The mappings that have a byte of this range after all changes.
+    fn mapped(&self, range: &Range<usize>) -> &[Mapping] {
+        let first = self.now.partition_point(|mapping| mapping.end <= range.start);
+        let past = self.now.partition_point(|mapping| mapping.start < range.end);
+        &self.now[first..past.max(first)]
     }
 
     /// Whether one mapping lies on both sides of this address after all changes.
     fn is_crossed(&self, edge: usize) -> bool {
-        self.at(edge).is_some_and(|mapping| mapping.start < edge)
+        self.mapped(&(edge..edge + 1)).first().is_some_and(|mapping| mapping.start < edge)
     }
 
     /// Whether a mapping ends at the beginning of `hole`, or begins at its end. Only what is in
@@ -50,7 +52,7 @@ impl Facts {
     fn has_rest(&self, hole: &Range<usize>, range: &Range<usize>, rest: &[Change]) -> bool {
         let is_left = |address: usize| {
             range.contains(&address)
-                && self.at(address).is_some()
+                && !self.mapped(&(address..address + 1)).is_empty()
                 && !rest.iter().any(|change| change.to().contains(&address))
         };
         !self.is_crossed(hole.start) && is_left(hole.start.saturating_sub(1))
@@ -101,7 +103,7 @@ impl Change {
         let part = from.start.max(place.start)..from.end.min(place.end);
         let others =
             rest.iter().filter(|other| !std::ptr::eq(*other, self) && !std::ptr::eq(*other, move_in));
-        let kept = facts.now.iter().map(|mapping| mapping.start..mapping.end);
+        let kept = facts.mapped(&part).iter().map(|mapping| mapping.start..mapping.end);
         let gone = kept.chain(others.map(Change::from)).fold(vec![part], |gone, kept| without(gone, &kept));
         !facts.now.is_empty() && gone.iter().any(|part| !part.is_empty())
     }
@@ -447,7 +449,9 @@ mod tests {
         let change = |event| Change { event, has_end: false, view: view(&event) };
         let mut changes = events.iter().copied().map(change).collect();
         take_ends(&mut changes);
-        in_order(changes, Facts { spans: spans.iter().copied().collect(), now: now.to_vec() })
+        let mut now = now.to_vec();
+        now.sort_by_key(|mapping| mapping.start);
+        in_order(changes, Facts { spans: spans.iter().copied().collect(), now })
     }
 
     #[test]
