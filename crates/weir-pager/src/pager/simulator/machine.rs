@@ -211,8 +211,8 @@ impl Kernel for Machine {
 
     fn wait(&mut self, longest: Option<Duration>) {
         let until = longest.map(|longest| self.world.now + longest);
-        // After a shorter sleep the pager goes on with its work, perhaps to make room.
-        if longest.is_none_or(|longest| longest > PAUSE) {
+        // While the address space changes, the pager may wait before it makes room.
+        if self.world.changing == 0 || longest.is_none_or(|longest| longest > PAUSE) {
             self.program.check_limit(&self.world);
         }
         while self.world.faults.is_empty() && self.world.events.is_empty() {

@@ -154,9 +154,10 @@ pub(super) struct Work<K: Kernel, S> {
     /// Managed memory that the program has left out of its forks: the first byte, and the byte
     /// after the last.
     left_out: BTreeMap<usize, usize>,
-    /// Whether the address space has changed while the kernel got advice about forks. Then memory
-    /// that was unmapped meanwhile, and is other memory now, may have got the advice.
-    is_advice_in_doubt: bool,
+    /// Ranges for which the kernel got the advice that no child inherits them while the address
+    /// space changed: the first byte, and the byte after the last. Other memory may have got the
+    /// advice.
+    doubtful: BTreeMap<usize, usize>,
     /// Whether a block in place may have a room in the store.
     may_spare_room: bool,
     /// Memory that stays unmanaged, to the exact byte: what was mapped before the pager began, and
@@ -191,8 +192,9 @@ pub(super) struct Work<K: Kernel, S> {
     /// in place.
     singles: VecDeque<Single>,
     singles_there: usize,
-    /// Number of single pages that have come into place so far.
+    /// Number of single pages that have come into place so far, and the time of the last one.
     singles_came: u16,
+    last_single: Duration,
     /// Number of single pages in place that belong to partial blocks.
     partial_there: usize,
     /// A sum that grows with each victim while partial blocks have memory. Once it is large enough,
@@ -290,7 +292,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
             left_out: BTreeMap::new(),
-            is_advice_in_doubt: false,
+            doubtful: BTreeMap::new(),
             may_spare_room: true,
             excluded,
             mappings,
@@ -311,6 +313,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             singles: VecDeque::new(),
             singles_there: 0,
             singles_came: 0,
+            last_single: Duration::ZERO,
             partial_there: 0,
             due: 0,
             batches: 0,
@@ -625,10 +628,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return Err(Changed);
         }
         let spans: Vec<(usize, usize)> = self.spans.iter().map(|(&start, &end)| (start, end)).collect();
-        self.advise(&spans);
+        if !self.advise(&spans, self.advice()) {
+            return Err(Changed);
+        }
         if self.is_held() {
             self.advise_leftovers()?;
-            self.leave_out();
+            if !self.leave_out() {
+                return Err(Changed);
+            }
             let ids: Vec<u32> = self.blocks.ids().collect();
             for id in ids {
                 if self.is_left_out(self.blocks.get(id).at) && !is_end {

@@ -30,16 +30,15 @@ struct Change {
 struct Facts {
     /// Managed memory before the changes that are not carried out yet.
     spans: BTreeMap<usize, usize>,
-    /// The mappings of the process after all changes, by address; none if they are not known.
-    now: Vec<Mapping>,
+    /// The registered mappings after all changes, by address, as far as they lie where something
+    /// has changed. `None` if they are not known.
+    now: Option<Vec<Mapping>>,
 }
 
 impl Facts {
-    /// The mappings that have a byte of this range after all changes.
+    /// The registered mappings that have a byte of this range after all changes.
     fn mapped(&self, range: &Range<usize>) -> &[Mapping] {
-        let first = self.now.partition_point(|mapping| mapping.end <= range.start);
-        let past = self.now.partition_point(|mapping| mapping.start < range.end);
-        &self.now[first..past.max(first)]
+        of_range(self.now.as_deref().unwrap_or_default(), range)
     }
 
     /// Whether one mapping lies on both sides of this address after all changes.
@@ -84,68 +83,80 @@ impl Change {
         let is_there = |mapping: &Mapping| meet(&(mapping.start..mapping.end), range);
         self.view.as_ref().is_some_and(|view| !view.iter().any(is_there))
     }
+}
 
-    /// Whether this unmapping was done before `move_in` brought memory to a part of its range: that
-    /// memory still crosses an edge of the range. Memory that has grown is unmapped with its new
-    /// part, of which no event has told.
-    fn has_spared(&self, move_in: &Change, facts: &Facts, rest: &[Change]) -> bool {
-        let Event::Unmap(start, end) = self.event else { return false };
-        let place = move_in.to();
-        let is_crossed = |edge: usize| place.start < edge && edge < place.end && facts.is_crossed(edge);
-        (is_crossed(start) || is_crossed(end))
-            && !rest.iter().any(|other| !std::ptr::eq(other, move_in) && meet(&other.to(), &(start..end)))
+/// Whether the change `rest[at]` happened before the move `rest[move_in]`: later it would have
+/// taken the beginning of what has moved, and that is still there. The tables do not always know
+/// the memory that was there before: memory grows without an event, and a move may leave a
+/// registered mapping behind.
+fn has_spared(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
+    let (place, from) = (rest[move_in].to(), rest[at].from());
+    let takes = match rest[at].event {
+        Event::Unmap(..) => true,
+        Event::Remap(..) => rest[at].has_end,
+        _ => false,
+    };
+    let is_kept = |mapping: &Mapping| mapping.start == place.start && from.end.min(place.end) <= mapping.end;
+    let mut others = rest.iter().enumerate().filter(|&(other, _)| other != at && other != move_in);
+    takes
+        && from.contains(&place.start)
+        && facts.mapped(&(place.start..place.start + 1)).first().is_some_and(is_kept)
+        && !others.any(|(_, other)| meet(&other.to(), &from))
+}
+
+/// Whether the unmapping `rest[at]` was done after the move `rest[move_in]`: memory that the move
+/// brought is gone, and no other change has taken it.
+fn has_taken(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
+    let (place, from) = (rest[move_in].to(), rest[at].from());
+    if facts.now.is_none() || !meet(&place, &from) {
+        return false;
     }
+    let part = from.start.max(place.start)..from.end.min(place.end);
+    let others = rest.iter().enumerate().filter(|&(other, _)| other != at && other != move_in);
+    let kept = facts.mapped(&part).iter().map(|mapping| mapping.start..mapping.end);
+    let taken = others.map(|(_, other)| other.from()).filter(|from| meet(from, &part));
+    let gone = kept.chain(taken).fold(vec![part.clone()], |gone, rest| without(gone, &rest));
+    !gone.is_empty()
+}
 
-    /// Whether this unmapping was done after `move_in`: memory that `move_in` brought is gone, and
-    /// no other change has taken it.
-    fn has_taken(&self, move_in: &Change, facts: &Facts, rest: &[Change]) -> bool {
-        let (place, from) = (move_in.to(), self.from());
-        let part = from.start.max(place.start)..from.end.min(place.end);
-        let others =
-            rest.iter().filter(|other| !std::ptr::eq(*other, self) && !std::ptr::eq(*other, move_in));
-        let kept = facts.mapped(&part).iter().map(|mapping| mapping.start..mapping.end);
-        let gone = kept.chain(others.map(Change::from)).fold(vec![part], |gone, kept| without(gone, &kept));
-        !facts.now.is_empty() && gone.iter().any(|part| !part.is_empty())
-    }
-
-    /// Whether this change, `rest[at]`, happened before `move_in`, although the pager read the
-    /// event of `move_in` first. Both changes concern the place to which `move_in` moves memory.
-    fn is_before(&self, move_in: &Change, facts: &Facts, rest: &[Change], at: usize) -> bool {
-        let (place, from) = (move_in.to(), self.from());
-        match self.event {
-            Event::Fault(_) | Event::Remove(..) => false,
-            // One `mremap` moves one mapping. If this move begins before the place, it moved other
-            // memory, and not the memory that `move_in` brought. Otherwise the list of mappings
-            // decides. The pager read the list while the call of `move_in` had not returned. If the
-            // target of this move was mapped by then, this move was already done.
-            Event::Remap(_, to, _) => {
-                from.start < place.start
-                    || move_in
-                        .view
-                        .iter()
-                        .flatten()
-                        .any(|mapping| mapping.is_plain && (mapping.start..mapping.end).contains(&to))
-            }
-            Event::Unmap(..) if self.has_spared(move_in, facts, rest) => true,
-            Event::Unmap(..) if self.has_taken(move_in, facts, rest) => false,
-            // Some change freed the place before `move_in`. It was this one if later events cannot
-            // explain why the whole place was free.
-            Event::Unmap(..) => {
-                let mut held = held_in(&facts.spans, from.start.max(place.start)..from.end.min(place.end));
-                for (at, later) in rest.iter().enumerate().skip(at + 1) {
-                    let frees = match later.event {
-                        Event::Remap(..) => {
-                            meet(&later.from(), &place) && later.is_before(move_in, facts, rest, at)
-                        }
-                        Event::Unmap(..) => !later.has_taken(move_in, facts, rest),
+/// Whether the change `rest[at]` happened before the move `rest[move_in]`, although the pager read
+/// the move's event first. Both changes concern the place to which the move brings memory.
+fn is_before(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
+    let (place, from) = (rest[move_in].to(), rest[at].from());
+    match rest[at].event {
+        Event::Fault(_) | Event::Remove(..) => false,
+        // One `mremap` moves one mapping. If this move begins before the place, it moved other
+        // memory, and not the memory that `move_in` brought. Otherwise the list of mappings
+        // decides. The pager read the list while the call of `move_in` had not returned. If the
+        // target of this move was mapped by then, this move was already done.
+        Event::Remap(_, to, _) => {
+            from.start < place.start
+                || has_spared(rest, at, move_in, facts)
+                || rest[move_in]
+                    .view
+                    .iter()
+                    .flatten()
+                    .any(|mapping| mapping.is_plain && (mapping.start..mapping.end).contains(&to))
+        }
+        Event::Unmap(..) if has_spared(rest, at, move_in, facts) => true,
+        Event::Unmap(..) if has_taken(rest, at, move_in, facts) => false,
+        // Some change freed the place before `move_in`. It was this one if later events cannot
+        // explain why the whole place was free.
+        Event::Unmap(..) => {
+            let mut held = held_in(&facts.spans, from.start.max(place.start)..from.end.min(place.end));
+            for later in at + 1..rest.len() {
+                let part = rest[later].from();
+                let frees = meet(&part, &place)
+                    && match rest[later].event {
+                        Event::Remap(..) => is_before(rest, later, move_in, facts),
+                        Event::Unmap(..) => !has_taken(rest, later, move_in, facts),
                         _ => false,
                     };
-                    if frees {
-                        held = without(held, &later.from());
-                    }
+                if frees {
+                    held = without(held, &part);
                 }
-                !held.is_empty()
             }
+            !held.is_empty()
         }
     }
 }
@@ -158,6 +169,13 @@ pub(super) fn touches(event: &Event, range: &Range<usize>) -> bool {
         Event::Remove(start, end) | Event::Unmap(start, end) => (start..end, 0..0),
     };
     meet(&from, range) || meet(&to, range)
+}
+
+/// The mappings that have a byte of this range, of a list by address.
+fn of_range<'a>(mappings: &'a [Mapping], range: &Range<usize>) -> &'a [Mapping] {
+    let first = mappings.partition_point(|mapping| mapping.end <= range.start);
+    let past = mappings.partition_point(|mapping| mapping.start < range.end);
+    &mappings[first..past.max(first)]
 }
 
 fn meet(one: &Range<usize>, other: &Range<usize>) -> bool {
@@ -256,13 +274,13 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
     };
     if !held_in(&facts.spans, to.clone()).is_empty()
         || after.iter().any(is_moved_over)
-        || after.iter().any(|later| later.has_spared(change, facts, rest))
+        || (at + 1..rest.len()).any(|later| has_spared(rest, later, at, facts))
         || after.iter().any(|later| would_be_gone(later, change, rest, facts))
     {
         return false;
     }
     let mut is_older = false;
-    for waiting in before {
+    for (place, waiting) in before.iter().enumerate() {
         if meet(&waiting.from(), &to) || meet(&waiting.to(), &to) {
             return false;
         }
@@ -273,7 +291,7 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
             return false;
         }
         if meet(&waiting.to(), &from) {
-            if !change.is_before(waiting, facts, rest, at) {
+            if !is_before(rest, at, place, facts) {
                 return false;
             }
             is_older = true;
@@ -357,6 +375,25 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.hear();
     }
 
+    /// The registered mappings where these changes were made, by address. `None` if they cannot be
+    /// had, or show a change of which no event was read.
+    fn registered_at(&mut self, changes: &[Change]) -> Option<Vec<Mapping>> {
+        let mut all = Vec::new();
+        if !self.kernel.read_mappings(&mut all) {
+            return None;
+        }
+        let ranges = changes.iter().flat_map(|change| [change.from(), change.to()]);
+        let near = ranges.filter(|range| !range.is_empty()).flat_map(|range| of_range(&all, &range));
+        let near: BTreeMap<usize, Mapping> = near.map(|&mapping| (mapping.start, mapping)).collect();
+        let mut registered = Vec::new();
+        for (start, mapping) in near {
+            if self.kernel.is_registered(start).ok()? {
+                registered.push(mapping);
+            }
+        }
+        (!self.kernel.is_changing()).then_some(registered)
+    }
+
     /// Puts the events that were read into the order of the changes. Returns false if there is a
     /// move or an unmapping among them, and events of earlier changes may be missing.
     pub(super) fn put_in_order(&mut self) -> bool {
@@ -390,12 +427,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if changes.len() > 1 {
             facts.spans.clone_from(&self.spans);
             self.events.iter().for_each(|event| carry_out(&mut facts.spans, event));
-            if changes.iter().any(|change| matches!(change.event, Event::Unmap(..))) {
-                let is_whole = self.kernel.read_mappings(&mut facts.now);
-                // A list that shows a change of which no event was read would mislead.
-                if !is_whole || self.kernel.is_changing() {
-                    facts.now.clear();
-                }
+            if changes.iter().filter(|change| !matches!(change.event, Event::Remove(..))).count() > 1 {
+                facts.now = self.registered_at(&changes);
             }
         }
         self.events.extend(faults);
@@ -439,7 +472,8 @@ mod tests {
         ordered_by(&spans, view, &[], events)
     }
 
-    /// Orders these events. Managed memory is at `spans` before them, and at last `now` is mapped.
+    /// Orders these events. Managed memory is at `spans` before them. At last `now` is registered;
+    /// empty: that is not known.
     fn ordered_by(
         spans: &[(usize, usize)],
         view: impl Fn(&Event) -> Option<Vec<Mapping>>,
@@ -451,6 +485,7 @@ mod tests {
         take_ends(&mut changes);
         let mut now = now.to_vec();
         now.sort_by_key(|mapping| mapping.start);
+        let now = Some(now).filter(|now| !now.is_empty());
         in_order(changes, Facts { spans: spans.iter().copied().collect(), now })
     }
 
@@ -530,6 +565,68 @@ mod tests {
         assert_eq!(ordered(&[mapped(place.start, place.end)]), right);
         // Here the memory that has moved was cut.
         assert_eq!(ordered(&[mapped(grown.end, place.end)]), events);
+    }
+
+    #[test]
+    fn what_a_move_has_left_behind_was_gone_before_other_memory_moved_there() {
+        // The tables know nothing of the memory at `OTHER`.
+        let left = [Event::Remap(OTHER, TO, 2 * BYTES), Event::Unmap(OTHER, OTHER + 2 * BYTES)];
+        let second = [moved(SECOND, OTHER), unmapped(SECOND)];
+        let spans = [(SECOND, SECOND + BYTES)];
+        let ordered = |now: &[Mapping], events: &[Event]| ordered_by(&spans, |_| None, now, events);
+        let now = [mapped(TO, TO + 2 * BYTES), mapped(OTHER, OTHER + BYTES)];
+        let read = [second, left].concat();
+        assert_eq!(ordered(&now, &read), [left, second].concat());
+        // Here the memory has grown and moved on, so nothing is left.
+        assert_eq!(ordered(&now[..1], &read), read);
+        // Here it has moved on, and left an empty mapping.
+        assert_eq!(ordered(&now, &read[..3]), read[..3]);
+        // Here it has moved on, and third memory has come.
+        let third = [moved(THIRD, OTHER), unmapped(THIRD)];
+        assert_eq!(ordered(&now, &[&read[..], &third].concat()), [&read[..], &third].concat());
+        // The beginning is gone, and the memory before has grown.
+        let cut = Event::Unmap(OTHER, OTHER + PAGE_SIZE);
+        let read = [second[0], second[1], cut];
+        let grown = [mapped(OTHER - BYTES, OTHER + PAGE_SIZE), mapped(OTHER + PAGE_SIZE, OTHER + BYTES)];
+        assert_eq!(ordered(&grown, &read), read);
+        assert_eq!(ordered(&[mapped(OTHER, OTHER + BYTES)], &read), [cut, second[0], second[1]]);
+    }
+
+    #[test]
+    fn memory_that_moves_shrinks_and_grows_again_has_lost_what_it_had_there() {
+        let events = [moved(SECOND, OLD), unmapped(SECOND), Event::Unmap(OLD + BYTES / 2, OLD + BYTES)];
+        let now = [mapped(OLD, OLD + BYTES)];
+        assert_eq!(ordered_by(&[(SECOND, SECOND + BYTES)], |_| None, &now, &events), events);
+    }
+
+    #[test]
+    fn what_is_registered_after_all_changes_tells_their_order() {
+        // One thread has moved memory, unmapped its last part and then its first, and mapped other
+        // memory there. Or the pager cannot tell what is there.
+        for (is_new, is_changing) in [(true, false), (false, true)] {
+            let (mut work, first) = work_at_rest();
+            let [from, to] = [first, first + 2 * BLOCK_PAGES];
+            let before = to - 4;
+            let at = |page: usize| address(page);
+            work.add_span(at(from), at(from + 8));
+            work.add_span(at(before), at(to));
+            work.kernel.world.map(to, to + 8);
+            if !is_new {
+                work.kernel.register(at(to), at(to + 8)).unwrap();
+            }
+            let grown = Event::Unmap(at(before), at(to + 4));
+            let events =
+                [Event::Remap(at(from), at(to), 8 * PAGE_SIZE), Event::Unmap(at(from), at(from + 8)), grown];
+            work.events.extend(events);
+            let changes = events.map(|event| Change { event, has_end: false, view: None });
+            work.kernel.world.changing = usize::from(is_changing);
+            let registered = work.registered_at(&changes);
+            assert_eq!(registered.map(|found| found.len()), is_new.then_some(0));
+            work.kernel.world.changing = 0;
+            assert!(work.put_in_order());
+            let right = if is_new { events } else { [grown, events[0], events[1]] };
+            assert_eq!(Vec::from(work.events.clone()), right);
+        }
     }
 
     #[test]

@@ -17,8 +17,8 @@ pub(super) const FEW: usize = 16;
 const _: () = assert!(BLOCK_PAGES.is_multiple_of(FEW));
 /// Number of pages of the outbox. Its memory is freed once less than a batch of it is left.
 pub(super) const OUTBOX: usize = 2 * BATCH;
-/// Largest number of pages that stay while one batch is collected, most of them since the kernel
-/// refuses to move them. After that the batch is written as it is.
+/// Largest number of pages that the kernel may refuse to move while one batch is collected. After
+/// that the batch is written as it is.
 const REFUSED_MAX: usize = 3 * BATCH;
 /// While whole blocks have much memory, the share of partial blocks among the victims is their
 /// share of memory divided by this number.
@@ -133,6 +133,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Notes that these pages of a block are in place as single pages.
     pub(super) fn came_singly(&mut self, id: u32, pages: Range<usize>) {
+        self.last_single = self.kernel.now();
         let block = self.blocks.get_mut(id);
         for page in pages {
             if block.is_there(page) {
@@ -158,12 +159,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
             && self.blocks.get(id).is_there(page.into())
     }
 
-    /// Whether a single page has come so lately that it stays: one instruction may need several
-    /// pages, and its thread runs after the last of them has come. Most single pages may be pages
-    /// that cannot move out. Then the others would make room for each other for ever.
-    fn is_fresh(&self, single: Single) -> bool {
-        let fresh = (self.singles_there / 2).saturating_sub(BATCH).min(BLOCK_PAGES);
-        self.eviction.is_none() && usize::from(self.singles_came.wrapping_sub(single.came)) < fresh
+    /// Number of single pages that have come last and stay: one instruction may need several pages,
+    /// and its thread runs after the last of them has come. Most single pages may be pages that
+    /// cannot move out. Then the others would make room for each other for ever.
+    fn fresh(&self) -> usize {
+        let is_going_on = self.kernel.now().saturating_sub(self.last_single) <= STUCK;
+        match is_going_on && self.eviction.is_none() {
+            true => (self.singles_there / 2).saturating_sub(BATCH).min(BLOCK_PAGES),
+            false => 0,
+        }
     }
 
     fn make_room_for_singles(&mut self, pages: usize, is_partial: bool) {
@@ -298,6 +302,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let first = self.slot(slot) + used * PAGE_SIZE;
         let mut gone = Vec::with_capacity(most);
         let (mut refused, mut may_claim) = (0, true);
+        let fresh = self.fresh();
         // The loop may go through all entries: an outdated entry costs little, and there may be
         // many of them.
         for _ in 0..self.singles.len() {
@@ -309,9 +314,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if !self.is_singly_there(single) {
                 continue;
             }
-            if self.is_fresh(single) {
+            if usize::from(self.singles_came.wrapping_sub(single.came)) < fresh {
                 self.singles.push_back(single);
-                refused += 1;
                 continue;
             }
             let (id, page) = (single.id, usize::from(single.page));
@@ -662,10 +666,12 @@ mod tests {
         assert_eq!(come(&mut work, 20), 20, "a thread may need them at once");
         assert_eq!(come(&mut work, 491), BLOCK_PAGES - 1);
         assert_eq!(come(&mut work, 1), BLOCK_PAGES - 1, "the first has gone");
-        // All go if people evict them.
-        work.eviction = Some(Eviction { blocks: 0, singles: BLOCK_PAGES });
-        (0..10).for_each(|_| _ = work.write_singles(BATCH));
-        assert_eq!(work.singles_there, 2 * BLOCK_PAGES);
+        // They go if people evict them, and if no thread goes on.
+        for is_evicted in [true, false] {
+            work.eviction = is_evicted.then_some(Eviction { blocks: 0, singles: BLOCK_PAGES });
+            work.kernel.world.now += if is_evicted { Duration::ZERO } else { 2 * STUCK };
+            assert!(work.write_singles(BATCH));
+        }
     }
 
     #[test]

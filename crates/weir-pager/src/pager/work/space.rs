@@ -8,9 +8,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
             Event::Unmap(start, end) => {
-                if self.is_advice_in_doubt {
-                    let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
+                for part in order::held_in(&self.doubtful, start..end) {
+                    let _ = self.kernel.advise(part.start, part.len(), Advice::LinuxDoFork);
                 }
+                order::forget(&mut self.doubtful, start..end);
                 self.unmapped(start, end);
                 order::forget(&mut self.left_out, start..end);
             }
@@ -21,8 +22,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 // The spans change first, since the pager may read and order further events below.
                 self.forget_span(from, from + bytes);
                 self.add_span(to, to + bytes);
-                if self.is_advice_in_doubt {
-                    self.advise(&[(to, to + bytes)]);
+                let doubtful = order::held_in(&self.doubtful, from..from + bytes);
+                if !doubtful.is_empty() && !self.is_held() {
+                    self.advise(&[(to, to + bytes)], Advice::LinuxDontFork);
                 }
                 let left_out = order::held_in(&self.left_out, from..from + bytes);
                 order::forget(&mut self.left_out, to..to + bytes);
@@ -316,11 +318,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Has no child inherit the memory that the program has left out of its forks. The advice for
-    /// all managed memory was the opposite.
-    pub(super) fn leave_out(&mut self) {
-        for (&start, &end) in &self.left_out {
-            let _ = self.kernel.advise(start, end - start, Advice::LinuxDontFork);
-        }
+    /// all managed memory was the opposite. Returns false if the address space changes meanwhile.
+    pub(super) fn leave_out(&mut self) -> bool {
+        let left_out: Vec<(usize, usize)> = self.left_out.iter().map(|(&start, &end)| (start, end)).collect();
+        self.advise(&left_out, Advice::LinuxDontFork)
     }
 
     /// Whether the program has left the whole block at this address out of its forks.
@@ -418,7 +419,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         ranges.retain(|&(start, end)| !self.events.iter().any(|event| order::touches(event, &(start..end))));
         let are_all = ranges.len() == registered;
-        self.advise(&ranges);
+        self.advise(&ranges, self.advice());
         for (start, end) in ranges {
             self.add_span(start, end);
             // Some pages may have been touched before the registration.
@@ -427,20 +428,28 @@ impl<K: Kernel, S: Store> Work<K, S> {
         are_all
     }
 
-    /// Has children inherit these ranges of managed memory while a thread holds all blocks in
-    /// place, and otherwise not.
-    pub(super) fn advise(&mut self, ranges: &[(usize, usize)]) {
-        let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
+    /// Whether children inherit managed memory: while a thread holds all blocks in place.
+    pub(super) fn advice(&self) -> Advice {
+        if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork }
+    }
+
+    /// Gives the kernel advice about forks for these ranges of managed memory. Returns false if the
+    /// address space changes meanwhile: other memory may have got the advice.
+    pub(super) fn advise(&mut self, ranges: &[(usize, usize)], advice: Advice) -> bool {
         for &(start, end) in ranges {
             let _ = self.kernel.advise(start, end - start, advice);
         }
-        self.is_advice_in_doubt |= self.kernel.is_changing();
+        let is_sure = !self.kernel.is_changing();
+        if !is_sure && advice == Advice::LinuxDontFork {
+            ranges.iter().for_each(|&(start, end)| order::add(&mut self.doubtful, start..end));
+        }
+        is_sure
     }
 
     /// Ends the doubt about the advice once all changes of the address space are handled.
     pub(super) fn end_doubt(&mut self) {
-        if self.is_advice_in_doubt && self.events.is_empty() && !self.kernel.is_changing() {
-            self.is_advice_in_doubt = false;
+        if !self.doubtful.is_empty() && self.events.is_empty() && !self.kernel.is_changing() {
+            self.doubtful.clear();
         }
     }
 
@@ -700,17 +709,33 @@ mod tests {
         pages.iter().for_each(|&(start, end)| work.add_span(start, end));
         [old, to].iter().for_each(|&page| work.kernel.world.map(page, page + BLOCK_PAGES));
         work.kernel.world.changing = 1;
-        work.advise(&pages);
+        for range in pages {
+            assert!(!work.advise(&[range], Advice::LinuxDontFork));
+        }
+        work.kernel.world.changing = 0;
+        work.events.push_back(Event::Unmap(pages[0].0, pages[0].1));
         work.end_doubt();
         work.apply(Event::Unmap(pages[0].0, pages[0].1));
         work.apply(Event::Remap(pages[1].0, address(to), BLOCK));
         assert_eq!([old, to].map(|page| is_left_out(&work, page)), [false, true]);
-        // Later the program leaves other memory out of its forks there.
+        // Once there is no doubt, what the program itself leaves out of its forks stays so.
+        let again = |work: &mut Work<Machine, Simulated>| {
+            work.kernel.advise(pages[0].0, BLOCK, Advice::LinuxDontFork).unwrap();
+            work.apply(Event::Unmap(pages[0].0, pages[0].1));
+            is_left_out(work, old)
+        };
+        assert!(again(&mut work), "it was taken back already");
+        work.kernel.world.changing = 1;
+        work.advise(&pages, Advice::LinuxDontFork);
         work.kernel.world.changing = 0;
+        work.events.clear();
         work.end_doubt();
-        work.kernel.advise(pages[0].0, BLOCK, Advice::LinuxDontFork).unwrap();
-        work.apply(Event::Unmap(pages[0].0, pages[0].1));
-        assert!(is_left_out(&work, old));
+        assert!(again(&mut work));
+        // The same holds for memory that the program has left out of its forks before.
+        order::add(&mut work.left_out, pages[0].0..pages[0].1);
+        work.kernel.world.changing = 1;
+        assert!(!work.leave_out());
+        assert!(!again(&mut work));
     }
 
     #[test]
