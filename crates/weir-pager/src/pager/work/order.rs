@@ -54,7 +54,9 @@ impl Facts {
                 && !self.mapped(&(address..address + 1)).is_empty()
                 && !rest.iter().any(|change| change.to().contains(&address))
         };
-        !self.is_crossed(hole.start) && is_left(hole.start.saturating_sub(1))
+        // Memory before the range may have grown up to the hole.
+        let is_bounded = held_in(&self.spans, range.start.saturating_sub(1)..range.start).is_empty();
+        is_bounded && !self.is_crossed(hole.start) && is_left(hole.start.saturating_sub(1))
             || !self.is_crossed(hole.end) && is_left(hole.end)
     }
 }
@@ -77,6 +79,11 @@ impl Change {
         }
     }
 
+    /// Whether the memory is no longer at its old place after the change.
+    fn takes(&self) -> bool {
+        matches!(self.event, Event::Unmap(..)) || self.has_end
+    }
+
     /// Whether this range was not mapped when the pager read the event of this move. False if the
     /// pager has no list of the mappings at that time.
     fn has_not_seen(&self, range: &Range<usize>) -> bool {
@@ -85,23 +92,17 @@ impl Change {
     }
 }
 
-/// Whether the change `rest[at]` happened before the move `rest[move_in]`: later it would have
-/// taken the beginning of what has moved, and that is still there. The tables do not always know
-/// the memory that was there before: memory grows without an event, and a move may leave a
-/// registered mapping behind.
+/// Whether the unmapping `rest[at]` was done before the move `rest[move_in]`: later it would have
+/// taken the beginning of what has moved, and that is still there. It was memory before the move's
+/// place, with a new part by which it had grown. No event has told of the new part.
 fn has_spared(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
-    let (place, from) = (rest[move_in].to(), rest[at].from());
-    let takes = match rest[at].event {
-        Event::Unmap(..) => true,
-        Event::Remap(..) => rest[at].has_end,
-        _ => false,
-    };
-    let is_kept = |mapping: &Mapping| mapping.start == place.start && from.end.min(place.end) <= mapping.end;
+    let Event::Unmap(start, end) = rest[at].event else { return false };
+    let place = rest[move_in].to().start;
     let mut others = rest.iter().enumerate().filter(|&(other, _)| other != at && other != move_in);
-    takes
-        && from.contains(&place.start)
-        && facts.mapped(&(place.start..place.start + 1)).first().is_some_and(is_kept)
-        && !others.any(|(_, other)| meet(&other.to(), &from))
+    start < place
+        && place < end
+        && facts.mapped(&(place..place + 1)).first().is_some_and(|mapping| mapping.start == place)
+        && !others.any(|(_, other)| meet(&other.to(), &(start..end)))
 }
 
 /// Whether the unmapping `rest[at]` was done after the move `rest[move_in]`: memory that the move
@@ -112,7 +113,8 @@ fn has_taken(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool 
         return false;
     }
     let part = from.start.max(place.start)..from.end.min(place.end);
-    let others = rest.iter().enumerate().filter(|&(other, _)| other != at && other != move_in);
+    let is_other = |&(other, change): &(usize, &Change)| other != at && other != move_in && change.takes();
+    let others = rest.iter().enumerate().filter(is_other);
     let kept = facts.mapped(&part).iter().map(|mapping| mapping.start..mapping.end);
     let taken = others.map(|(_, other)| other.from()).filter(|from| meet(from, &part));
     let gone = kept.chain(taken).fold(vec![part.clone()], |gone, rest| without(gone, &rest));
@@ -131,7 +133,6 @@ fn is_before(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool 
         // target of this move was mapped by then, this move was already done.
         Event::Remap(_, to, _) => {
             from.start < place.start
-                || has_spared(rest, at, move_in, facts)
                 || rest[move_in]
                     .view
                     .iter()
@@ -169,6 +170,16 @@ pub(super) fn touches(event: &Event, range: &Range<usize>) -> bool {
         Event::Remove(start, end) | Event::Unmap(start, end) => (start..end, 0..0),
     };
     meet(&from, range) || meet(&to, range)
+}
+
+/// Whether two of the changes are about one place, and one of them unmaps it.
+fn has_conflict(changes: &[Change]) -> bool {
+    let unmaps = |change: &&Change| matches!(change.event, Event::Unmap(..));
+    changes.iter().filter(unmaps).any(|unmaps| {
+        let place = unmaps.from();
+        let is_there = |change: &Change| meet(&change.to(), &place) || meet(&change.from(), &place);
+        changes.iter().filter(|change| matches!(change.event, Event::Remap(..))).any(is_there)
+    })
 }
 
 /// The mappings that have a byte of this range, of a list by address.
@@ -231,8 +242,7 @@ fn carry_out(spans: &mut BTreeMap<usize, usize>, event: &Event) {
     match *event {
         Event::Fault(_) | Event::Remove(..) => {}
         Event::Unmap(start, end) => forget(spans, start..end),
-        Event::Remap(from, to, bytes) => {
-            forget(spans, from..from + bytes);
+        Event::Remap(_, to, bytes) => {
             forget(spans, to..to + bytes);
             add(spans, to..to + bytes);
         }
@@ -250,17 +260,16 @@ fn would_be_gone(later: &Change, change: &Change, rest: &[Change], facts: &Facts
     match change.event {
         // All of `from` has moved away. So what lies beside the hole came later, and the hole too.
         Event::Unmap(..) if facts.has_rest(&gone, &from, rest) => return true,
-        Event::Unmap(..) => {}
-        Event::Remap(..) if change.has_end => {
+        Event::Remap(..) => {
             // If `later` was not done when the pager read of `change`, it was done after it.
             let to = later.to();
             if change.has_not_seen(&to) && !rest.iter().any(|other| meet(&other.from(), &to)) {
                 return false;
             }
         }
-        _ => return false,
+        _ => {}
     }
-    gone.contains(&from.start) && !rest.iter().any(|other| other.to().contains(&from.start))
+    change.takes() && gone.contains(&from.start) && !rest.iter().any(|other| other.to().contains(&from.start))
 }
 
 /// Whether the change `rest[at]` can be the next one. All changes before it in `rest` must wait.
@@ -320,11 +329,11 @@ fn in_order(mut rest: Vec<Change>, mut facts: Facts) -> Vec<Event> {
         // If there is no such change, a thread was killed after it had freed the place and before
         // it sent the event. The memory that the tables have at that place is gone.
         let change = rest.remove(next.unwrap_or(0));
-        carry_out(&mut facts.spans, &change.event);
-        events.push(change.event);
-        if change.has_end {
-            let from = change.from();
-            events.push(Event::Unmap(from.start, from.end));
+        let from = change.from();
+        let end = change.has_end.then_some(Event::Unmap(from.start, from.end));
+        for event in [change.event].into_iter().chain(end) {
+            carry_out(&mut facts.spans, &event);
+            events.push(event);
         }
     }
     events
@@ -378,13 +387,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// The registered mappings where these changes were made, by address. `None` if they cannot be
     /// had, or show a change of which no event was read.
     fn registered_at(&mut self, changes: &[Change]) -> Option<Vec<Mapping>> {
-        let mut all = Vec::new();
+        let mut all = std::mem::take(&mut self.mappings_of_now);
         if !self.kernel.read_mappings(&mut all) {
             return None;
         }
         let ranges = changes.iter().flat_map(|change| [change.from(), change.to()]);
         let near = ranges.filter(|range| !range.is_empty()).flat_map(|range| of_range(&all, &range));
         let near: BTreeMap<usize, Mapping> = near.map(|&mapping| (mapping.start, mapping)).collect();
+        self.mappings_of_now = all;
         let mut registered = Vec::new();
         for (start, mapping) in near {
             if self.kernel.is_registered(start).ok()? {
@@ -427,7 +437,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if changes.len() > 1 {
             facts.spans.clone_from(&self.spans);
             self.events.iter().for_each(|event| carry_out(&mut facts.spans, event));
-            if changes.iter().filter(|change| !matches!(change.event, Event::Remove(..))).count() > 1 {
+            if has_conflict(&changes) {
                 facts.now = self.registered_at(&changes);
             }
         }
@@ -568,31 +578,6 @@ mod tests {
     }
 
     #[test]
-    fn what_a_move_has_left_behind_was_gone_before_other_memory_moved_there() {
-        // The tables know nothing of the memory at `OTHER`.
-        let left = [Event::Remap(OTHER, TO, 2 * BYTES), Event::Unmap(OTHER, OTHER + 2 * BYTES)];
-        let second = [moved(SECOND, OTHER), unmapped(SECOND)];
-        let spans = [(SECOND, SECOND + BYTES)];
-        let ordered = |now: &[Mapping], events: &[Event]| ordered_by(&spans, |_| None, now, events);
-        let now = [mapped(TO, TO + 2 * BYTES), mapped(OTHER, OTHER + BYTES)];
-        let read = [second, left].concat();
-        assert_eq!(ordered(&now, &read), [left, second].concat());
-        // Here the memory has grown and moved on, so nothing is left.
-        assert_eq!(ordered(&now[..1], &read), read);
-        // Here it has moved on, and left an empty mapping.
-        assert_eq!(ordered(&now, &read[..3]), read[..3]);
-        // Here it has moved on, and third memory has come.
-        let third = [moved(THIRD, OTHER), unmapped(THIRD)];
-        assert_eq!(ordered(&now, &[&read[..], &third].concat()), [&read[..], &third].concat());
-        // The beginning is gone, and the memory before has grown.
-        let cut = Event::Unmap(OTHER, OTHER + PAGE_SIZE);
-        let read = [second[0], second[1], cut];
-        let grown = [mapped(OTHER - BYTES, OTHER + PAGE_SIZE), mapped(OTHER + PAGE_SIZE, OTHER + BYTES)];
-        assert_eq!(ordered(&grown, &read), read);
-        assert_eq!(ordered(&[mapped(OTHER, OTHER + BYTES)], &read), [cut, second[0], second[1]]);
-    }
-
-    #[test]
     fn memory_that_moves_shrinks_and_grows_again_has_lost_what_it_had_there() {
         let events = [moved(SECOND, OLD), unmapped(SECOND), Event::Unmap(OLD + BYTES / 2, OLD + BYTES)];
         let now = [mapped(OLD, OLD + BYTES)];
@@ -639,6 +624,11 @@ mod tests {
         // A small mapping is new.
         let now = [mapped(TO, TO + BYTES), mapped(OLD + 2 * PAGE_SIZE, OLD + 3 * PAGE_SIZE)];
         assert_eq!(ordered_by(&spans, |_| None, &now, &events), right);
+        // The program drops its content before.
+        let drop = Event::Remove(OLD, OLD + BYTES);
+        let events = [events[0], events[1], drop, part, unmapped(OLD)];
+        let right = [part, events[0], events[1], drop, unmapped(OLD)];
+        assert_eq!(ordered_by(&spans, |_| None, &now, &events), right);
     }
 
     #[test]
@@ -648,7 +638,11 @@ mod tests {
         let spans = [(OLD, OLD + BYTES)];
         let ordered = |now: &[Mapping]| ordered_by(&spans, |_| None, now, &events);
         let right = [events[1], events[2], events[0]];
-        assert_eq!(ordered(&[mapped(TO, TO + BYTES), mapped(OLD - BYTES, hole.start)]), right);
+        let grown = [mapped(TO, TO + BYTES), mapped(OLD - BYTES, hole.start)];
+        assert_eq!(ordered(&grown), right);
+        // Memory before it may have grown up to the hole.
+        let spans = [(OLD - BYTES, OLD + BYTES)];
+        assert_eq!(ordered_by(&spans, |_| None, &grown, &events), events);
         assert_eq!(ordered(&[mapped(TO, TO + BYTES), mapped(hole.end, OLD + BYTES)]), right);
         // Memory has grown over the hole, and moved as a whole.
         assert_eq!(ordered(&[mapped(TO, TO + BYTES)]), events);

@@ -164,8 +164,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// cannot move out. Then the others would make room for each other for ever.
     fn fresh(&self) -> usize {
         let is_going_on = self.kernel.now().saturating_sub(self.last_single) <= STUCK;
-        match is_going_on && self.eviction.is_none() {
-            true => (self.singles_there / 2).saturating_sub(BATCH).min(BLOCK_PAGES),
+        match is_going_on && self.eviction.is_none() && self.singles_there >= 2 * WINDOW {
+            true => (self.singles_there / 2).saturating_sub(BATCH).clamp(WINDOW, BLOCK_PAGES),
             false => 0,
         }
     }

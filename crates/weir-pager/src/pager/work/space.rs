@@ -8,10 +8,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             Event::Fault(_) => {}
             Event::Remove(start, end) => self.removed(start, end),
             Event::Unmap(start, end) => {
-                for part in order::held_in(&self.doubtful, start..end) {
-                    let _ = self.kernel.advise(part.start, part.len(), Advice::LinuxDoFork);
-                }
-                order::forget(&mut self.doubtful, start..end);
+                self.take_advice_back(start..end);
                 self.unmapped(start, end);
                 order::forget(&mut self.left_out, start..end);
             }
@@ -20,11 +17,17 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 // event. If they do, drop that memory.
                 self.unmapped(to, to + bytes);
                 // The spans change first, since the pager may read and order further events below.
-                self.forget_span(from, from + bytes);
+                // If no event follows that unmaps the old place, the move has left a registered
+                // mapping there (`MREMAP_DONTUNMAP`). It is managed like before.
+                if self.events.front() == Some(&Event::Unmap(from, from + bytes)) {
+                    self.forget_span(from, from + bytes);
+                }
                 self.add_span(to, to + bytes);
                 let doubtful = order::held_in(&self.doubtful, from..from + bytes);
                 if !doubtful.is_empty() && !self.is_held() {
                     self.advise(&[(to, to + bytes)], Advice::LinuxDontFork);
+                    // That memory may have gone on already.
+                    order::add(&mut self.doubtful, to..to + bytes);
                 }
                 let left_out = order::held_in(&self.left_out, from..from + bytes);
                 order::forget(&mut self.left_out, to..to + bytes);
@@ -446,6 +449,27 @@ impl<K: Kernel, S: Store> Work<K, S> {
         is_sure
     }
 
+    /// Takes back the advice that other memory has got in the place of managed memory that is gone.
+    fn take_advice_back(&mut self, range: std::ops::Range<usize>) {
+        let doubtful = order::held_in(&self.doubtful, range.clone());
+        if doubtful.is_empty() {
+            return;
+        }
+        order::forget(&mut self.doubtful, range);
+        let mut mappings = std::mem::take(&mut self.mappings_of_now);
+        self.kernel.read_mappings(&mut mappings);
+        for &Mapping { start, end, .. } in &mappings {
+            for part in doubtful.iter().filter(|part| start < part.end && part.start < end) {
+                let (start, end) = (start.max(part.start), end.min(part.end));
+                // Registered memory there is managed, or will be.
+                if self.kernel.is_registered(start) != Ok(true) {
+                    let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
+                }
+            }
+        }
+        self.mappings_of_now = mappings;
+    }
+
     /// Ends the doubt about the advice once all changes of the address space are handled.
     pub(super) fn end_doubt(&mut self) {
         if !self.doubtful.is_empty() && self.events.is_empty() && !self.kernel.is_changing() {
@@ -859,7 +883,7 @@ mod tests {
         for (start, area) in work.kernel.world.take_areas(from, moved_end) {
             work.kernel.world.insert(to + start - from, Area { end: to + area.end - from, ..area });
         }
-        work.apply(Event::Remap(address(from), address(to), 864 * PAGE_SIZE));
+        moved(&mut work, address(from), address(to), 864 * PAGE_SIZE);
         assert_eq!(work.blocks.get(whole).at, address(near - 991 - from + to));
         let partial = work.blocks.at(address(near)).expect("the cut block's last pages are there");
         assert!(work.blocks.get(partial).is_partial);
@@ -947,6 +971,35 @@ mod tests {
         assert!(work.adopt(&[(address(pages.start), address(pages.end))]));
     }
 
+    /// Applies the events of a move whose old place is unmapped at its end.
+    fn moved(work: &mut Work<Machine, Simulated>, from: usize, to: usize, bytes: usize) {
+        work.events.push_front(Event::Unmap(from, from + bytes));
+        work.apply(Event::Remap(from, to, bytes));
+        let end = work.events.pop_front().expect("just added");
+        work.apply(end);
+    }
+
+    #[test]
+    fn a_mapping_that_a_move_leaves_behind_is_managed_like_before() {
+        let (mut work, first) = work_at_rest();
+        let [old, new] = [0, 4].map(|blocks| address(first + blocks * BLOCK_PAGES));
+        work.kernel.world.map(first, first + 2 * BLOCK_PAGES);
+        work.kernel.register(old, old + 2 * BLOCK).unwrap();
+        work.add_span(old, old + 2 * BLOCK);
+        let id = work.blocks.add(old, State::Stored);
+        work.kernel.world.map(first + 4 * BLOCK_PAGES, first + 5 * BLOCK_PAGES);
+        work.apply(Event::Remap(old, new, BLOCK));
+        assert_eq!((work.blocks.at(new), work.blocks.at(old)), (Some(id), None));
+        work.fault(old, &mut None).unwrap();
+        let left = work.blocks.at(old).expect("it is managed");
+        assert_eq!(work.blocks.get(left).state, State::Resident);
+        moved(&mut work, new, old + 8 * BLOCK, BLOCK);
+        assert_eq!(
+            Vec::from_iter(work.spans.clone()),
+            [(old, old + 2 * BLOCK), (old + 8 * BLOCK, old + 9 * BLOCK)]
+        );
+    }
+
     /// Takes memory away as `munmap` does.
     fn unmapped(work: &mut Work<Machine, Simulated>, pages: std::ops::Range<usize>) {
         work.kernel.world.take_areas(pages.start, pages.end);
@@ -1031,9 +1084,9 @@ mod tests {
         let id = work.blocks.add(address(first), State::Resident);
         work.policy.came(id);
         let (home, away) = (address(first + 10), address(first + 4 * BLOCK_PAGES));
-        work.apply(Event::Remap(home, away, 5 * PAGE_SIZE));
+        moved(&mut work, home, away, 5 * PAGE_SIZE);
         assert_eq!((work.singles_there, work.policy.len()), (BLOCK_PAGES - 5, 0), "it has a hole");
-        work.apply(Event::Remap(away, home, 5 * PAGE_SIZE));
+        moved(&mut work, away, home, 5 * PAGE_SIZE);
         assert_eq!(work.blocks.at(home).map(|id| work.blocks.get(id).state), Some(State::Resident));
         assert_eq!(work.policy.len(), 1);
     }
