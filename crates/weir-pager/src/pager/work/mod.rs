@@ -434,7 +434,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 if self.poison(address) {
                     self.blocks.get_mut(id).clear_ending(page);
                 }
-                return Ok(());
+                return self.woken();
             }
             _ => {}
         }
@@ -448,14 +448,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             if self.blocks.get(id).is_partial {
                 self.lose_single(id, page);
-                // If an event says that the program has dropped the page, nothing has woken the
-                // waiting thread yet.
-                return if self.has_changed() { Err(Changed) } else { Ok(()) };
+                return self.woken();
             }
         }
         let is_prefetched = matches!(self.blocks.get(id).state, State::Ready(_) | State::Filling(_))
             && !self.asked.contains(&id);
         self.bring(id)?;
+        if self.blocks.get(id).state == State::Lost {
+            return self.woken();
+        }
         count(&self.shared.counters.prefetched, u64::from(is_prefetched));
         if let Some(stride) = plan.stride {
             self.want(at, stride);
@@ -465,6 +466,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.wanted.truncate(WANTED_MAX);
         }
         Ok(())
+    }
+
+    /// Whether the thread that waited for a poisoned page was woken. If an event says that the
+    /// program has dropped the page, the page was not poisoned, and nothing has woken the thread.
+    fn woken(&self) -> Result<(), Changed> {
+        if self.has_changed() { Err(Changed) } else { Ok(()) }
     }
 
     /// Begins to read the blocks for which threads wait, as far as there are frames. So helpers

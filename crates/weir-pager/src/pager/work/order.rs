@@ -98,7 +98,7 @@ impl Change {
 fn has_spared(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
     let Event::Unmap(start, end) = rest[at].event else { return false };
     let place = rest[move_in].to().start;
-    let mut others = rest.iter().enumerate().filter(|&(other, _)| other != at && other != move_in);
+    let mut others = rest.iter().enumerate().filter(|&(other, _)| other != move_in);
     start < place
         && place < end
         && facts.mapped(&(place..place + 1)).first().is_some_and(|mapping| mapping.start == place)

@@ -824,6 +824,37 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_waits_for_a_page_of_a_lost_block_is_woken_though_the_page_was_dropped() {
+        for is_lost in [false, true] {
+            let (mut work, first) = work_at_rest();
+            let (start, end) = (address(first), address(first + BLOCK_PAGES));
+            work.kernel.world.map(first, first + BLOCK_PAGES);
+            work.kernel.register(start, end).unwrap();
+            work.add_span(start, end);
+            let id = work.blocks.add(start, State::Stored);
+            let room = work.store.claim().expect("room");
+            work.blocks.get_mut(id).room = Some(room);
+            work.rooms = 1;
+            work.store.spoil(room + 200);
+            if is_lost {
+                work.lose(id, |_| None);
+            } else {
+                let slot = work.frame();
+                work.blocks.get_mut(id).state = State::Filling(slot);
+                work.begin_load(id, slot, false);
+            }
+            let drop = Event::Remove(start + PAGE_SIZE, start + 2 * PAGE_SIZE);
+            work.events.push_back(drop);
+            let mut plan = Some(Plan { stride: None, guess: None, is_whole: true });
+            assert!(work.fault(start + PAGE_SIZE, &mut plan).is_err(), "nobody has woken it");
+            work.events.clear();
+            work.apply(drop);
+            work.fault(start + PAGE_SIZE, &mut plan).unwrap();
+            assert!(work.kernel.world.entries[first + 1].is_poisoned);
+        }
+    }
+
+    #[test]
     fn what_stays_of_a_lost_block_waits_for_no_page_that_is_gone() {
         for is_touched in [false, true] {
             let (mut work, first) = work_at_rest();
