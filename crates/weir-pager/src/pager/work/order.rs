@@ -573,8 +573,14 @@ mod tests {
         let ordered = |now: &[Mapping]| ordered_by(&spans, |_| None, now, &events);
         let right = [events[2], events[0], events[1]];
         assert_eq!(ordered(&[mapped(place.start, place.end)]), right);
-        // Here the memory that has moved was cut.
+        // Here the memory that has moved was cut, and the memory before it has grown again.
         assert_eq!(ordered(&[mapped(grown.end, place.end)]), events);
+        assert_eq!(ordered(&[mapped(OLD, part + PAGE_SIZE), mapped(grown.end, place.end)]), events);
+        // Here it was cut, and third memory has moved there.
+        let third = [Event::Remap(THIRD, part, 2 * PAGE_SIZE), Event::Unmap(THIRD, THIRD + 2 * PAGE_SIZE)];
+        let events = [&events[..], &third].concat();
+        let spans = [&spans[..], &[(THIRD, THIRD + BYTES)]].concat();
+        assert_eq!(ordered_by(&spans, |_| None, &[mapped(part, place.end)], &events), events);
     }
 
     #[test]
@@ -612,6 +618,12 @@ mod tests {
             let right = if is_new { events } else { [grown, events[0], events[1]] };
             assert_eq!(Vec::from(work.events.clone()), right);
         }
+        let (mut work, first) = work_at_rest();
+        let event = Event::Unmap(address(first), address(first + 4));
+        let changes = [Change { event, has_end: false, view: None }];
+        assert_eq!(work.registered_at(&changes), Some(Vec::new()));
+        work.kernel.world.changing = 1;
+        assert_eq!(work.registered_at(&changes), None, "what is there may be new");
     }
 
     #[test]

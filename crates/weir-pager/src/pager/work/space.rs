@@ -742,6 +742,9 @@ mod tests {
         work.apply(Event::Unmap(pages[0].0, pages[0].1));
         work.apply(Event::Remap(pages[1].0, address(to), BLOCK));
         assert_eq!([old, to].map(|page| is_left_out(&work, page)), [false, true]);
+        // It had gone on already, and other memory had come there.
+        work.apply(Event::Unmap(address(to), address(to) + BLOCK));
+        assert!(!is_left_out(&work, to));
         // Once there is no doubt, what the program itself leaves out of its forks stays so.
         let again = |work: &mut Work<Machine, Simulated>| {
             work.kernel.advise(pages[0].0, BLOCK, Advice::LinuxDontFork).unwrap();
