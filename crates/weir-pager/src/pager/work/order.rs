@@ -183,7 +183,7 @@ fn has_conflict(changes: &[Change]) -> bool {
 }
 
 /// The mappings that have a byte of this range, of a list by address.
-fn of_range<'a>(mappings: &'a [Mapping], range: &Range<usize>) -> &'a [Mapping] {
+pub(super) fn of_range<'a>(mappings: &'a [Mapping], range: &Range<usize>) -> &'a [Mapping] {
     let first = mappings.partition_point(|mapping| mapping.end <= range.start);
     let past = mappings.partition_point(|mapping| mapping.start < range.end);
     &mappings[first..past.max(first)]

@@ -458,9 +458,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         order::forget(&mut self.doubtful, range);
         let mut mappings = std::mem::take(&mut self.mappings_of_now);
         self.kernel.read_mappings(&mut mappings);
-        for &Mapping { start, end, .. } in &mappings {
-            for part in doubtful.iter().filter(|part| start < part.end && part.start < end) {
-                let (start, end) = (start.max(part.start), end.min(part.end));
+        for part in doubtful {
+            for mapping in order::of_range(&mappings, &part) {
+                let (start, end) = (mapping.start.max(part.start), mapping.end.min(part.end));
                 // Registered memory there is managed, or will be.
                 if self.kernel.is_registered(start) != Ok(true) {
                     let _ = self.kernel.advise(start, end - start, Advice::LinuxDoFork);
