@@ -101,16 +101,21 @@ fn a_node_that_dies_costs_nothing_with_two_copies_and_its_own_pages_with_one() {
         let reads: Vec<_> = slots.iter().map(|slot| (*slot, None)).collect();
         assert!(all(&mut *lane, &writes(0)).iter().all(|(result, _)| result.is_ok()));
         engines[1].kill();
-        for (slot, (result, content)) in slots.iter().zip(all(&mut *lane, &reads)) {
-            if copies == 2 || store.member(*slot) != 1 {
-                assert_eq!((result, content), (Ok(()), page(slot.0)), "{slot:?}");
-            } else {
-                assert_eq!(result, Err(Fault::Timeout), "{slot:?}");
-            }
-        }
         // With two copies its pages are served, and new ones go where both can be kept.
         let away = if copies == 2 { State::Draining } else { State::Unreachable };
-        assert_eq!(store.state(1), away);
+        let begun = Instant::now();
+        // On a busy machine the other node may serve all these reads before the thread of the dead
+        // node has noticed anything.
+        while store.state(1) != away {
+            assert!(begun.elapsed() < PATIENCE, "nobody notices: {:?}", store.report().unwrap().conditions());
+            for (slot, (result, content)) in slots.iter().zip(all(&mut *lane, &reads)) {
+                if copies == 2 || store.member(*slot) != 1 {
+                    assert_eq!((result, content), (Ok(()), page(slot.0)), "{slot:?}");
+                } else {
+                    assert_eq!(result, Err(Fault::Timeout), "{slot:?}");
+                }
+            }
+        }
         assert_eq!(store.report().unwrap().conditions()[1].state, State::Unreachable);
         let report = store.report().unwrap().conditions();
         assert!(report[1].why.is_some() && report[0].why.is_none(), "{report:?}");

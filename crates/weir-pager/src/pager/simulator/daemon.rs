@@ -54,6 +54,8 @@ impl Kept {
     fn dies(&mut self) -> bool {
         if self.is_alive && self.random.one_in(self.deaths.one_in) {
             self.is_alive = false;
+            // Its writes that are still under way end with it, those of other connections too.
+            self.writing.clear();
             // Now and then the next daemon comes too late, and the wait for it ends.
             let is_late = self.deaths.last.is_some() && self.random.one_in(20);
             self.away = if is_late { u64::MAX } else { self.random.below(60) };
@@ -212,9 +214,6 @@ impl Connection for Simulated {
                 if number < hears {
                     self.ended.push_back(ended);
                 }
-            }
-            if dies {
-                self.kept.borrow_mut().writing.clear();
             }
         }
         self.in_flight -= 1;
