@@ -3,6 +3,7 @@
 mod blocks;
 mod endings;
 mod helpers;
+mod queues;
 #[cfg(test)]
 mod simulator;
 mod work;

@@ -74,6 +74,12 @@ const CROWDED: u32 = 28;
 /// Number of page faults for which a crowded program gets single pages, the first time and at most.
 const CROWDED_FOR: u64 = 256;
 const CROWDED_FOR_MOST: u64 = 1 << 12;
+/// In a program that jumps, whole blocks make room for single pages. If such a block comes back
+/// after fewer page faults than `SOON`, blocks stay for `SPARED_FOR` page faults, and for longer
+/// each time.
+const SOON: u64 = 1 << 12;
+const SPARED_FOR: u64 = 1 << 9;
+const SPARED_FOR_MOST: u64 = 1 << 16;
 /// While the program streams, one victim of this many is the oldest block, and the others are new
 /// ones. Otherwise blocks that are no longer used would stay in place for ever.
 const OLDEST_EVERY: u32 = 16;
@@ -130,9 +136,12 @@ pub struct History {
     pub is_early: bool,
     /// The page at which the block was entered when it came as a whole last.
     entry: u16,
-    /// The number that [`Policy::evicted`] returned when the block was moved out last. 0: it never
-    /// was.
-    pub evicted: u64,
+    /// Number of blocks that had been moved out when this one was last. 0: it never was, or it had
+    /// been in place for long.
+    evicted: u64,
+    /// The time, in page faults, at which the block was moved out while the program jumped. 0: it
+    /// was not.
+    jumped_at: u64,
 }
 
 impl History {
@@ -262,6 +271,10 @@ pub struct Policy {
     /// state lasted the last time.
     crowded_until: u64,
     crowded_for: u64,
+    /// The time, in page faults, until which whole blocks stay in place of single pages, and how
+    /// long that lasted the last time.
+    spared_until: u64,
+    spared_for: u64,
 }
 
 impl Default for Policy {
@@ -286,6 +299,8 @@ impl Default for Policy {
             early: 0,
             crowded_until: 0,
             crowded_for: CROWDED_FOR,
+            spared_until: 0,
+            spared_for: 0,
         }
     }
 }
@@ -314,15 +329,19 @@ impl Policy {
         }
     }
 
-    /// Notes that a block was moved out, to be written to the store. Returns the number of such
-    /// blocks until now, or 0 if this block had been in place for more than one pass through all
-    /// memory in place. Such a block may come back at any time, and did not go too early.
-    pub fn evicted(&mut self, id: u32) -> u64 {
+    /// Notes that a block was moved out, to be written to the store. A block that had been in place
+    /// for more than one pass through all memory in place may come back at any time, and did not go
+    /// too early.
+    pub fn evicted(&mut self, id: u32, history: &mut History) {
         let came = self.order.iter().rfind(|(other, _)| *other == id).map_or(0, |&(_, came)| came);
         let is_old = self.came - came > self.order.len() as u64 + EARLY;
         self.went(id);
         self.evicted += 1;
-        if is_old { 0 } else { self.evicted }
+        history.evicted = if is_old { 0 } else { self.evicted };
+        if !self.is_streaming {
+            history.jumped_at = self.faults;
+            self.spared_for -= self.spared_for / 4;
+        }
     }
 
     /// Number of blocks in place.
@@ -348,6 +367,11 @@ impl Policy {
         if is_whole {
             self.note_whole(history.is_early, history.evicted > self.evicted_before);
             history.entry = page as u16;
+            let is_back = history.jumped_at > 0 && self.faults - history.jumped_at < SOON;
+            if is_back && !self.is_streaming && !self.spares_blocks() {
+                self.spared_for = (2 * self.spared_for).clamp(SPARED_FOR, SPARED_FOR_MOST);
+                self.spared_until = self.faults + self.spared_for;
+            }
             if is_used && !self.was_entered(number, 0) {
                 self.entered.push_back((number, self.faults));
             }
@@ -503,6 +527,11 @@ impl Policy {
         self.is_streaming
     }
 
+    /// Whether blocks that made room for single pages came straight back.
+    pub fn spares_blocks(&self) -> bool {
+        !self.is_streaming && self.faults < self.spared_until
+    }
+
     /// Whether the program has more streams than blocks have room. Whole blocks would go before
     /// they are used.
     fn is_crowded(&self) -> bool {
@@ -593,9 +622,9 @@ mod tests {
             while self.used + pages > self.limit {
                 let is_whole = self.policy.len() * BLOCK_PAGES > self.limit / 8 || self.singles.is_empty();
                 if let Some(victim) = is_whole.then(|| self.policy.victim(0)).flatten() {
-                    let evicted = self.policy.evicted(victim);
                     let number = i64::from(victim);
-                    self.blocks.get_mut(&number).expect("it came").0.evicted = evicted;
+                    let history = &mut self.blocks.get_mut(&number).expect("it came").0;
+                    self.policy.evicted(victim, history);
                     assert!(self.resident.remove(&number), "a victim is resident");
                     self.used -= BLOCK_PAGES;
                 } else {
@@ -900,7 +929,7 @@ mod tests {
         for id in 200..230 {
             let victim = policy.victim(0).expect("there are blocks");
             assert_ne!(victim, 100);
-            policy.evicted(victim);
+            policy.evicted(victim, &mut History::default());
             policy.came(id);
         }
         // Nor do blocks go that came before their page fault.
@@ -926,7 +955,7 @@ mod tests {
                     tries += 1;
                     match policy.victim(0).expect("there are blocks") {
                         victim if victim < stuck => policy.spared(victim),
-                        victim => _ = policy.evicted(victim),
+                        victim => policy.evicted(victim, &mut History::default()),
                     }
                 }
                 most = most.max(policy.len());
@@ -1106,6 +1135,43 @@ mod tests {
         assert_eq!(said, [None, None, Some(1), Some(1), Some(1), None], "block 42 is not in place");
     }
 
+    #[test]
+    fn whole_blocks_stay_for_longer_each_time_that_one_comes_straight_back() {
+        let mut policy = Policy::default();
+        let mut history = History::default();
+        let fault = |page, is_stored| {
+            let none = Fault { number: 0, page, is_stored, there: 0, there_of_all: 0, blocks: 100 };
+            Fault { number: 1000 * page as i64, ..none }
+        };
+        // Page faults in the midst of blocks that bring single pages.
+        let jump = |policy: &mut Policy, count: u64| {
+            (0..count).for_each(|at| {
+                policy.fault(fault(1 + at as usize % 500, true), &mut History::default(), |_| false);
+            });
+        };
+        jump(&mut policy, 100);
+        let mut spared = Vec::new();
+        for away in [10, 10, 10, SOON, 10] {
+            policy.came(1);
+            policy.evicted(1, &mut history);
+            jump(&mut policy, away);
+            policy.fault(fault(7, false), &mut history, |_| false);
+            history.came();
+            policy.went(1);
+            let mut count = 0;
+            while policy.spares_blocks() {
+                jump(&mut policy, 1);
+                count += 1;
+            }
+            spared.push(count);
+        }
+        // A block that goes for good makes the next time shorter again.
+        assert_eq!(spared, [512, 768, 1152, 0, 1296]);
+        policy.is_streaming = true;
+        policy.spared_until = u64::MAX;
+        assert!(!policy.spares_blocks(), "streams need frames");
+    }
+
     proptest! {
         #[test]
         fn a_thread_gets_all_blocks_that_it_needs_at_once(
@@ -1131,7 +1197,7 @@ mod tests {
                         policy.spared(victim);
                         continue;
                     }
-                    policy.evicted(victim);
+                    policy.evicted(victim, &mut History::default());
                     resident.remove(&victim);
                 }
                 (0..needed).find(|id| !resident.contains(id))
@@ -1162,7 +1228,7 @@ mod tests {
                         policy.fault(fault, &mut histories[id as usize], |_| false);
                     }
                     1 if resident.insert(id) => policy.came(id),
-                    2 if resident.remove(&id) => histories[id as usize].evicted = policy.evicted(id),
+                    2 if resident.remove(&id) => policy.evicted(id, &mut histories[id as usize]),
                     3 if resident.contains(&id) => policy.spared(id),
                     _ => {}
                 }

@@ -41,6 +41,37 @@ pub fn set(bits: &mut Bits, page: usize, is_set: bool) {
     bits[page / 64] = bits[page / 64] & !(1 << (page % 64)) | u64::from(is_set) << (page % 64);
 }
 
+/// The pages of one block that have gone a short while ago: in this epoch or in the last one.
+#[derive(Clone, Debug, Default)]
+pub struct Ghosts {
+    epoch: u32,
+    /// A bit for each page that has gone in `epoch`, and in the epoch before.
+    now: Bits,
+    before: Bits,
+}
+
+impl Ghosts {
+    /// Notes that a page has gone in this epoch.
+    pub fn note(&mut self, page: usize, epoch: u32) {
+        let passed = epoch.wrapping_sub(self.epoch);
+        if passed > 0 {
+            let last = std::mem::take(&mut self.now);
+            self.before = if passed == 1 { last } else { Bits::default() };
+            self.epoch = epoch;
+        }
+        set(&mut self.now, page, true);
+    }
+
+    /// Whether a page had gone a short while before the beginning of this epoch, or later.
+    pub fn has(&self, page: usize, epoch: u32) -> bool {
+        match epoch.wrapping_sub(self.epoch) {
+            0 => has(&self.now, page) || has(&self.before, page),
+            1 => has(&self.now, page),
+            _ => false,
+        }
+    }
+}
+
 /// The hashes of a block's pages, by page.
 pub type Hashes = Box<[u64]>;
 
@@ -71,6 +102,8 @@ pub struct Block {
     pub zeros: Bits,
     /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: Bits,
+    /// The single pages that have gone a short while ago.
+    pub ghosts: Ghosts,
     /// The page faults that the policy has seen on this block.
     pub history: History,
     /// A bit for each page whose content the program has dropped, and which the kernel may not have
@@ -178,6 +211,7 @@ impl Blocks {
             stored: None,
             zeros: [0; BLOCK_PAGES / 64],
             there: [0; BLOCK_PAGES / 64],
+            ghosts: Ghosts::default(),
             history: History::default(),
             ending: None,
         };

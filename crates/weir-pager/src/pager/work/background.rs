@@ -24,8 +24,24 @@ impl<K: Kernel, S: Store> Work<K, S> {
             return true;
         }
         let short = self.short_of_singles();
-        if short > 0 && self.write_singles(short) {
-            return true;
+        if short > 0 {
+            if !self.policy.is_streaming()
+                && let Some(slot) = self.find(Slot::Free)
+            {
+                self.scrub(slot);
+                return true;
+            }
+            if self.gives_blocks() {
+                if !self.writing.is_empty() {
+                    return self.carry_write();
+                }
+                if self.begin_write().is_some() {
+                    return true;
+                }
+            }
+            if self.write_singles(short) {
+                return true;
+            }
         }
         if self.place() {
             return true;
@@ -129,11 +145,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             let at = self.blocks.get(id).at;
             if self.has_ended(id) && self.move_out(at, slot) {
-                let evicted = self.policy.evicted(id);
                 self.placed.retain(|&(other, _)| other != id);
                 self.was_tried();
                 let block = self.blocks.get_mut(id);
-                (block.state, block.history.evicted) = (State::Writing(slot), evicted);
+                self.policy.evicted(id, &mut block.history);
+                block.state = State::Writing(slot);
                 self.begin_hashes(id);
                 self.begin_load(id, slot, false);
                 return Some(());

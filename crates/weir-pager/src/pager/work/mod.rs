@@ -12,6 +12,7 @@ mod space;
 
 use super::blocks::{Block, Blocks, State, hashes};
 use super::helpers::{Helpers, Kept, Load, Notes, SLOTS};
+use super::queues::{Queues, Search, Single};
 use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
@@ -92,15 +93,6 @@ enum Slot {
 struct Outbox {
     slot: usize,
     used: usize,
-}
-
-/// A single page in place.
-#[derive(Clone, Copy, Debug)]
-struct Single {
-    id: u32,
-    page: u16,
-    /// Number of single pages that had come before it.
-    came: u16,
 }
 
 /// The address at a distance in blocks.
@@ -190,10 +182,9 @@ pub(super) struct Work<K: Kernel, S> {
     /// Single pages in place, in the order in which they came. Pages that had to stay when it was
     /// their turn stand behind them. An entry is outdated once its page is no longer a single page
     /// in place.
-    singles: VecDeque<Single>,
+    singles: Queues,
     singles_there: usize,
     /// Number of single pages that have come into place so far, and the time of the last one.
-    singles_came: u16,
     last_single: Duration,
     /// Number of single pages in place that belong to partial blocks.
     partial_there: usize,
@@ -310,9 +301,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
             ready: VecDeque::new(),
             near: VecDeque::new(),
             placed: VecDeque::new(),
-            singles: VecDeque::new(),
+            singles: Queues::default(),
             singles_there: 0,
-            singles_came: 0,
             last_single: Duration::ZERO,
             partial_there: 0,
             due: 0,

@@ -17,9 +17,6 @@ pub(super) const FEW: usize = 16;
 const _: () = assert!(BLOCK_PAGES.is_multiple_of(FEW));
 /// Number of pages of the outbox. Its memory is freed once less than a batch of it is left.
 pub(super) const OUTBOX: usize = 2 * BATCH;
-/// Largest number of pages that the kernel may refuse to move while one batch is collected. After
-/// that the batch is written as it is.
-const REFUSED_MAX: usize = 3 * BATCH;
 /// While whole blocks have much memory, the share of partial blocks among the victims is their
 /// share of memory divided by this number.
 const PARTIAL_EVERY: usize = 16;
@@ -143,12 +140,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
             block.clear_ending(page);
             self.singles_there += 1;
             self.partial_there += usize::from(block.is_partial);
-            self.singles.push_back(Single { id, page: page as u16, came: self.singles_came });
-            self.singles_came = self.singles_came.wrapping_add(1);
+            self.singles.came(id, page, &block.ghosts);
         }
         if self.singles.len() > 2 * self.singles_there + BLOCK_PAGES {
             let mut singles = std::mem::take(&mut self.singles);
-            singles.retain(|&single| self.is_singly_there(single));
+            singles.retain(|single| self.is_singly_there(*single));
             self.singles = singles;
         }
     }
@@ -191,7 +187,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if is_partial && self.write_singles_of_turn() {
                 continue;
             }
-            let is_whole = self.policy.len() > share && !self.is_stuck();
+            let is_whole = self.policy.len() > share && !self.is_stuck() && !self.spares_blocks();
             if !self.writing.is_empty() || is_whole && self.begin_write().is_some() {
                 self.end_oldest_write();
                 continue;
@@ -255,12 +251,22 @@ impl<K: Kernel, S: Store> Work<K, S> {
         (self.limit() / WHOLE_SHARE).max(FRESH)
     }
 
-    /// Whether single pages make room, and not whole blocks: single pages take nearly all memory.
-    /// The few blocks that are in place as a whole would come straight back if they are in use.
+    /// Whether single pages make room, and not whole blocks: single pages take nearly all memory,
+    /// or the blocks that made room came back. The few blocks that are in place as a whole would
+    /// come straight back if they are in use.
     pub(super) fn spares_blocks(&self) -> bool {
         self.singles_of_whole() >= BLOCK_PAGES
-            && self.policy.len() <= self.whole_share()
+            && (self.policy.len() <= self.whole_share() || self.policy.spares_blocks())
             && !self.is_stuck_singly()
+    }
+
+    /// Whether whole blocks make room for single pages before those need it. Else single pages make
+    /// room for each other, and whole blocks that nobody uses stay for ever.
+    pub(super) fn gives_blocks(&self) -> bool {
+        !self.policy.is_streaming()
+            && self.policy.len() > self.whole_share()
+            && !self.is_stuck()
+            && !self.spares_blocks()
     }
 
     /// Whether no block could be moved out a moment ago.
@@ -301,29 +307,25 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let Some(Outbox { slot, used }) = outbox else { return false };
         let first = self.slot(slot) + used * PAGE_SIZE;
         let mut gone = Vec::with_capacity(most);
-        let (mut refused, mut may_claim) = (0, true);
-        let fresh = self.fresh();
+        let (mut search, mut may_claim) = (Search::default(), true);
+        let (there, fresh) = (self.singles_there, self.fresh());
         // The loop may go through all entries: an outdated entry costs little, and there may be
         // many of them.
-        for _ in 0..self.singles.len() {
-            if gone.len() == most || refused == REFUSED_MAX {
-                break;
-            }
-            let Some(single) = self.singles.pop_front() else { break };
+        while gone.len() < most {
+            let Some(single) = self.singles.next(&mut search, there, fresh) else { break };
             // The entry is outdated: the page was unmapped, or its whole block was brought.
             if !self.is_singly_there(single) {
                 continue;
             }
-            if usize::from(self.singles_came.wrapping_sub(single.came)) < fresh {
-                self.singles.push_back(single);
+            if self.singles.is_among(single, fresh) {
+                self.singles.put_back(&mut search, single, false);
                 continue;
             }
             let (id, page) = (single.id, usize::from(single.page));
             let is_new = self.blocks.get(id).room.is_none();
             if is_new && (!may_claim || !self.claim_room(id)) {
                 may_claim = false;
-                self.singles.push_back(single);
-                refused += 1;
+                self.singles.put_back(&mut search, single, true);
                 continue;
             }
             let to = first + gone.len() * PAGE_SIZE;
@@ -340,8 +342,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 // The page stays: a device uses it, it is locked, a child shares it, a thread that
                 // is about to end needs it, or it no longer exists.
                 Err(_) => {
-                    self.singles.push_back(single);
-                    refused += 1;
+                    self.singles.put_back(&mut search, single, true);
                     if is_new {
                         self.release_room(id);
                     }
@@ -383,12 +384,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
             for (at, &single) in gone.iter().enumerate() {
                 let to = self.blocks.get(single.id).at + usize::from(single.page) * PAGE_SIZE;
                 self.copy_in(to, first + at * PAGE_SIZE);
-                self.singles.push_back(single);
+                self.singles.keep(single);
             }
         } else {
             count(&self.shared.counters.singles_written, gone.len() as u64);
             for &Single { id, page, .. } in &gone {
                 self.forget_singles(id, page.into()..usize::from(page) + 1);
+                self.singles.went(page.into(), &mut self.blocks.get_mut(id).ghosts, there);
             }
             for single in gone {
                 self.tidy(single.id);
@@ -507,6 +509,42 @@ mod tests {
         work.make_room();
         assert_eq!(work.blocks.get(ids[0]).state, State::Resident);
         assert!(work.singles_there < (limit - 1) * BLOCK_PAGES);
+    }
+
+    /// A program jumps that has streamed before.
+    #[test]
+    fn whole_blocks_make_room_for_single_pages_unless_they_come_straight_back() {
+        for comes_back in [false, true] {
+            let (mut work, first, id) = with_stored_block();
+            let limit = 16;
+            let ids: Vec<u32> = (1..limit)
+                .map(|number| {
+                    let page = first + number * BLOCK_PAGES;
+                    work.kernel.world.map(page, page + BLOCK_PAGES);
+                    work.kernel.register(address(page), address(page + BLOCK_PAGES)).unwrap();
+                    work.kernel.world.come(page, 7);
+                    let id = work.blocks.add(address(page), State::Resident);
+                    work.policy.came(id);
+                    id
+                })
+                .collect();
+            work.shared.limit.store(limit, Ordering::Relaxed);
+            for page in 0..BLOCK_PAGES {
+                assert!(work.bring_single(id, page).unwrap());
+            }
+            assert!(work.room_for_singles() == 0 && !work.policy.is_streaming());
+            // A page fault of the program.
+            work.plan(id, 0);
+            for _ in 0..1000 {
+                while work.background() {}
+                let back = ids.iter().filter(|&&id| work.blocks.get(id).state == State::Stored);
+                let Some(&back) = back.take(usize::from(comes_back)).next() else { break };
+                work.fault(work.blocks.get(back).at, &mut None).unwrap();
+            }
+            let stay = work.policy.len();
+            assert!(if comes_back { stay > limit / 2 } else { stay < limit - 1 }, "{stay}");
+            assert!(comes_back || work.singles_there == BLOCK_PAGES, "{}", work.singles_there);
+        }
     }
 
     /// A program that has ended to stream does not use what was prefetched for it.
