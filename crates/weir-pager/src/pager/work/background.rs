@@ -63,11 +63,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Whether there are fewer frames for the next blocks than there should be, with those that are
-    /// being written. A few blocks may use the last frame.
+    /// being written. A few blocks may use the last frame, and so may blocks that come straight back.
     fn is_short_of_frames(&self) -> bool {
         let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
         let target = (self.limit() / 8).clamp(1, WRITES_MOST);
-        self.frames() >= self.limit() && free + self.writing.len() < target && !self.has_few()
+        self.frames() >= self.limit()
+            && free + self.writing.len() < target
+            && !self.has_few()
+            && !self.policy.spares_blocks()
     }
 
     /// Whether so few whole blocks are in place that a thread may need all of them at once.

@@ -105,6 +105,28 @@ fn has_spared(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool
         && !others.any(|(_, other)| meet(&other.to(), &(start..end)))
 }
 
+/// Whether the unmapping `rest[at]` was done before the move `rest[move_away]`, although the pager
+/// read the move's event first. The memory before what was unmapped has grown over that place, and
+/// has moved with its new part. Else a program would have unmapped a place that begins where
+/// another call has moved the memory away.
+fn has_cut(rest: &[Change], at: usize, move_away: usize, facts: &Facts) -> bool {
+    let (Event::Unmap(start, end), Event::Remap(..)) = (rest[at].event, rest[move_away].event) else {
+        return false;
+    };
+    let moved = rest[move_away].from();
+    let before = start.saturating_sub(1);
+    let mut others = rest.iter().enumerate().filter(|&(other, _)| other != at && other != move_away);
+    moved.start < start
+        && start < moved.end
+        && rest[move_away].has_not_seen(&(moved.end.min(end)..end))
+        && facts.now.is_some()
+        && facts.mapped(&(before..start)).is_empty()
+        && !others.any(|(_, other)| {
+            meet(&other.to(), &(before..end))
+                || !matches!(other.event, Event::Remove(..)) && other.from().contains(&before)
+        })
+}
+
 /// Whether the unmapping `rest[at]` was done after the move `rest[move_in]`: memory that the move
 /// brought is gone, and no other change has taken it.
 fn has_taken(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
@@ -260,6 +282,9 @@ fn would_be_gone(later: &Change, change: &Change, rest: &[Change], facts: &Facts
     match change.event {
         // All of `from` has moved away. So what lies beside the hole came later, and the hole too.
         Event::Unmap(..) if facts.has_rest(&gone, &from, rest) => return true,
+        // Memory beside the memory that has moved would be gone too. So it has grown there after the
+        // unmapping, and the memory that has moved was a part of it.
+        Event::Unmap(..) if facts.has_rest(&from, &gone, rest) => return false,
         Event::Remap(..) => {
             // If `later` was not done when the pager read of `change`, it was done after it.
             let to = later.to();
@@ -283,7 +308,8 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
     };
     if !held_in(&facts.spans, to.clone()).is_empty()
         || after.iter().any(is_moved_over)
-        || (at + 1..rest.len()).any(|later| has_spared(rest, later, at, facts))
+        || (at + 1..rest.len())
+            .any(|later| has_spared(rest, later, at, facts) || has_cut(rest, later, at, facts))
         || after.iter().any(|later| would_be_gone(later, change, rest, facts))
     {
         return false;
@@ -293,7 +319,8 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
         if meet(&waiting.from(), &to) || meet(&waiting.to(), &to) {
             return false;
         }
-        if is_older || would_be_gone(change, waiting, rest, facts) {
+        let is_first = would_be_gone(change, waiting, rest, facts) || has_cut(rest, at, place, facts);
+        if is_older || is_first {
             continue;
         }
         if meet(&waiting.from(), &from) {
@@ -664,6 +691,48 @@ mod tests {
         let events = [&events[..], &[other, Event::Unmap(SECOND, SECOND + PAGE_SIZE)]].concat();
         let now = [mapped(TO, TO + BYTES), mapped(OLD, hole.start)];
         assert_eq!(ordered_by(&spans, |_| None, &now, &events), events);
+    }
+
+    #[test]
+    fn memory_that_has_grown_over_a_hole_and_moved_was_cut_before() {
+        let cut = OLD + PAGE_SIZE..OLD + 2 * BYTES;
+        let events = [moved(OLD, TO), unmapped(OLD), Event::Unmap(cut.start, cut.end)];
+        let spans = [(OLD, cut.end + BYTES), (SECOND, SECOND + BYTES)];
+        let [to, left] = [mapped(TO, TO + BYTES), mapped(cut.end, cut.end + BYTES)];
+        let ordered = |seen: &[Mapping], now: &[Mapping], events: &[Event]| {
+            let view = |event: &Event| matches!(event, Event::Remap(..)).then(|| seen.to_vec());
+            ordered_by(&spans, view, now, events)
+        };
+        let cut_first = [events[2], events[0], events[1]];
+        assert_eq!(ordered(&[left, to], &[left, to], &events), cut_first);
+        // Memory behind the memory that has moved was still there after the move.
+        let behind = mapped(OLD + BYTES, cut.end + BYTES);
+        assert_eq!(ordered(&[behind, to], &[left, to], &events), events);
+        // Memory before it has grown after the move, and was cut.
+        assert_eq!(ordered(&[left, to], &[mapped(OLD - BYTES, cut.start), left, to], &events), events);
+        assert_eq!(ordered(&[left, to], &[], &events), events, "what is there now is not known");
+        // Other memory has moved there after the move.
+        let other = [moved(SECOND, OLD), unmapped(SECOND)];
+        let events = [&events[..2], &other, &events[2..]].concat();
+        assert_eq!(ordered(&[left, to], &[left, to], &events), events);
+    }
+
+    #[test]
+    fn memory_that_has_grown_over_a_hole_and_moved_in_part_was_not_there_before() {
+        let hole = OLD..OLD + 4 * BYTES;
+        let from = OLD + BYTES;
+        let events = [Event::Unmap(hole.start, hole.end), moved(from, TO), unmapped(from)];
+        let spans = [(OLD - BYTES, hole.end)];
+        let ordered = |now: &[Mapping]| ordered_by(&spans, |_| None, now, &events);
+        let (before, to) = (mapped(OLD - BYTES, OLD), mapped(TO, TO + BYTES));
+        let left = mapped(from + BYTES, from + 2 * BYTES);
+        assert_eq!(ordered(&[before, to, left]), events);
+        assert_eq!(ordered(&[mapped(OLD - BYTES, from), to, left]), events);
+        // Nothing is left beside it, or the memory before it has grown after both.
+        let moved_first = [events[1], events[2], events[0]];
+        assert_eq!(ordered(&[before, to]), moved_first);
+        assert_eq!(ordered(&[mapped(OLD - BYTES, from), to]), moved_first);
+        assert_eq!(ordered(&[mapped(OLD - BYTES, left.end), to]), moved_first);
     }
 
     #[test]
