@@ -63,7 +63,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Whether there are fewer frames for the next blocks than there should be, with those that are
-    /// being written. A few blocks may use the last frame, and so may blocks that come straight back.
+    /// being written. A few blocks may use the last frame. So may blocks that come straight back.
     fn is_short_of_frames(&self) -> bool {
         let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
         let target = (self.limit() / 8).clamp(1, WRITES_MOST);

@@ -282,8 +282,8 @@ fn would_be_gone(later: &Change, change: &Change, rest: &[Change], facts: &Facts
     match change.event {
         // All of `from` has moved away. So what lies beside the hole came later, and the hole too.
         Event::Unmap(..) if facts.has_rest(&gone, &from, rest) => return true,
-        // Memory beside the memory that has moved would be gone too. So it has grown there after the
-        // unmapping, and the memory that has moved was a part of it.
+        // Memory beside the memory that has moved would be gone too. So it has grown there after
+        // the unmapping, and the memory that has moved was a part of it.
         Event::Unmap(..) if facts.has_rest(&from, &gone, rest) => return false,
         Event::Remap(..) => {
             // If `later` was not done when the pager read of `change`, it was done after it.
