@@ -177,8 +177,8 @@ mod tests {
         }
     }
 
-    /// Misses in 100 accesses by Zipf's law (exponent 0.99), over four times as many pages as are in
-    /// place.
+    /// Misses in 100 accesses by Zipf's law (exponent 0.99), over four times as many pages as are
+    /// in place.
     #[test]
     fn skewed_accesses_miss_less_often_than_in_one_queue() {
         const THERE: usize = 1024;
