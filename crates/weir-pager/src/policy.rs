@@ -76,7 +76,7 @@ const CROWDED_FOR: u64 = 256;
 const CROWDED_FOR_MOST: u64 = 1 << 12;
 /// In a program that jumps, whole blocks make room for single pages. If such a block comes back
 /// after fewer page faults than `SOON`, blocks stay for `SPARED_FOR` page faults, and for longer
-/// each time.
+/// where most of them come back so.
 const SOON: u64 = 1 << 12;
 const SPARED_FOR: u64 = 1 << 9;
 const SPARED_FOR_MOST: u64 = 1 << 16;
@@ -139,8 +139,8 @@ pub struct History {
     /// Number of blocks that had been moved out when this one was last. 0: it never was, or it had
     /// been in place for long.
     evicted: u64,
-    /// The time, in page faults, at which the block was moved out while the program jumped. 0: it
-    /// was not.
+    /// The time, in page faults, at which the block was moved out to make room for single pages. 0:
+    /// it was not.
     jumped_at: u64,
 }
 
@@ -331,14 +331,14 @@ impl Policy {
 
     /// Notes that a block was moved out, to be written to the store. A block that had been in place
     /// for more than one pass through all memory in place may come back at any time, and did not go
-    /// too early.
-    pub fn evicted(&mut self, id: u32, history: &mut History) {
+    /// too early. `for_singles`: if the program jumps, the block makes room for single pages.
+    pub fn evicted(&mut self, id: u32, history: &mut History, for_singles: bool) {
         let came = self.order.iter().rfind(|(other, _)| *other == id).map_or(0, |&(_, came)| came);
         let is_old = self.came - came > self.order.len() as u64 + EARLY;
         self.went(id);
         self.evicted += 1;
         history.evicted = if is_old { 0 } else { self.evicted };
-        if !self.is_streaming {
+        if for_singles && !self.is_streaming {
             history.jumped_at = self.faults;
             self.spared_for -= self.spared_for / 4;
         }
@@ -624,7 +624,7 @@ mod tests {
                 if let Some(victim) = is_whole.then(|| self.policy.victim(0)).flatten() {
                     let number = i64::from(victim);
                     let history = &mut self.blocks.get_mut(&number).expect("it came").0;
-                    self.policy.evicted(victim, history);
+                    self.policy.evicted(victim, history, true);
                     assert!(self.resident.remove(&number), "a victim is resident");
                     self.used -= BLOCK_PAGES;
                 } else {
@@ -929,7 +929,7 @@ mod tests {
         for id in 200..230 {
             let victim = policy.victim(0).expect("there are blocks");
             assert_ne!(victim, 100);
-            policy.evicted(victim, &mut History::default());
+            policy.evicted(victim, &mut History::default(), true);
             policy.came(id);
         }
         // Nor do blocks go that came before their page fault.
@@ -955,7 +955,7 @@ mod tests {
                     tries += 1;
                     match policy.victim(0).expect("there are blocks") {
                         victim if victim < stuck => policy.spared(victim),
-                        victim => policy.evicted(victim, &mut History::default()),
+                        victim => policy.evicted(victim, &mut History::default(), true),
                     }
                 }
                 most = most.max(policy.len());
@@ -1153,7 +1153,7 @@ mod tests {
         let mut spared = Vec::new();
         for away in [10, 10, 10, SOON, 10] {
             policy.came(1);
-            policy.evicted(1, &mut history);
+            policy.evicted(1, &mut history, true);
             jump(&mut policy, away);
             policy.fault(fault(7, false), &mut history, |_| false);
             history.came();
@@ -1197,7 +1197,7 @@ mod tests {
                         policy.spared(victim);
                         continue;
                     }
-                    policy.evicted(victim, &mut History::default());
+                    policy.evicted(victim, &mut History::default(), true);
                     resident.remove(&victim);
                 }
                 (0..needed).find(|id| !resident.contains(id))
@@ -1228,7 +1228,7 @@ mod tests {
                         policy.fault(fault, &mut histories[id as usize], |_| false);
                     }
                     1 if resident.insert(id) => policy.came(id),
-                    2 if resident.remove(&id) => policy.evicted(id, &mut histories[id as usize]),
+                    2 if resident.remove(&id) => policy.evicted(id, &mut histories[id as usize], true),
                     3 if resident.contains(&id) => policy.spared(id),
                     _ => {}
                 }

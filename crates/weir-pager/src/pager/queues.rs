@@ -5,16 +5,16 @@
 //! probation. If it comes back soon after that, it comes into the main queue, from which pages go
 //! later. S3-FIFO (SOSP 2023) has the same two queues, and also bits that tell of each use.
 
-use super::blocks::Ghosts;
+use super::blocks::{Bits, Ghosts, has, set};
 use crate::BLOCK_PAGES;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Single pages in place, divided by this number, are the share of the queue for probation.
 const PROBATION_SHARE: usize = 8;
 /// Least number of pages that go in one epoch.
 const EPOCH_MIN: usize = 64;
 /// Largest number of pages that the kernel may refuse to move in one search of a queue.
-const REFUSED_MAX: usize = 192;
+const REFUSED_MAX: usize = 96;
 
 const PROBATION: usize = 0;
 const MAIN: usize = 1;
@@ -76,7 +76,7 @@ impl Queues {
     }
 
     /// Removes the next page to go from its queue. `there`: number of single pages in place.
-    /// `newest`: number of the newest pages that stay. `None`: all have been tried, or too many
+    /// `newest`: number of the newest pages, which stay. `None`: all have been tried, or too many
     /// cannot go.
     pub fn next(&mut self, search: &mut Search, there: usize, newest: usize) -> Option<Single> {
         let len = |queue: usize| self.queues[queue].len();
@@ -96,14 +96,32 @@ impl Queues {
         self.queues[search.queue].push_back(single);
     }
 
+    /// Puts the page back that was removed last. It is the next one again.
+    pub fn put_first(&mut self, search: &Search, single: Single) {
+        self.queues[search.queue].push_front(single);
+    }
+
     /// Puts a page back that could not be written. It goes after all others.
     pub fn keep(&mut self, single: Single) {
         self.queues[MAIN].push_back(single);
     }
 
-    /// Removes the entries for which `is_there` is false.
+    /// Removes the entries for which `is_there` is false. Of several entries of one page, one stays:
+    /// the program may drop a page and use it again.
     pub fn retain(&mut self, is_there: impl Fn(&Single) -> bool) {
-        self.queues.iter_mut().for_each(|queue| queue.retain(&is_there));
+        let mut seen: BTreeMap<u32, Bits> = BTreeMap::new();
+        for queue in self.queues.iter_mut().rev() {
+            let is_first = |single: &Single| {
+                let (seen, page) = (seen.entry(single.id).or_default(), usize::from(single.page));
+                let is_first = is_there(single) && !has(seen, page);
+                set(seen, page, true);
+                is_first
+            };
+            // The newest entry stays.
+            queue.make_contiguous().reverse();
+            queue.retain(is_first);
+            queue.make_contiguous().reverse();
+        }
     }
 }
 

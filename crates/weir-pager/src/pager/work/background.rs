@@ -32,14 +32,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 return true;
             }
             if self.gives_blocks() {
-                if !self.writing.is_empty() {
-                    return self.carry_write();
-                }
-                if self.begin_write().is_some() {
+                let goes_on = match self.writing.is_empty() {
+                    true => self.begin_write().is_some(),
+                    false => self.carry_write(),
+                };
+                if goes_on {
                     return true;
                 }
+                if self.is_full {
+                    self.stuck = Some(self.kernel.now());
+                }
             }
-            if self.write_singles(short) {
+            if !self.is_stuck_singly() && self.write_singles(short) {
                 return true;
             }
         }
@@ -70,7 +74,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.frames() >= self.limit()
             && free + self.writing.len() < target
             && !self.has_few()
-            && !self.policy.spares_blocks()
+            && !self.keeps_blocks()
     }
 
     /// Whether so few whole blocks are in place that a thread may need all of them at once.
@@ -150,8 +154,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             if self.has_ended(id) && self.move_out(at, slot) {
                 self.placed.retain(|&(other, _)| other != id);
                 self.was_tried();
+                let for_singles = self.singles_of_whole() >= singles::BATCH && self.eviction.is_none();
                 let block = self.blocks.get_mut(id);
-                self.policy.evicted(id, &mut block.history);
+                self.policy.evicted(id, &mut block.history, for_singles);
                 block.state = State::Writing(slot);
                 self.begin_hashes(id);
                 self.begin_load(id, slot, false);

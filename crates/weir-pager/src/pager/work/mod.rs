@@ -179,12 +179,11 @@ pub(super) struct Work<K: Kernel, S> {
     /// Blocks that came into place before their page fault, and that no stream has passed since, as
     /// in `ready`.
     placed: VecDeque<(u32, u64)>,
-    /// Single pages in place, in the order in which they came. Pages that had to stay when it was
-    /// their turn stand behind them. An entry is outdated once its page is no longer a single page
-    /// in place.
+    /// Single pages in place. An entry is outdated once its page is no longer a single page in
+    /// place.
     singles: Queues,
     singles_there: usize,
-    /// Number of single pages that have come into place so far, and the time of the last one.
+    /// The time at which the last single page came into place.
     last_single: Duration,
     /// Number of single pages in place that belong to partial blocks.
     partial_there: usize,

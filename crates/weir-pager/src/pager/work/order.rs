@@ -33,6 +33,8 @@ struct Facts {
     /// The registered mappings after all changes, by address, as far as they lie where something
     /// has changed. `None` if they are not known.
     now: Option<Vec<Mapping>>,
+    /// The parts of the targets of moves that have pages after all changes, if `now` is known.
+    filled: Vec<Range<usize>>,
 }
 
 impl Facts {
@@ -107,23 +109,27 @@ fn has_spared(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool
 
 /// Whether the unmapping `rest[at]` was done before the move `rest[move_away]`, although the pager
 /// read the move's event first. The memory before what was unmapped has grown over that place, and
-/// has moved with its new part. Else a program would have unmapped a place that begins where
-/// another call has moved the memory away.
+/// has moved with its new part, which has no pages yet. Otherwise another thread has unmapped a
+/// place that begins within the old place of the move and reaches beyond it. Without any page at
+/// the new place nothing tells the two apart.
 fn has_cut(rest: &[Change], at: usize, move_away: usize, facts: &Facts) -> bool {
-    let (Event::Unmap(start, end), Event::Remap(..)) = (rest[at].event, rest[move_away].event) else {
+    let (Event::Unmap(start, end), Event::Remap(_, to, _)) = (rest[at].event, rest[move_away].event) else {
         return false;
     };
     let moved = rest[move_away].from();
-    let before = start.saturating_sub(1);
+    if !(moved.start < start && start < moved.end) {
+        return false;
+    }
+    let before = start - 1..start;
+    let new = to + (start - moved.start)..to + (end.min(moved.end) - moved.start);
     let mut others = rest.iter().enumerate().filter(|&(other, _)| other != at && other != move_away);
-    moved.start < start
-        && start < moved.end
-        && rest[move_away].has_not_seen(&(moved.end.min(end)..end))
+    rest[move_away].has_not_seen(&(moved.end.min(end)..end))
         && facts.now.is_some()
-        && facts.mapped(&(before..start)).is_empty()
+        && facts.mapped(&before).is_empty()
+        && !facts.filled.iter().any(|filled| meet(filled, &new))
         && !others.any(|(_, other)| {
-            meet(&other.to(), &(before..end))
-                || !matches!(other.event, Event::Remove(..)) && other.from().contains(&before)
+            meet(&other.to(), &(before.start..end))
+                || !matches!(other.event, Event::Remove(..)) && meet(&other.from(), &before)
         })
 }
 
@@ -466,6 +472,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.events.iter().for_each(|event| carry_out(&mut facts.spans, event));
             if has_conflict(&changes) {
                 facts.now = self.registered_at(&changes);
+                for target in changes.iter().map(Change::to).filter(|target| !target.is_empty()) {
+                    let add = |start, end| facts.filled.push(start..end);
+                    let _ = self.kernel.populated(target.start, target.end, add);
+                }
             }
         }
         self.events.extend(faults);
@@ -523,7 +533,7 @@ mod tests {
         let mut now = now.to_vec();
         now.sort_by_key(|mapping| mapping.start);
         let now = Some(now).filter(|now| !now.is_empty());
-        in_order(changes, Facts { spans: spans.iter().copied().collect(), now })
+        in_order(changes, Facts { spans: spans.iter().copied().collect(), now, filled: Vec::new() })
     }
 
     #[test]
@@ -715,6 +725,31 @@ mod tests {
         let other = [moved(SECOND, OLD), unmapped(SECOND)];
         let events = [&events[..2], &other, &events[2..]].concat();
         assert_eq!(ordered(&[left, to], &[left, to], &events), events);
+    }
+
+    #[test]
+    fn memory_that_has_pages_at_its_new_place_was_not_cut_before() {
+        for page in [None, Some(0), Some(5), Some(6)] {
+            let (mut work, first) = work_at_rest();
+            let to = first + 2 * BLOCK_PAGES;
+            work.add_span(address(first), address(first + 8));
+            work.kernel.world.map(to, to + 6);
+            work.kernel.register(address(to), address(to + 6)).unwrap();
+            page.into_iter().for_each(|page| work.kernel.world.come(to + page, 7));
+            let events = [
+                Event::Remap(address(first), address(to), 6 * PAGE_SIZE),
+                Event::Unmap(address(first), address(first + 6)),
+                Event::Unmap(address(first + 3), address(first + 8)),
+            ];
+            work.events.extend(events);
+            let mut view = Vec::new();
+            assert!(work.kernel.read_mappings(&mut view));
+            work.views.push((events[0], view));
+            assert!(work.put_in_order());
+            let is_cut = work.events[0] == events[2];
+            // Pages 3 to 5 are of the part that was unmapped, or is new.
+            assert_eq!(is_cut, page.is_none_or(|page| !(3..6).contains(&page)), "{page:?}");
+        }
     }
 
     #[test]

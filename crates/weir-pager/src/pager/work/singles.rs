@@ -256,8 +256,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// come straight back if they are in use.
     pub(super) fn spares_blocks(&self) -> bool {
         self.singles_of_whole() >= BLOCK_PAGES
-            && (self.policy.len() <= self.whole_share() || self.policy.spares_blocks())
+            && (self.policy.len() <= self.whole_share() || self.keeps_blocks())
             && !self.is_stuck_singly()
+    }
+
+    /// Whether single pages make room for each other since whole blocks came straight back.
+    pub(super) fn keeps_blocks(&self) -> bool {
+        self.policy.spares_blocks() && self.singles_of_whole() >= BATCH
     }
 
     /// Whether whole blocks make room for single pages before those need it. Else single pages make
@@ -266,7 +271,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         !self.policy.is_streaming()
             && self.policy.len() > self.whole_share()
             && !self.is_stuck()
-            && !self.policy.spares_blocks()
+            && !self.keeps_blocks()
     }
 
     /// Whether no block could be moved out a moment ago.
@@ -307,7 +312,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let Some(Outbox { slot, used }) = outbox else { return false };
         let first = self.slot(slot) + used * PAGE_SIZE;
         let mut gone = Vec::with_capacity(most);
-        let (mut search, mut may_claim) = (Search::default(), true);
+        let (mut search, mut may_claim, mut is_changing) = (Search::default(), true, false);
         let (there, fresh) = (self.singles_there, self.fresh());
         // The loop may go through all entries: an outdated entry costs little, and there may be
         // many of them.
@@ -339,6 +344,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Ok(()) => gone.push(single),
                 // The kernel has moved the page, and reports an error all the same.
                 Err(Stopped { done: 1.., .. }) => gone.push(single),
+                Err(Stopped { why: Errno::AGAIN, .. }) => {
+                    // The address space changes, so no page can go now.
+                    self.singles.put_first(&search, single);
+                    if is_new {
+                        self.release_room(id);
+                    }
+                    is_changing = true;
+                    break;
+                }
                 // The page stays: a device uses it, it is locked, a child shares it, a thread that
                 // is about to end needs it, or it no longer exists.
                 Err(_) => {
@@ -350,7 +364,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
         }
         if gone.is_empty() {
-            self.stuck_singly = Some(self.kernel.now());
+            if !is_changing {
+                self.stuck_singly = Some(self.kernel.now());
+            }
             return false;
         }
         self.slots[slot] = Slot::Busy;
@@ -633,6 +649,35 @@ mod tests {
             while work.background() {}
         }
         assert_eq!((work.policy.len(), work.singles_there), (limit, BLOCK_PAGES / 2 - 1));
+    }
+
+    #[test]
+    fn a_page_that_is_dropped_and_used_again_and_again_has_one_entry() {
+        let (mut work, first, id) = eight_pages_out();
+        for round in 0..200 {
+            for page in 0..8 {
+                work.kernel.world.come(first + page, 7);
+            }
+            work.came_singly(id, 0..8);
+            assert!(work.singles.len() <= 2 * BLOCK_PAGES, "{} in round {round}", work.singles.len());
+            work.removed(address(first), address(first + 8));
+            (0..8).for_each(|page| work.kernel.world.go(first + page));
+        }
+    }
+
+    #[test]
+    fn the_oldest_page_stays_the_next_to_go_while_the_address_space_changes() {
+        let (mut work, first, id) = eight_pages_out();
+        for page in 0..8 {
+            assert!(work.blocks.get(id).is_there(page) || work.bring_single(id, page).unwrap());
+        }
+        work.kernel.world.now += 2 * STUCK;
+        work.kernel.world.changing = 1;
+        assert!(!work.write_singles(1) && !work.is_stuck_singly());
+        work.kernel.world.changing = 0;
+        assert!(work.write_singles(1));
+        let is_away = |page: usize| !work.kernel.world.entries[first + page].is_there;
+        assert_eq!((0..8).filter(|&page| is_away(page)).collect::<Vec<_>>(), [0]);
     }
 
     /// Three whole blocks, and single pages of one partial block, under a limit of four.
