@@ -106,8 +106,8 @@ impl Queues {
         self.queues[MAIN].push_back(single);
     }
 
-    /// Removes the entries for which `is_there` is false. Of several entries of one page, one stays:
-    /// the program may drop a page and use it again.
+    /// Removes the entries for which `is_there` is false. Of several entries of one page, one
+    /// stays: the program may drop a page and use it again.
     pub fn retain(&mut self, is_there: impl Fn(&Single) -> bool) {
         let mut seen: BTreeMap<u32, Bits> = BTreeMap::new();
         for queue in self.queues.iter_mut().rev() {
