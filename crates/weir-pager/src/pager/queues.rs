@@ -49,6 +49,13 @@ pub struct Search {
     refused: [usize; 2],
 }
 
+impl Search {
+    /// Whether a page was tried and put back.
+    pub fn has_tried(&self) -> bool {
+        self.tried != [0, 0]
+    }
+}
+
 impl Queues {
     pub fn len(&self) -> usize {
         self.queues.iter().map(VecDeque::len).sum()

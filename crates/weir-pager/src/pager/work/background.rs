@@ -43,7 +43,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     self.stuck = Some(self.kernel.now());
                 }
             }
-            if !self.is_stuck_singly() && self.write_singles(short) {
+            if self.write_singles(short) {
                 return true;
             }
         }

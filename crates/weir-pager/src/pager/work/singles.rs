@@ -364,7 +364,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
         }
         if gone.is_empty() {
-            if !is_changing {
+            if search.has_tried() && !is_changing {
                 self.stuck_singly = Some(self.kernel.now());
             }
             return false;
@@ -663,6 +663,15 @@ mod tests {
             work.removed(address(first), address(first + 8));
             (0..8).for_each(|page| work.kernel.world.go(first + page));
         }
+    }
+
+    #[test]
+    fn nothing_is_stuck_where_there_is_no_single_page() {
+        let (mut work, _, id) = with_stored_block();
+        assert!(!work.write_singles(BATCH) && !work.is_stuck_singly());
+        assert!(work.bring_single(id, 0).unwrap());
+        work.kernel.world.entries.iter_mut().for_each(|entry| entry.is_pinned = entry.is_there);
+        assert!(!work.write_singles(BATCH) && work.is_stuck_singly());
     }
 
     #[test]
