@@ -78,6 +78,9 @@ const CROWDED_FOR_MOST: u64 = 1 << 12;
 /// after fewer page faults than `SOON`, blocks stay for `SPARED_FOR` page faults, and for longer
 /// where most of them come back so.
 const SOON: u64 = 1 << 12;
+/// The program counts as one that jumps after this many page faults during which it did not stream.
+/// Between two passes through its memory a program jumps for a short while.
+const JUMPS_AFTER: u64 = 1 << 9;
 const SPARED_FOR: u64 = 1 << 9;
 const SPARED_FOR_MOST: u64 = 1 << 16;
 /// While the program streams, one victim of this many is the oldest block, and the others are new
@@ -252,6 +255,8 @@ pub struct Policy {
     /// stream.
     edges: u64,
     is_streaming: bool,
+    /// The time, in page faults, at which the program streamed last.
+    streamed_at: u64,
     /// The stride of the last page fault in a stream. 0: there was none.
     last_stride: i64,
     faults: u64,
@@ -288,6 +293,7 @@ impl Default for Policy {
             // The first pass through memory is a stream until it shows otherwise.
             edges: u64::MAX,
             is_streaming: false,
+            streamed_at: 0,
             last_stride: 0,
             faults: 0,
             victims: 0,
@@ -450,6 +456,9 @@ impl Policy {
             ..=JUMPING => self.is_streaming = false,
             _ => {}
         }
+        if self.is_streaming {
+            self.streamed_at = now;
+        }
         if (is_edge || stride.is_some() && may_continue) && !was_entered {
             self.entered.push_back((number, now));
         }
@@ -525,6 +534,11 @@ impl Policy {
     /// Whether the program streams.
     pub fn is_streaming(&self) -> bool {
         self.is_streaming
+    }
+
+    /// Whether the program has jumped for a while.
+    pub fn is_jumping(&self) -> bool {
+        !self.is_streaming && self.faults >= self.streamed_at + JUMPS_AFTER
     }
 
     /// Whether blocks that made room for single pages came straight back.
@@ -1133,6 +1147,22 @@ mod tests {
     fn a_stream_passes_over_blocks_in_place() {
         let said = enter(&mut Policy::default(), [10, 11, 12, 40, 41, 50]);
         assert_eq!(said, [None, None, Some(1), Some(1), Some(1), None], "block 42 is not in place");
+    }
+
+    #[test]
+    fn a_program_that_has_streamed_jumps_only_after_a_while() {
+        let mut memory = Memory::new(16, 64);
+        assert!(memory.policy.is_streaming() && !memory.policy.is_jumping());
+        let mut jumps = jumps(64, 5_000);
+        let mut count = 0;
+        while !memory.policy.is_jumping() {
+            let before = memory.policy.faults;
+            memory.play(jumps.by_ref().take(1));
+            count += memory.policy.faults - before;
+        }
+        assert!((JUMPS_AFTER..JUMPS_AFTER + 64).contains(&count), "{count}");
+        memory.play((0..64 * BLOCK_PAGES).chain(0..16 * BLOCK_PAGES));
+        assert!(!memory.policy.is_jumping());
     }
 
     #[test]

@@ -203,7 +203,7 @@ fn threads_that_write_at_random_find_what_they_wrote() {
             scope.spawn(move || {
                 let mut state = content(thread + 77);
                 let mut shadow = vec![0_u64; PAGES / 4];
-                for _ in 0..1500 {
+                for _ in 0..6000 {
                     state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     let at = (state >> 33) as usize % shadow.len();
                     // Threads share blocks, but no page.

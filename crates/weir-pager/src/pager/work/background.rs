@@ -25,7 +25,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         let short = self.short_of_singles();
         if short > 0 {
-            if !self.policy.is_streaming()
+            if self.policy.is_jumping()
                 && let Some(slot) = self.find(Slot::Free)
             {
                 self.scrub(slot);

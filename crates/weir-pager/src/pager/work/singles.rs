@@ -268,7 +268,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Whether whole blocks make room for single pages before those need it. Else single pages make
     /// room for each other, and whole blocks that nobody uses stay for ever.
     pub(super) fn gives_blocks(&self) -> bool {
-        !self.policy.is_streaming()
+        self.policy.is_jumping()
             && self.policy.len() > self.whole_share()
             && !self.is_stuck()
             && !self.keeps_blocks()
@@ -552,8 +552,10 @@ mod tests {
             for page in 0..BLOCK_PAGES {
                 assert!(work.bring_single(id, page).unwrap());
             }
-            assert!(work.room_for_singles() == 0 && !work.policy.is_streaming());
-            work.plan(id, 0);
+            assert!(work.room_for_singles() == 0);
+            // Page faults in the midst of a block.
+            (0..2 * BLOCK_PAGES).for_each(|at| _ = work.plan(id, 101 * at % 500 + 1));
+            assert!(work.policy.is_jumping());
             let mut came_back = 0;
             while came_back < 100 && work.background() {
                 let mut going =
