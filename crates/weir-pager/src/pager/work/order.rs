@@ -277,10 +277,12 @@ fn carry_out(spans: &mut BTreeMap<usize, usize>, event: &Event) {
     }
 }
 
-/// Whether `change` would have removed the memory that `later` moves. The pager read the event of
+/// Whether `rest[change]` would have removed the memory that `rest[later]` moves. The pager read the event of
 /// `change` first, and yet `later` happened first. Between the two changes other memory has grown
 /// to that place, and the kernel sends no event when memory grows.
-fn would_be_gone(later: &Change, change: &Change, rest: &[Change], facts: &Facts) -> bool {
+fn would_be_gone(rest: &[Change], later: usize, change: usize, facts: &Facts) -> bool {
+    let (at, change) = (later, &rest[change]);
+    let later = &rest[at];
     let (from, gone) = (later.from(), change.from());
     if !matches!(later.event, Event::Remap(..)) || !meet(&from, &gone) {
         return false;
@@ -300,7 +302,12 @@ fn would_be_gone(later: &Change, change: &Change, rest: &[Change], facts: &Facts
         }
         _ => {}
     }
-    change.takes() && gone.contains(&from.start) && !rest.iter().any(|other| other.to().contains(&from.start))
+    // Another move may have brought the memory that `later` moves. It has not if it was done after
+    // `later`.
+    let is_brought = |(number, other): (usize, &Change)| {
+        other.to().contains(&from.start) && (number > at || !is_before(rest, at, number, facts))
+    };
+    change.takes() && gone.contains(&from.start) && !rest.iter().enumerate().any(is_brought)
 }
 
 /// Whether the change `rest[at]` can be the next one. All changes before it in `rest` must wait.
@@ -316,7 +323,7 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
         || after.iter().any(is_moved_over)
         || (at + 1..rest.len())
             .any(|later| has_spared(rest, later, at, facts) || has_cut(rest, later, at, facts))
-        || after.iter().any(|later| would_be_gone(later, change, rest, facts))
+        || (at + 1..rest.len()).any(|later| would_be_gone(rest, later, at, facts))
     {
         return false;
     }
@@ -325,7 +332,7 @@ fn is_next(rest: &[Change], at: usize, facts: &Facts) -> bool {
         if meet(&waiting.from(), &to) || meet(&waiting.to(), &to) {
             return false;
         }
-        let is_first = would_be_gone(change, waiting, rest, facts) || has_cut(rest, at, place, facts);
+        let is_first = would_be_gone(rest, at, place, facts) || has_cut(rest, at, place, facts);
         if is_older || is_first {
             continue;
         }
@@ -725,6 +732,18 @@ mod tests {
         let other = [moved(SECOND, OLD), unmapped(SECOND)];
         let events = [&events[..2], &other, &events[2..]].concat();
         assert_eq!(ordered(&[left, to], &[left, to], &events), events);
+    }
+
+    #[test]
+    fn memory_that_moves_away_before_other_memory_comes_was_there_before_the_unmapping() {
+        let (cut, second) = (Event::Unmap(OLD - BYTES, OLD + BYTES), [moved(SECOND, OLD), unmapped(SECOND)]);
+        let away = [moved(OLD, TO), unmapped(OLD)];
+        let events = [&[cut], &second[..], &away].concat();
+        let right = [&away[..], &[cut], &second].concat();
+        // At the time of the second move the first memory is at its new place.
+        assert_eq!(ordered(TO, &events), right);
+        // Here it is not. So the second memory has moved on.
+        assert_eq!(ordered(OTHER, &events), events);
     }
 
     #[test]
