@@ -277,12 +277,11 @@ fn carry_out(spans: &mut BTreeMap<usize, usize>, event: &Event) {
     }
 }
 
-/// Whether `rest[change]` would have removed the memory that `rest[later]` moves. The pager read the event of
-/// `change` first, and yet `later` happened first. Between the two changes other memory has grown
-/// to that place, and the kernel sends no event when memory grows.
-fn would_be_gone(rest: &[Change], later: usize, change: usize, facts: &Facts) -> bool {
-    let (at, change) = (later, &rest[change]);
-    let later = &rest[at];
+/// Whether `rest[change]` would have removed the memory that the later one `rest[at]` moves. The
+/// pager read the event of `change` first, and yet `later` happened first. Between the two changes
+/// other memory has grown to that place, and the kernel sends no event when memory grows.
+fn would_be_gone(rest: &[Change], at: usize, change: usize, facts: &Facts) -> bool {
+    let (later, change) = (&rest[at], &rest[change]);
     let (from, gone) = (later.from(), change.from());
     if !matches!(later.event, Event::Remap(..)) || !meet(&from, &gone) {
         return false;
