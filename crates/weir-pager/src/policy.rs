@@ -78,11 +78,11 @@ const CROWDED_FOR_MOST: u64 = 1 << 12;
 /// after fewer page faults than `SOON`, blocks stay for `SPARED_FOR` page faults, and for longer
 /// where most of them come back so.
 const SOON: u64 = 1 << 12;
+const SPARED_FOR: u64 = 1 << 9;
+const SPARED_FOR_MOST: u64 = 1 << 16;
 /// The program counts as one that jumps after this many page faults during which it did not stream.
 /// Between two passes through its memory a program jumps for a short while.
 const JUMPS_AFTER: u64 = 1 << 9;
-const SPARED_FOR: u64 = 1 << 9;
-const SPARED_FOR_MOST: u64 = 1 << 16;
 /// While the program streams, one victim of this many is the oldest block, and the others are new
 /// ones. Otherwise blocks that are no longer used would stay in place for ever.
 const OLDEST_EVERY: u32 = 16;

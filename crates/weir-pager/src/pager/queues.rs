@@ -29,6 +29,8 @@ pub struct Single {
     came: u16,
 }
 
+const _: () = assert!(BLOCK_PAGES <= u16::MAX as usize);
+
 /// All single pages in place. There may also be entries of pages that are no longer single pages.
 #[derive(Debug, Default)]
 pub struct Queues {
@@ -131,8 +133,6 @@ impl Queues {
         }
     }
 }
-
-const _: () = assert!(BLOCK_PAGES <= u16::MAX as usize);
 
 #[cfg(test)]
 mod tests {

@@ -344,22 +344,19 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 Ok(()) => gone.push(single),
                 // The kernel has moved the page, and reports an error all the same.
                 Err(Stopped { done: 1.., .. }) => gone.push(single),
-                Err(Stopped { why: Errno::AGAIN, .. }) => {
-                    // The address space changes, so no page can go now.
-                    self.singles.put_first(&search, single);
-                    if is_new {
-                        self.release_room(id);
-                    }
-                    is_changing = true;
-                    break;
-                }
                 // The page stays: a device uses it, it is locked, a child shares it, a thread that
-                // is about to end needs it, or it no longer exists.
-                Err(_) => {
-                    self.singles.put_back(&mut search, single, true);
+                // is about to end needs it, or it no longer exists. While the address space
+                // changes, no page can go.
+                Err(Stopped { why, .. }) => {
                     if is_new {
                         self.release_room(id);
                     }
+                    is_changing = why == Errno::AGAIN;
+                    if is_changing {
+                        self.singles.put_first(&search, single);
+                        break;
+                    }
+                    self.singles.put_back(&mut search, single, true);
                 }
             }
         }
