@@ -3,6 +3,9 @@
 //! The daemon may die. Then the store waits for the next daemon, which has every page that the dead
 //! one had acknowledged. The store sends the writes that were under way again, and begins a read
 //! anew. It waits only for as long as `weir run` promises another daemon, and not for ever.
+//!
+//! A store of the daemon may stand still. Then the daemon answers that it has no answer in time.
+//! No page is lost by that, so the store asks again for a while.
 
 use crate::ledger::Witness;
 use crate::{BLOCK_PAGES, Ledger, OpenLane, Store};
@@ -33,7 +36,7 @@ pub(crate) const FRAMES: usize = WRITE_FRAMES + READ_FRAMES;
 /// Number of written pages after which the daemon is told, so that it writes while more pages are
 /// copied.
 const SUBMIT_EVERY: usize = 16;
-/// Longest wait for the next daemon.
+/// Longest wait for the next daemon, and for a store that does not answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time that the wait for the next daemon may take before a line reports it.
 const SAY_AFTER: Duration = Duration::from_secs(1);
@@ -41,6 +44,8 @@ const SAY_AFTER: Duration = Duration::from_secs(1);
 const DEAD: &str = "the daemon has died; waiting for the next one, for 60 s at most";
 /// The line for a wait for the first answer of a daemon.
 const SLOW: &str = "the daemon does not answer yet; waiting for it, for 60 s at most";
+/// The line for a wait for a store of the daemon.
+const STALLED: &str = "the store does not answer; waiting for it, for 60 s at most";
 /// Longest time of each wait while a further connection is opened.
 const OPEN_FOR: Duration = Duration::from_millis(100);
 /// The same line of another connection is left out for this time.
@@ -293,8 +298,14 @@ pub(crate) struct Shared<R: Run> {
     /// The time at which the store found the last daemon dead, and whether a line has reported
     /// this. `None` again once the next daemon has ended a request.
     dead_since: Option<(Duration, bool)>,
+    /// The time at which a store of the daemon did not answer for the first time, and whether a
+    /// line has reported this. `None` again once a request has succeeded.
+    stalled_since: Option<(Duration, bool)>,
     /// Whether the wait for a daemon was given up. Then every request fails.
     is_over: bool,
+    /// Whether this is a further connection. A read of it that fails is repeated by the first
+    /// connection, if a thread needs the pages.
+    is_further: bool,
 }
 
 /// A connection to one daemon, and the use of its frames.
@@ -355,10 +366,25 @@ impl<C: Connection> Link<C> {
         Ok(())
     }
 
+    /// The number of the write with this tag in `writing`.
+    fn number(&self, tag: u32) -> usize {
+        (tag.wrapping_sub(self.first) % READ) as usize
+    }
+
+    /// Sends the write with this tag again. Its frames still have the pages.
+    fn write_again(&mut self, tag: u32) -> Result<(), Error> {
+        match self.writing.get(self.number(tag)) {
+            Some(&Writing { page, at, count, has_ended: false }) => {
+                self.connection.ask_write(tag, page, at, count)
+            }
+            _ => Err(Error::Nonsense { what: "tag" }),
+        }
+    }
+
     /// Notes that the write with this tag has ended.
     fn end_write(&mut self, tag: u32) {
-        let number = tag.wrapping_sub(self.first) % READ;
-        if let Some(writing) = self.writing.get_mut(number as usize) {
+        let number = self.number(tag);
+        if let Some(writing) = self.writing.get_mut(number) {
             writing.has_ended = true;
         }
         while self.writing.pop_front_if(|writing| writing.has_ended).is_some() {
@@ -386,15 +412,25 @@ impl<R: Run> Shared<R> {
         Ok(Shared::over(run, link))
     }
 
-    /// Connects to the present daemon, without a wait for another one.
-    fn open(mut run: R) -> Result<Self, Error> {
+    /// Makes a further connection to the present daemon, without a wait for another one.
+    pub(crate) fn open(mut run: R) -> Result<Self, Error> {
         let link = run.connect(&|_| OPEN_FOR).map(Link::new)?;
-        Ok(Shared::over(run, link))
+        Ok(Shared { is_further: true, ..Shared::over(run, link) })
     }
 
     fn over(run: R, link: Link<R::Connection>) -> Self {
         let pages = link.connection.pages();
-        Shared { run, link, pages, unsubmitted: 0, failed: None, dead_since: None, is_over: false }
+        Shared {
+            run,
+            link,
+            pages,
+            unsubmitted: 0,
+            failed: None,
+            dead_since: None,
+            stalled_since: None,
+            is_over: false,
+            is_further: false,
+        }
     }
 
     /// Handles an error of the connection. If the daemon has died, waits for the next daemon, and
@@ -442,23 +478,43 @@ impl<R: Run> Shared<R> {
         Ok(())
     }
 
-    /// Waits for the completion of one write, and keeps its error.
+    /// Waits for the completion of one write, and keeps its error. Sends a write again that the
+    /// daemon's store has not answered in time: such a write never takes effect later.
     fn end_write(&mut self) -> io::Result<()> {
         loop {
             self.unsubmitted = 0;
             let connection = &mut self.link.connection;
-            match connection.submit().and_then(|()| connection.wait()) {
+            let ended = match connection.submit().and_then(|()| connection.wait()) {
+                Ok((tag, Err(error))) if self.is_worth_waiting(&error) => self.link.write_again(tag),
                 Ok((tag, result)) => {
-                    self.dead_since = None;
+                    self.heard(&result);
                     self.link.end_write(tag);
                     if let Err(error) = result {
                         self.failed.get_or_insert(error);
                     }
                     return Ok(());
                 }
-                Err(error) => self.recover(error)?,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = ended {
+                self.recover(error)?;
             }
         }
+    }
+
+    /// Notes the result of a request that the daemon has answered.
+    fn heard(&mut self, result: &io::Result<()>) {
+        self.dead_since = None;
+        if result.is_ok() {
+            self.stalled_since = None;
+        }
+    }
+
+    /// Whether a request failed because a store of the daemon does not answer, and the store has
+    /// not been waited for too long. Waits a little.
+    fn is_worth_waiting(&mut self, error: &io::Error) -> bool {
+        self.dead_since = None;
+        error.kind() == io::ErrorKind::TimedOut && goes_on(&mut self.run, &mut self.stalled_since, STALLED)
     }
 
     fn end_writes(&mut self) -> io::Result<()> {
@@ -561,8 +617,8 @@ fn waits<R: Run>(run: &mut R, since: &mut Option<(Duration, bool)>) -> bool {
     run.is_promised() && goes_on(run, since, DEAD)
 }
 
-/// Waits a little for a daemon. Prints `line` once if the wait has taken long. Returns false if it
-/// has taken too long.
+/// Waits a little for a daemon or a store. Prints `line` once if the wait has taken long. Returns
+/// false if it has taken too long.
 fn goes_on<R: Run>(run: &mut R, since: &mut Option<(Duration, bool)>, line: &str) -> bool {
     let now = run.now();
     let (begun, is_said) = *since.get_or_insert((now, false));
@@ -623,8 +679,9 @@ impl<R: Run> Store for Shared<R> {
                 return Err(io::ErrorKind::NotConnected.into());
             }
             match self.read_once(first, out) {
+                Ok(Err(error)) if !self.is_further && self.is_worth_waiting(&error) => {}
                 Ok(read) => {
-                    self.dead_since = None;
+                    self.heard(&read);
                     return read;
                 }
                 Err(error) => self.recover(error)?,

@@ -202,6 +202,28 @@ fn copied(copy: impl FnOnce() -> c_long) -> c_long {
 }
 
 /// # Safety
+/// Does the same as _Fork(3), which runs no handlers of forks.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn _Fork() -> libc::pid_t {
+    // SAFETY: the name ends with a zero.
+    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"_Fork".as_ptr()) };
+    if next.is_null() {
+        return lacking();
+    }
+    // SAFETY: the function of this name has this type.
+    let next = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> libc::pid_t>(next) };
+    // SAFETY: it has no arguments.
+    copied(|| unsafe { next() }.into()) as libc::pid_t
+}
+
+/// The result of a function that libc lacks.
+fn lacking() -> c_int {
+    // SAFETY: libc's location of this thread's error number is valid.
+    unsafe { *libc::__errno_location() = libc::ENOSYS };
+    -1
+}
+
+/// # Safety
 /// Does the same as syscall(2). A call that concerns the pager is passed to the function in this
 /// file that replaces it.
 #[cfg(target_arch = "x86_64")]
@@ -350,9 +372,7 @@ pub unsafe extern "C" fn clone(
     // SAFETY: the name ends with a zero.
     let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"clone".as_ptr()) };
     if next.is_null() {
-        // SAFETY: libc's location of this thread's error number is valid.
-        unsafe { *libc::__errno_location() = libc::ENOSYS };
-        return -1;
+        return lacking();
     }
     // SAFETY: the function of this name has this type.
     let next = unsafe { std::mem::transmute::<*mut c_void, Clone>(next) };

@@ -6,9 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use rustix::event::EventfdFlags;
+use rustix::io::Errno;
 use weir_core::{PageBytes, PageNo, copy};
+use weir_device::Fault;
 use weir_lease::{Connection, Place, Table, Token, TokenRange};
-use weir_request::{Answer, Id, Request, RequestMemory, Requests, Span, errno};
+use weir_request::{Answer, Id, Request, RequestMemory, Requests, Span};
 use weir_share::wire::{Completed, DISCARD_MAX, Op, RUN_MAX, Spot, Submission};
 use weir_share::{Area, Layout, Ring};
 use weir_volume::{Guard, Lane, Loan, View, Volume};
@@ -642,7 +644,7 @@ impl Session {
         }
     }
 
-    fn fail(&mut self, tag: u32, errno: rustix::io::Errno) {
+    fn fail(&mut self, tag: u32, errno: Errno) {
         self.complete(tag, -errno.raw_os_error(), 0, Spot::Nowhere);
     }
 
@@ -671,6 +673,15 @@ impl Session {
     }
 }
 
+/// The errno of a fault for a client. A client may ask again after ETIMEDOUT: the store has not
+/// answered in time, and nothing is known to be lost.
+fn errno(fault: Fault) -> Errno {
+    match fault {
+        Fault::Timeout | Fault::Io(libc::ETIMEDOUT) => Errno::TIMEDOUT,
+        fault => weir_request::errno(fault),
+    }
+}
+
 fn fill(area: &Area, frame: u32, bytes: &PageBytes) {
     // SAFETY: the frame is free or being filled, so only a client that breaks the rules accesses
     // it, and the copy tolerates a race.
@@ -682,4 +693,20 @@ fn fill_with(area: &Area, frame: u32, value: u32, scratch: &mut PageBytes) {
         word.copy_from_slice(&value.to_ne_bytes());
     }
     fill(area, frame, scratch);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_can_tell_a_store_that_is_late_from_a_page_that_is_lost() {
+        for fault in [Fault::Timeout, Fault::Io(libc::ETIMEDOUT)] {
+            assert_eq!(errno(fault), Errno::TIMEDOUT);
+        }
+        for fault in [Fault::Lost, Fault::Corrupt, Fault::Io(libc::ENXIO)] {
+            assert_eq!(errno(fault), Errno::IO);
+        }
+        assert_eq!(errno(Fault::Full), Errno::NOSPC);
+    }
 }

@@ -416,12 +416,14 @@ impl Helpers {
 
     /// Carries what is left of a slot's load, and waits for its end. Nothing of a write is under
     /// way afterwards. `None`: a part could not be moved. The pages of a read are incomplete then.
+    /// `is_needed` says whether a part of a read that has failed is tried once more.
     pub(super) fn end<K: Kernel>(
         &mut self,
         slot: usize,
         notes: Notes<'_>,
         store: &mut dyn Store,
         kernel: &mut K,
+        is_needed: bool,
     ) -> Option<Kept> {
         self.play(kernel, None);
         while self.step(slot, store, kernel) {}
@@ -434,8 +436,9 @@ impl Helpers {
         for part in parts.iter_mut().filter(|part| part.has_failed) {
             // A thread's own connection may have failed. The pager's may still read the pages. It
             // must not write them again: the first write could come after a later one.
+            let may_again = is_needed && !part.is_write;
             let pages = kernel.pages_mut(part.at, part.count);
-            has_failed |= part.is_write || part.carry(pages, store, &desk.key).is_err();
+            has_failed |= !may_again || part.carry(pages, store, &desk.key).is_err();
         }
         let kept = self.note(slot, parts, notes);
         (!has_failed).then_some(kept)
@@ -787,7 +790,7 @@ mod tests {
         fn carry(&mut self, is_write: bool, helpers: &mut Helpers, store: &mut Fake) -> Option<Counts> {
             self.begin(is_write, helpers);
             let Carried { kernel, zeros, stored, .. } = self;
-            let kept = helpers.end(0, Notes { zeros, stored: Some(stored) }, store, kernel)?;
+            let kept = helpers.end(0, Notes { zeros, stored: Some(stored) }, store, kernel, true)?;
             Some((kept.zeros, kept.clean))
         }
 

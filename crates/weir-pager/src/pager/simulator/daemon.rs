@@ -16,11 +16,13 @@ use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_share::Error;
 
-/// The deaths of daemons.
+/// The deaths of daemons, and the times when their stores do not answer.
 #[derive(Clone, Copy, Debug)]
 pub struct Deaths {
     /// One request of this many kills the daemon, on average.
     pub one_in: u64,
+    /// At one request of this many the store stops answering for a while, on average.
+    pub stalls: u64,
     /// The number of the run's last daemon. `None`: after each dead daemon another one comes.
     pub last: Option<u64>,
 }
@@ -41,6 +43,10 @@ struct Kept {
     /// The pages whose write is under way.
     writing: Vec<u64>,
     now: Duration,
+    /// The time until which some requests get no answer of the store.
+    stalled_until: Duration,
+    /// Whether no request at all gets an answer of the store.
+    is_silent: bool,
     /// Number of pauses since the death of the last daemon.
     paused: u64,
 }
@@ -62,6 +68,16 @@ impl Kept {
             self.paused = 0;
         }
         !self.is_alive
+    }
+
+    /// Whether the store does not answer a request in time.
+    fn stalls(&mut self) -> bool {
+        if self.now >= self.stalled_until && self.random.one_in(self.deaths.stalls) {
+            // Only a program that may lose pages meets a wait that is too long for it.
+            let most = if self.deaths.last.is_some() { 70_000 } else { 20_000 };
+            self.stalled_until = self.now + Duration::from_millis(self.random.below(most));
+        }
+        self.is_silent || self.now < self.stalled_until && self.random.one_in(2)
     }
 
     /// The error of an attempt to connect while memory, descriptors or seats are short for a
@@ -139,21 +155,25 @@ impl Simulated {
         let kept = &mut *kept;
         let at = kept.random.below(self.under_way.len() as u64) as usize;
         let request = self.under_way.swap_remove(at);
+        let stalls = kept.stalls();
         let mut result = Ok(());
         for (page, frame) in request.pages.clone().zip(request.frames()) {
             let fails = kept.random.one_in(match request.is_read {
                 true => kept.faults.unreadable,
                 false => kept.faults.doomed,
             });
-            if fails {
-                result = Err(io::Error::from_raw_os_error(libc::EIO));
+            if fails || stalls {
+                let errno = if stalls { libc::ETIMEDOUT } else { libc::EIO };
+                result = Err(io::Error::from_raw_os_error(errno));
             }
-            // A request that fails may leave rubbish.
-            let rubbish = fails.then(|| rubbish(&mut kept.random));
+            // A request that fails may leave rubbish. A write that gets no answer changes nothing.
+            let rubbish = result.is_err().then(|| rubbish(&mut kept.random));
             if request.is_read {
                 set_word(&mut self.frames[frame], rubbish.unwrap_or(kept.pages[page as usize]));
-            } else {
-                kept.writing.retain(|other| *other != page);
+                continue;
+            }
+            kept.writing.retain(|other| *other != page);
+            if !stalls {
                 kept.pages[page as usize] = rubbish.unwrap_or(word(&self.frames[frame]));
             }
         }
@@ -300,7 +320,9 @@ impl Run for SimulatedRun {
         let mut kept = self.0.borrow_mut();
         kept.now += Duration::from_millis(2);
         kept.paused += 1;
-        assert!(kept.is_promised(), "a pager waits for a daemon that nobody promises");
+        // A connection may wait for a store before it hears that the daemon has died.
+        let is_awaited = kept.is_alive || kept.is_promised() || kept.paused < 16;
+        assert!(is_awaited, "a pager waits for a daemon that nobody promises");
         assert!(kept.paused < 1_000_000, "a pager waits for ever");
     }
 
@@ -313,6 +335,8 @@ pub struct Mortal {
     run: Rc<RefCell<Kept>>,
     deaths: Deaths,
     pub said: Arc<Mutex<Said>>,
+    /// Whether this is a further connection. The pager loses no page by a read of it that fails.
+    is_further: bool,
 }
 
 impl Mortal {
@@ -320,7 +344,7 @@ impl Mortal {
         let kept = Kept {
             random,
             faults,
-            deaths: Deaths { one_in: 0, ..deaths },
+            deaths: Deaths { one_in: 0, stalls: 0, ..deaths },
             pages: vec![0; faults.rooms as usize * BLOCK_PAGES],
             rooms: BTreeSet::new(),
             daemon: 0,
@@ -328,11 +352,13 @@ impl Mortal {
             away: 0,
             writing: Vec::new(),
             now: Duration::ZERO,
+            stalled_until: Duration::ZERO,
+            is_silent: false,
             paused: 0,
         };
         let run = Rc::new(RefCell::new(kept));
         let store = Shared::new(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
-        Mortal { store, run, said: Arc::default(), deaths }
+        Mortal { store, run, said: Arc::default(), deaths, is_further: false }
     }
 
     /// From now on daemons die.
@@ -343,8 +369,8 @@ impl Mortal {
     /// A further connection to the same daemon.
     pub fn lane(&self) -> Self {
         let run = Rc::clone(&self.run);
-        let store = Shared::new(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
-        Mortal { store, run, deaths: self.deaths, said: Arc::clone(&self.said) }
+        let store = Shared::open(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
+        Mortal { store, run, deaths: self.deaths, said: Arc::clone(&self.said), is_further: true }
     }
 
     fn note<T>(&self, result: io::Result<T>, count: impl Fn(&mut Said) -> &mut u64) -> io::Result<T> {
@@ -380,6 +406,54 @@ impl Store for Mortal {
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
         let result = self.store.read(first, out);
-        self.note(result, |said| &mut said.unreadable)
+        if self.is_further { result } else { self.note(result, |said| &mut said.unreadable) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store() -> Mortal {
+        let faults = Faults { rooms: 4, ..Faults::default() };
+        Mortal::new(Random::new(5), faults, Deaths { one_in: 0, stalls: 0, last: None })
+    }
+
+    fn stall(store: &Mortal, seconds: u64) {
+        let mut kept = store.run.borrow_mut();
+        kept.stalled_until = kept.now + Duration::from_secs(seconds);
+    }
+
+    #[test]
+    fn a_store_that_stands_still_for_a_while_costs_no_page_and_a_helper_does_not_wait_for_it() {
+        let mut store = store();
+        let mut lane = store.lane();
+        let first = store.claim().unwrap();
+        let pages: Vec<PageBytes> = (0..4).map(|page| [page as u8; PAGE_SIZE]).collect();
+        let words = |pages: &[PageBytes]| pages.iter().map(word).collect::<Vec<u64>>();
+        for of in [&mut store, &mut lane] {
+            stall(of, 50);
+            of.write(first, &pages).unwrap();
+            of.settle().unwrap();
+        }
+        let mut read = vec![[0; PAGE_SIZE]; 4];
+        stall(&store, 50);
+        let begun = store.run.borrow().now;
+        // One request in two gets no answer.
+        let late = (0..100).find_map(|_| lane.read(first, &mut read).err());
+        assert_eq!(late.expect("one gets none").kind(), io::ErrorKind::TimedOut);
+        assert_eq!(store.run.borrow().now, begun, "a helper waits");
+        store.read(first, &mut read).unwrap();
+        assert_eq!(words(&read), words(&pages));
+        // The wait has an end. Once the store answers again, it is waited for again.
+        store.run.borrow_mut().is_silent = true;
+        assert_eq!(store.read(first, &mut read).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert!(store.run.borrow().now - begun >= Duration::from_secs(60));
+        store.run.borrow_mut().is_silent = false;
+        store.run.borrow_mut().stalled_until = Duration::ZERO;
+        store.read(first, &mut read).unwrap();
+        stall(&store, 50);
+        store.read(first, &mut read).unwrap();
+        assert_eq!(words(&read), words(&pages));
     }
 }

@@ -57,15 +57,19 @@ impl Machine {
         self.pass();
         let (start, count) = (page_of(at), bytes / PAGE_SIZE);
         self.world.may_fill(start, start + count).map_err(|why| Stopped { done: 0, why })?;
-        let mut done = 0;
+        let (mut done, mut refused) = (0, None);
         while done < count && !self.world.is_something(start + done) {
+            refused = self.world.refusal();
+            if refused.is_some() {
+                break;
+            }
             with(&mut self.world, start + done);
             done += 1;
         }
         look_again(&mut self.world, &mut self.program, start, start + done);
         match done {
             _ if done == count => Ok(()),
-            0 => Err(Stopped { done: 0, why: Errno::EXIST }),
+            0 => Err(Stopped { done: 0, why: refused.unwrap_or(Errno::EXIST) }),
             _ => Err(Stopped { done: done * PAGE_SIZE, why: Errno::AGAIN }),
         }
     }

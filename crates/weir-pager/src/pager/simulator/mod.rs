@@ -98,12 +98,12 @@ fn play(seed: u64) -> u64 {
     let limits = random.one_in(3);
     let deaths = random.one_in(3).then(|| Deaths {
         one_in: [0, 1_500, 6_000, 40_000][random.below(4) as usize],
+        stalls: [0, 3_000][random.below(2) as usize],
         last: random.one_in(3).then(|| 1 + random.below(12)),
     });
-    let is_sound = faults.rooms > 100
-        && faults.refused == 0
-        && faults.doomed == 0
-        && deaths.is_none_or(|deaths| deaths.last.is_none());
+    let is_immortal = deaths.is_none_or(|deaths| deaths.last.is_none());
+    let may_lose = faults.unreadable > 0 || faults.dead_after.is_some() || !is_immortal;
+    let is_sound = faults.rooms > 100 && faults.refused == 0 && faults.doomed == 0 && is_immortal;
     let traits = Traits {
         threads: 1 + random.below(4) as usize,
         accesses: 2_000 + random.below(12_000) as usize,
@@ -139,6 +139,7 @@ fn play(seed: u64) -> u64 {
     let pager = Arc::clone(&shared);
     shared.lends.store(random.one_in(4), Ordering::Relaxed);
     let mut world = World::new(Random::new(random.next()), merges, migrates);
+    world.short = [0, 5_000][random.below(2) as usize];
     world.map(OWN, OWN + BELLS);
     let program = Program::new(&mut random, traits, Arc::clone(&shared), said);
     let machine = Machine { world, program };
@@ -154,6 +155,8 @@ fn play(seed: u64) -> u64 {
     program.check_end(world);
     let is_movable = traits.drops_lazily || work.have_ended();
     assert!(is_movable, "a block waits for the end of pages that are gone");
+    let lost = pager.counters.lost.load(Ordering::Relaxed);
+    assert!(lost == 0 || may_lose, "{lost} pages are lost, and every store answers in the end");
     pager.counters.faults.load(Ordering::Relaxed)
 }
 

@@ -78,6 +78,11 @@ impl Simulated {
         self.faults.doomed = one_in;
     }
 
+    /// From now on, no page can be read, or each can again.
+    pub fn hide(&mut self, is_hidden: bool) {
+        self.faults.dead_after = is_hidden.then_some(0);
+    }
+
     /// From now on, this page cannot be read.
     pub fn spoil(&mut self, page: u64) {
         self.spoilt.push(page);

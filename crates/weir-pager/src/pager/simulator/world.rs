@@ -70,6 +70,11 @@ pub struct World {
     pub merges: bool,
     /// Of this many pages that the pager moves, the kernel is migrating one on average. 0: none.
     pub migrates: u64,
+    /// Of this many pages that the pager fills, the kernel has no memory for one on average. 0:
+    /// none.
+    pub short: u64,
+    /// The errors of the next pages that the pager fills.
+    pub refusals: VecDeque<Errno>,
     /// The time that it takes to read all mappings.
     pub reading: Duration,
     /// The page whose every event is printed.
@@ -99,9 +104,17 @@ impl World {
             events: VecDeque::new(),
             merges,
             migrates,
+            short: 0,
+            refusals: VecDeque::new(),
             reading: Duration::ZERO,
             page: number("WEIR_SIMULATOR_PAGE").map(|page| page as usize),
         }
+    }
+
+    /// The error of the next page that the pager fills.
+    pub fn refusal(&mut self) -> Option<Errno> {
+        let is_short = self.random.one_in(self.short);
+        self.refusals.pop_front().or(is_short.then_some(Errno::NOMEM))
     }
 
     /// Prints an event of the traced page, for people who look for the reason of a failure.

@@ -256,12 +256,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
     }
 
     /// Waits until all of a block has moved between its slot and the store. `None`: some of it
-    /// could not be moved.
-    fn end_load(&mut self, id: u32, slot: usize) -> Option<Kept> {
+    /// could not be moved. `is_needed` says whether what cannot be read is tried once more.
+    fn end_load(&mut self, id: u32, slot: usize, is_needed: bool) -> Option<Kept> {
         self.forget_load(id);
         let Block { zeros, stored, .. } = self.blocks.get_mut(id);
         let notes = Notes { zeros, stored: stored.as_deref_mut() };
-        self.helpers.end(slot, notes, &mut self.store, &mut self.kernel)
+        self.helpers.end(slot, notes, &mut self.store, &mut self.kernel, is_needed)
     }
 
     /// Stops what is under way between a block's slot and the store. Returns whether the block was
@@ -319,7 +319,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// Waits until a block is written, if it is being written.
     pub(super) fn end_write(&mut self, id: u32) {
         let State::Writing(slot) = self.blocks.get(id).state else { return };
-        let written = self.end_load(id, slot);
+        let written = self.end_load(id, slot, true);
         // An earlier call of the store may have got the error of a failed write. That error names
         // no page, so pages of this block may be missing in the store.
         let Some(kept) = written.filter(|_| !self.is_broken) else {
@@ -393,17 +393,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.slots.iter().filter(|slot| **slot == Slot::Busy).count() - others
     }
 
-    /// Waits until a block is prefetched, if it is being prefetched.
+    /// Waits until a block is prefetched, if it is being prefetched. A block that cannot be read
+    /// stays in the store: perhaps it can be read once a thread touches it.
     pub(super) fn end_fill(&mut self, id: u32) {
         let State::Filling(slot) = self.blocks.get(id).state else { return };
         let is_asked = self.asked.contains(&id);
-        if self.end_load(id, slot).is_some() {
+        if self.end_load(id, slot, false).is_some() {
             count(&self.shared.counters.ahead, u64::from(!is_asked));
             self.blocks.get_mut(id).state = State::Ready(slot);
             self.ready.push_back((id, self.wants));
         } else {
-            self.slots[slot] = Slot::Free;
-            self.lose(id, Some);
+            self.blocks.get_mut(id).state = State::Stored;
+            self.leave(slot);
         }
     }
 
@@ -411,7 +412,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn read(&mut self, id: u32, slot: usize) -> bool {
         self.begin_load(id, slot, true);
         self.write_beside();
-        self.end_load(id, slot).is_some()
+        self.end_load(id, slot, true).is_some()
     }
 
     /// Takes the room of a block that is in place. Such a block keeps its room until the store is
@@ -509,6 +510,32 @@ mod tests {
         work.bring(ids[1]).unwrap();
         let words = [0, 1].map(|number| work.kernel.world.word(first + number * BLOCK_PAGES + 5));
         assert_eq!(words, [first as u64, (first + BLOCK_PAGES) as u64]);
+    }
+
+    #[test]
+    fn a_block_that_cannot_be_prefetched_is_not_lost_and_one_that_is_needed_is() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        work.kernel.world.come(first + 5, 7);
+        let id = work.blocks.add(address(first), State::Resident);
+        work.policy.came(id);
+        work.begin_write().expect("it can go");
+        work.end_loads();
+        work.store.hide(true);
+        work.wanted.push_back(address(first));
+        assert!(work.begin_fill());
+        work.end_loads();
+        let lost = |work: &Work<_, _>| work.shared.counters.lost.load(Ordering::Relaxed);
+        assert_eq!((work.blocks.get(id).state, work.blocks_ready(), lost(&work)), (State::Stored, 0, 0));
+        work.store.hide(false);
+        work.bring(id).unwrap();
+        assert_eq!(work.kernel.world.word(first + 5), 7);
+        work.begin_write().expect("it can go");
+        work.end_loads();
+        work.store.hide(true);
+        work.bring(id).unwrap();
+        assert_eq!((work.blocks.get(id).state, lost(&work)), (State::Lost, 1));
     }
 
     #[test]

@@ -833,7 +833,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let page = address / PAGE_SIZE * PAGE_SIZE;
         while let Some(at) = self.now_at(page) {
             match self.kernel.poison(at, PAGE_SIZE) {
-                Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
+                Err(Stopped { why, .. }) if may_pass(why) => self.wait_and_hear(),
                 poisoned => {
                     self.kernel.wake(at, PAGE_SIZE);
                     return poisoned.is_ok();
@@ -854,6 +854,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
         }
     }
+}
+
+/// Whether the kernel may fill a page a little later: the address space changes, or the kernel has
+/// no memory for the page now, as at the limit of a memory cgroup.
+fn may_pass(why: Errno) -> bool {
+    matches!(why, Errno::AGAIN | Errno::NOMEM)
 }
 
 impl<K: Kernel, S> Drop for Work<K, S> {

@@ -111,14 +111,22 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     /// Copies a page to the present place of `to`. A page that is in place already stays. A page
     /// that is no longer mapped, or that the program has dropped, is not needed. Returns whether
-    /// the page came.
+    /// the page came. The caller may then free its own copy: a page that cannot come is poisoned.
     pub(super) fn copy_in(&mut self, to: usize, from: usize) -> bool {
         while let Some(at) = self.now_at(to) {
             match self.kernel.copy(at, from, PAGE_SIZE) {
-                Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
-                copied => {
+                Err(Stopped { why, .. }) if may_pass(why) => self.wait_and_hear(),
+                Err(Stopped { why: Errno::EXIST | Errno::NOENT | Errno::SRCH, .. }) => {
                     self.kernel.wake(at, PAGE_SIZE);
-                    return copied.is_ok();
+                    return false;
+                }
+                Err(_) => {
+                    self.count_lost();
+                    return self.poison(to);
+                }
+                Ok(()) => {
+                    self.kernel.wake(at, PAGE_SIZE);
+                    return true;
                 }
             }
         }
@@ -311,7 +319,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 // the page. The slot may have any content, so a page of zeros will do as well.
                 Err(_) => match self.kernel.zero(to + done, PAGE_SIZE) {
                     Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
-                    Err(Stopped { why: Errno::AGAIN, .. }) => self.wait_and_hear(),
+                    Err(Stopped { why, .. }) if may_pass(why) => self.wait_and_hear(),
                     Err(Stopped { why, .. }) => panic!("a slot cannot be filled: {why}"),
                 },
             }
@@ -386,6 +394,25 @@ mod tests {
             assert!(work.kernel.world.is_something(first + request % 2));
             work.events.clear();
         }
+    }
+
+    #[test]
+    fn without_memory_the_kernel_gets_a_page_again_and_what_never_comes_is_poisoned() {
+        let (mut work, first) = work_at_rest();
+        work.kernel.world.map(first, first + 4);
+        work.kernel.register(address(first), address(first + 4)).unwrap();
+        let staging = work.frame();
+        work.kernel.world.refusals.extend([Errno::NOMEM, Errno::NOMEM]);
+        assert!(work.copy_in(address(first), work.slot(staging)), "the page came");
+        work.kernel.world.refusals.push_back(Errno::NOMEM);
+        assert!(work.poison(address(first + 1)), "zeros must not come in its place");
+        assert!(!work.copy_in(address(first), work.slot(staging)), "a page is in place");
+        assert_eq!(work.shared.counters.lost.load(Ordering::Relaxed), 0);
+        work.kernel.world.refusals.push_back(Errno::FAULT);
+        assert!(work.copy_in(address(first + 2), work.slot(staging)));
+        assert_eq!([1, 2].map(|page| work.kernel.world.entries[first + page].is_poisoned), [true; 2]);
+        assert_eq!(work.shared.counters.lost.load(Ordering::Relaxed), 1);
+        assert!(work.kernel.world.refusals.is_empty());
     }
 
     #[test]

@@ -62,7 +62,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 self.came_singly(id, came..came + pages);
                 Ok(true)
             }
-            Some(Err(Errno::AGAIN)) => Err(Changed),
+            Some(Err(why)) if may_pass(why) => Err(Changed),
             // The page is in place already, or is no longer mapped.
             Some(Err(_)) => {
                 self.kernel.wake(at, PAGE_SIZE);
@@ -600,6 +600,19 @@ mod tests {
         let states: Vec<State> = ids.iter().map(|&id| work.blocks.get(id).state).collect();
         assert_eq!(states, [State::Resident, State::Resident, State::Resident, State::Stored]);
         assert_eq!((work.blocks_ready(), work.singles_there), (0, 1));
+    }
+
+    #[test]
+    fn a_page_for_which_the_kernel_has_no_memory_is_not_taken_for_one_that_came() {
+        let (mut work, first, id) = with_stored_block();
+        for pages in [5..6, 6..14] {
+            work.kernel.world.refusals.extend(pages.clone().map(|_| Errno::NOMEM));
+            assert!(work.bring_single(id, pages.start).is_err());
+            work.kernel.world.refusals.clear();
+            assert!(!work.kernel.world.is_something(first + pages.start));
+            assert!(work.bring_single(id, pages.start).unwrap());
+            assert_eq!(work.kernel.world.word(first + pages.start) as u8, pages.start as u8);
+        }
     }
 
     #[test]
