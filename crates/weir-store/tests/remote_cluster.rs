@@ -321,3 +321,73 @@ fn a_replica_that_lacks_the_last_writes_never_passes_off_older_pages() {
         assert_eq!((result, content), (Ok(()), page(slot.0 + 9)), "{slot:?}");
     }
 }
+
+#[test]
+fn a_node_that_throws_pages_away_and_joins_later_is_named_and_takes_no_page_until_it_is_fit() {
+    let name = "a_node_that_throws_pages_away_and_joins_later_is_named_and_takes_no_page_until_it_is_fit";
+    // The last two engines have nothing at first, and join after the store was opened.
+    let Some(engines) = cluster(4, 2, name) else { return };
+    let (fit, unfit) = (2, 3);
+    for engine in &engines[2..] {
+        assert_eq!(engine.text(&["CONFIG", "SET", "maxmemory", "1gb"]), "OK");
+    }
+    let policy = |policy| engines[unfit].text(&["CONFIG", "SET", "maxmemory-policy", policy]);
+    assert_eq!(policy("allkeys-lru"), "OK");
+    let store = open(&url(&engines[..1], "size=64MiB"));
+    let mut lane = store.lane(32).unwrap();
+    // In each extent one slot with a page, and beside it one without.
+    let slots: Vec<u32> = (0..store.slots()).step_by(1024).collect();
+    for &slot in &slots {
+        assert_eq!(write(&mut *lane, slot, slot), Ok(()));
+    }
+    let hash = |slot: u32| hash_of(&engines[0], &store.key(Slot(slot)));
+    let moves = |slot: u32, to: usize| {
+        let from = usize::from(hash(slot).parse::<u16>().unwrap() >= 8192);
+        migrate(&engines, &hash(slot), from, to, || {});
+    };
+    let other = slots.iter().copied().find(|slot| hash(*slot) != hash(slots[0])).unwrap();
+    let (good, bad) = (slots[0], other);
+    moves(good, fit);
+    moves(bad, unfit);
+    let condition = |at: usize| {
+        let name = engines[at].name();
+        store.report().unwrap().conditions().into_iter().find(|condition| condition.part == name)
+    };
+    assert_eq!(read(&mut *lane, good), Ok(page(good)));
+    assert_eq!(write(&mut *lane, good + 1, 7), Ok(()));
+    assert!(condition(fit).is_some_and(|condition| condition.state == State::Online));
+
+    let keys = engines[unfit].keys();
+    let old = engines[unfit].bytes(&store.key(Slot(bad)));
+    for slot in [bad, bad + 1] {
+        assert_eq!(write(&mut *lane, slot, 9), Err(Fault::Timeout), "{slot}");
+    }
+    let begun = Instant::now();
+    let named = loop {
+        match condition(unfit) {
+            Some(named) if named.state == State::Unreachable => break named,
+            other => assert!(begun.elapsed() < PATIENCE, "{other:?}"),
+        }
+    };
+    let why = named.why.unwrap();
+    assert!(why.contains("allkeys-lru): set it to noeviction"), "{why}");
+    assert_eq!(store.state(0), State::Unreachable, "pages wait");
+    assert_eq!(engines[unfit].keys(), keys, "a page was written there");
+    assert_eq!(engines[unfit].bytes(&store.key(Slot(bad))), old, "a page was written there");
+
+    // A write that ended with a timeout may land later, unless its lane is gone.
+    drop(lane);
+    let mut lane = store.lane(32).unwrap();
+    assert_eq!(policy("noeviction"), "OK");
+    let begun = Instant::now();
+    while store.state(0) != State::Online {
+        assert!(begun.elapsed() < PATIENCE, "{:?}", store.report().unwrap().conditions());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(read(&mut *lane, bad), Ok(page(bad)));
+    assert_eq!(write(&mut *lane, bad + 1, 8), Ok(()));
+    assert_eq!(engines[unfit].keys(), keys + 1);
+    drop(lane);
+    drop(store);
+    assert_eq!(engines.iter().map(Engine::keys).sum::<i64>(), 0, "keys are left behind");
+}

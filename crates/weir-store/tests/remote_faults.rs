@@ -3,7 +3,7 @@
 
 mod engine;
 
-use engine::fake::{Act, Fake};
+use engine::fake::{Act, Fake, Words};
 use engine::{PATIENCE, all, open, page, read, write};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -526,4 +526,150 @@ fn a_store_on_many_nodes_that_do_not_answer_closes_in_one_time_limit_and_says_wh
         .sum();
     assert!(left > writes.len() / 2 && left < writes.len(), "{left} of {}: {told:?}", writes.len());
     assert_eq!(nodes[39].state().values.len(), 0);
+}
+
+/// Two nodes that have a copy of slot 3 each: the one that reads ask first, and the other one.
+fn with_two_copies(nodes: &[Fake], store: &RemoteStore, lane: &mut dyn Lane) -> (usize, usize) {
+    assert_eq!(write(lane, 3, 1), Ok(()));
+    let key = store.key(Slot(3));
+    let is_kept = || nodes.iter().all(|node| node.has(&key)) && store.counts().lacking == 0;
+    eventually("both copies", is_kept);
+    let first = store.member(Slot(3)) as usize;
+    (first, 1 - first)
+}
+
+#[test]
+fn a_read_takes_the_page_of_a_node_that_is_only_slow_while_the_other_one_says_nothing() {
+    let nodes = [Fake::start(), Fake::start()];
+    let store = open(&url(&nodes, "size=1MiB&copies=2"));
+    let mut lane = store.lane(8).unwrap();
+    let (slow, silent) = with_two_copies(&nodes, &store, &mut *lane);
+    nodes[slow].plan(|words, _| if is(words, "GET") { Act::Hold(0) } else { Act::Serve });
+    // The slow node answers right after the other one has been asked too.
+    let (is_asked, holds) = (Arc::new(AtomicBool::new(false)), Arc::clone(&nodes[slow].holds));
+    let asked = Arc::clone(&is_asked);
+    nodes[silent].plan(move |words, _| {
+        if !is(words, "GET") {
+            return Act::Serve;
+        }
+        asked.store(true, Ordering::Relaxed);
+        holds.store(false, Ordering::Relaxed);
+        Act::Hold(0)
+    });
+    let result = read(&mut *lane, 3);
+    // The silent node has answered no read until here, so the page is the slow one's.
+    assert!(nodes[silent].holds.swap(false, Ordering::Relaxed));
+    assert_eq!(result, Ok(page(1)));
+    assert!(is_asked.load(Ordering::Relaxed), "nobody has asked the other node");
+}
+
+#[test]
+fn a_read_asks_a_node_again_whose_connection_broke_while_the_other_one_says_nothing() {
+    let nodes = [Fake::start(), Fake::start()];
+    let store = open(&url(&nodes, "size=1MiB&copies=2"));
+    for order in [false, true] {
+        let mut lane = store.lane(8).unwrap();
+        let (first, second) = with_two_copies(&nodes, &store, &mut *lane);
+        let (silent, breaks) = if order { (first, second) } else { (second, first) };
+        nodes[silent].holds.store(true, Ordering::Relaxed);
+        nodes[silent].plan(|words, _| if is(words, "GET") { Act::Hold(0) } else { Act::Serve });
+        let mut is_cut = false;
+        nodes[breaks].plan(move |words, _| {
+            let cuts = is(words, "GET") && !std::mem::replace(&mut is_cut, true);
+            if cuts { Act::Cut } else { Act::Serve }
+        });
+        assert_eq!(read(&mut *lane, 3), Ok(page(1)), "{order}");
+        for node in &nodes {
+            node.plan(|_, _| Act::Serve);
+            node.holds.store(false, Ordering::Relaxed);
+        }
+        eventually("nodes are back", || (0..2).all(|member| store.state(member) == State::Online));
+    }
+}
+
+#[test]
+fn a_page_whose_first_copy_is_gone_is_copied_from_the_second_though_that_is_marked_too() {
+    let nodes = [Fake::start(), Fake::start()];
+    let store = open(&url(&nodes, "size=1MiB&copies=2"));
+    let mut lane = store.lane(8).unwrap();
+    let (first, second) = with_two_copies(&nodes, &store, &mut *lane);
+    let key = store.key(Slot(3));
+    // The second node is another process with the same values. So the copy there is marked, and it
+    // is there all the same. Reads are refused for now, so the node is away.
+    nodes[first].plan(|words, _| if is(words, "GET") { Act::Say("TRYAGAIN it moves") } else { Act::Serve });
+    nodes[second].plan(|words, _| match words {
+        words if is(words, "GET") => Act::Say("LOADING it reads"),
+        // It is full, so nobody can copy the page there again.
+        words if is(words, "SET") => Act::Say("OOM it is full"),
+        _ => Act::Serve,
+    });
+    let values = nodes[second].state().values.clone();
+    nodes[second].replace(values);
+    assert_eq!(read(&mut *lane, 3), Err(Fault::Timeout));
+    eventually("the second node's mark", || store.counts().gone == 1);
+    eventually("the second node is away", || store.state(second as u32) != State::Online);
+    // The first node is another process without values.
+    nodes[first].plan(|_, _| Act::Serve);
+    nodes[first].replace(HashMap::new());
+    assert_eq!(read(&mut *lane, 3), Err(Fault::Timeout));
+    eventually("the first node's mark", || store.counts().gone == 2);
+    assert!(store.counts().lacking == 1 && !nodes[first].has(&key));
+    nodes[second].plan(|words, _| if is(words, "SET") { Act::Say("OOM it is full") } else { Act::Serve });
+    eventually("both copies", || store.counts().lacking == 0);
+    let value = |node: &Fake| node.state().values.get(key.as_bytes()).cloned();
+    assert!(value(&nodes[first]).is_some() && value(&nodes[first]) == value(&nodes[second]));
+    assert_eq!(read(&mut *lane, 3), Ok(page(1)));
+}
+
+/// Has a node call itself a part of a cluster. `of` has all hash slots of that.
+fn in_a_cluster(node: &Fake, of: &Fake, does: impl Fn(&Words) -> Option<Act> + Send + 'static) {
+    let port = of.port;
+    let slots = format!("*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:{port}\r\n");
+    let about = format!("run_id:{}\r\ncluster_enabled:1\r\n", node.state().run);
+    node.plan(move |words, _| match does(words) {
+        Some(act) => act,
+        None if is(words, "INFO") => Act::Answer(about.clone().into_bytes()),
+        None if is(words, "CLUSTER") => Act::Send(slots.clone().into_bytes()),
+        None => Act::Serve,
+    });
+}
+
+#[test]
+fn a_node_that_joins_a_cluster_later_is_checked_before_a_page_goes_there() {
+    for (is_nameless, words) in [(true, "does not name its process"), (false, "allkeys-lru): set it to")] {
+        let nodes = [Fake::start(), Fake::start()];
+        let joins = nodes[1].name();
+        // The first node sends each page on to the second, which nobody knows at the opening.
+        let elsewhere = format!("-ASK 1 {joins}\r\n");
+        in_a_cluster(&nodes[0], &nodes[0], move |words| {
+            let is_page = is(words, "SET") || is(words, "GET");
+            is_page.then(|| Act::Send(elsewhere.clone().into_bytes()))
+        });
+        in_a_cluster(&nodes[1], &nodes[0], move |words| {
+            (is_nameless && is(words, "INFO")).then(|| Act::Answer(b"cluster_enabled:1\r\n".to_vec()))
+        });
+        let policy = |policy: &str| {
+            nodes[1].state().settings.extend(
+                [("maxmemory", "1000000000"), ("maxmemory-policy", policy)]
+                    .map(|(key, value)| (key, value.to_owned())),
+            );
+        };
+        policy(if is_nameless { "noeviction" } else { "allkeys-lru" });
+        let store = open(&url(&nodes[..1], "size=1MiB"));
+        let mut lane = store.lane(8).unwrap();
+        assert_eq!(write(&mut *lane, 3, 1), Err(Fault::Timeout), "{words}");
+        let conditions = || store.report().unwrap().conditions();
+        eventually("the node is away", || {
+            conditions().get(1).is_some_and(|node| node.state == State::Unreachable)
+        });
+        let condition = conditions().remove(1);
+        assert!(condition.part == joins && condition.why.unwrap().contains(words), "{words}");
+        assert!(nodes[1].state().values.is_empty(), "{words}");
+        // It is made fit.
+        policy("noeviction");
+        in_a_cluster(&nodes[1], &nodes[0], |_| None);
+        eventually("the node is taken", || write(&mut *lane, 4, 2) == Ok(()));
+        assert!(nodes[1].has(&store.key(Slot(4))));
+        assert_eq!(read(&mut *lane, 4), Ok(page(2)));
+    }
 }

@@ -1,5 +1,5 @@
 //! The check whether a node may be trusted with pages. It runs for each node when the store is
-//! opened, and again when another process takes a node's place.
+//! opened, when a node joins a cluster later, and when another process takes a node's place.
 
 use super::answers::{is_passing, plain, run_id};
 use super::url::RemoteUrl;

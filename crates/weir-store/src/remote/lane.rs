@@ -2,7 +2,7 @@
 //! answers. The lane never waits, and allocates nothing.
 
 use super::node::{Core, Senders};
-use super::operations::{Job, Kind, Operations};
+use super::operations::{Answer, Job, Kind, Operations};
 use super::url::COPIES_MAX;
 use crate::{ANSWER_WITHIN, Done, Fault, Lane, POLL_EVERY, Progress, State, Ticket};
 use std::os::fd::BorrowedFd;
@@ -10,12 +10,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use weir_core::{PageBytes, Slot};
+use weir_queue::SendError;
 
 /// Time limit of an operation. A poll may notice up to [`POLL_EVERY`] late that the limit has
 /// passed.
 const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
-/// Time that a read waits for one copy before the lane asks for the other.
+/// Time that a read waits for one copy before the lane asks for the other too.
 const HEDGE_AFTER: Duration = Duration::from_millis(300);
 
 /// Time that a write waits for its second node after the first has kept it.
@@ -53,8 +54,8 @@ struct Operation {
     attempt: u32,
     /// A bit for each copy that the read has asked for.
     asked_for: u8,
-    /// Whether a node that the read has asked did not answer.
-    unanswered: bool,
+    /// A bit for each of them whose node did not answer.
+    silent: u8,
     /// Whether the read waits for the end of a pause, after which the lane asks all nodes anew.
     rests: bool,
     /// Whether the write goes to every node of its slot, and waits for nodes that are away.
@@ -75,7 +76,7 @@ impl RemoteLane {
             stamp: None,
             attempt: 0,
             asked_for: 0,
-            unanswered: false,
+            silent: 0,
             rests: false,
             patient: false,
             started: None,
@@ -115,7 +116,7 @@ impl RemoteLane {
             stamp,
             attempt,
             asked_for: 0,
-            unanswered: false,
+            silent: 0,
             rests: false,
             patient: false,
             started: None,
@@ -144,10 +145,12 @@ impl RemoteLane {
         let attempt = self.operations.begin(operation, count as u32, None);
         let entry = &mut self.table[operation];
         (entry.attempt, entry.patient) = (attempt, patient);
-        for node in chosen.into_iter().flatten() {
+        for (copy, node) in chosen.into_iter().enumerate() {
+            let Some(node) = node else { continue };
             self.send(
                 operation,
                 node,
+                copy,
                 Kind::Write(stamp),
                 patient && !self.core.placement.is_cluster(),
                 false,
@@ -173,24 +176,53 @@ impl RemoteLane {
         }
     }
 
-    /// Sends a read to the next copy on a node that is online. If no node is online, sends it to
-    /// the next copy anyway. Returns false if the read has asked for every copy.
-    fn send_read(&mut self, operation: usize, lacking_too: bool) -> bool {
+    /// Returns the copy that a read asks for next: one on a node that is online, or if no node is
+    /// online any other. `None`: the read has asked for every copy.
+    fn next_copy(&self, operation: usize, lacking_too: bool) -> Option<usize> {
         let left = self.copies_left(operation, lacking_too);
-        let Operation { slot, .. } = self.table[operation];
-        let placement = &self.core.placement;
-        let node_of = |copy| placement.node(slot, copy).expect("the copy is on a node");
-        let is_online = |copy: &usize| self.senders.nodes[node_of(*copy)].state() == State::Online;
-        let Some(copy) = left.iter().flatten().copied().find(is_online).or(left[0]) else { return false };
-        let (node, waits) = (node_of(copy), placement.copies() == 1 && !placement.is_cluster());
-        let least = self.core.ledger.get(slot).stamp();
-        let attempt = self.operations.begin(operation, 1, None);
-        let entry = &mut self.table[operation];
-        (entry.attempt, entry.asked) = (attempt, None);
-        entry.asked_for |= 1 << copy;
-        entry.rests = false;
-        self.send(operation, node, Kind::Read(least), waits, false);
+        let is_online =
+            |copy: &usize| self.senders.nodes[self.node_of(operation, *copy)].state() == State::Online;
+        left.iter().flatten().copied().find(is_online).or(left[0])
+    }
+
+    /// The node of a copy of the operation's slot.
+    fn node_of(&self, operation: usize, copy: usize) -> usize {
+        self.core.placement.node(self.table[operation].slot, copy).expect("the copy is on a node")
+    }
+
+    /// Sends a read to the node of the next copy. Returns false if the read has asked for every
+    /// copy.
+    fn send_read(&mut self, operation: usize, lacking_too: bool) -> bool {
+        let Some(copy) = self.next_copy(operation, lacking_too) else { return false };
+        self.table[operation].attempt = self.operations.begin(operation, 1, None);
+        self.ask_for(operation, copy);
         true
+    }
+
+    /// Sends a read that waits to one more node. A node that is only slow may still answer, so the
+    /// read takes the page that comes first.
+    fn hedge(&mut self, operation: usize) {
+        // A node that did not answer may do so by now.
+        let entry = &mut self.table[operation];
+        entry.asked_for &= !(entry.silent | self.operations.silent(operation));
+        let Some(copy) = self.next_copy(operation, false) else { return };
+        if self.operations.add_copy(operation, copy).is_some() {
+            self.ask_for(operation, copy);
+        }
+    }
+
+    /// Sends a read to the node of `copy`, as a part of its present attempt.
+    fn ask_for(&mut self, operation: usize, copy: usize) {
+        let placement = &self.core.placement;
+        let waits = placement.copies() == 1 && !placement.is_cluster();
+        let node = self.node_of(operation, copy);
+        let least = self.core.ledger.get(self.table[operation].slot).stamp();
+        let entry = &mut self.table[operation];
+        entry.asked = None;
+        entry.asked_for |= 1 << copy;
+        entry.silent &= !(1 << copy);
+        entry.rests = false;
+        self.send(operation, node, copy, Kind::Read(least), waits, false);
     }
 
     /// Sends an operation to the node to which a cluster is moving the page.
@@ -198,28 +230,29 @@ impl RemoteLane {
         let Operation { slot, stamp, .. } = self.table[operation];
         let least = self.core.ledger.get(slot).stamp();
         self.table[operation].attempt = self.operations.begin(operation, 1, None);
-        self.send(operation, node, stamp.map_or(Kind::Read(least), Kind::Write), false, true);
+        self.send(operation, node, 0, stamp.map_or(Kind::Read(least), Kind::Write), false, true);
     }
 
-    fn send(&mut self, operation: usize, node: usize, kind: Kind, waits: bool, asking: bool) {
+    fn send(&mut self, operation: usize, node: usize, copy: usize, kind: Kind, waits: bool, asking: bool) {
         let Operation { slot, attempt, .. } = self.table[operation];
         let lane = Arc::clone(&self.operations);
-        let job = Job { lane, operation, attempt, slot, kind, waits, asking };
+        let job = Job { lane, operation, attempt, slot, copy, kind, waits, asking };
         let sender = match kind {
             Kind::Read(_) | Kind::Probe => &mut self.senders.reads[node],
             Kind::Write(_) | Kind::Copy(_) => &mut self.senders.writes[node],
         };
         // The node's queue is only full if the node has not answered for long. Its jobs are void by
         // now.
-        if sender.try_send(job).is_err() {
-            self.operations.answer(operation, attempt, Err(Fault::Timeout), None);
+        if let Err(SendError::Full(job) | SendError::Closed(job)) = sender.try_send(job) {
+            job.answer(Err(Fault::Timeout), None);
         }
     }
 
     /// Hands over an operation that has been answered, or sends the operation again.
     fn finish(&mut self, operation: usize, done: &mut dyn FnMut(Done<'_>)) {
         let Operation { ticket, slot, stamp, is_late, patient, .. } = self.table[operation];
-        let (result, ask) = self.operations.with_answer(operation, |answer| (answer.result, answer.ask));
+        let of = |answer: Answer<'_>| (answer.result, answer.ask, answer.silent);
+        let (result, ask, silent) = self.operations.with_answer(operation, of);
         if let Some(node) = ask.filter(|_| !is_late) {
             return self.send_asking(operation, node);
         }
@@ -249,14 +282,14 @@ impl RemoteLane {
             }),
             (None, Err(fault)) => {
                 let entry = &mut self.table[operation];
-                entry.unanswered |= fault == Fault::Timeout;
-                let unanswered = entry.unanswered;
-                if self.send_read(operation, !unanswered) {
+                entry.silent |= silent;
+                let is_answered = entry.silent == 0;
+                if self.send_read(operation, is_answered) {
                     return;
                 }
-                if unanswered {
+                if !is_answered {
                     let entry = &mut self.table[operation];
-                    (entry.asked_for, entry.unanswered) = (0, false);
+                    (entry.asked_for, entry.silent) = (0, 0);
                     (entry.rests, entry.asked) = (true, None);
                     return;
                 }
@@ -268,7 +301,7 @@ impl RemoteLane {
     }
 
     /// Ends operations whose time is over. If a read has waited long enough for the first copy,
-    /// asks for the second.
+    /// asks for the second too.
     fn expire(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let mut at = 0;
         while let Some(&operation) = self.sent.get(at) {
@@ -311,8 +344,8 @@ impl RemoteLane {
                     Some(stamp) => self.send_write(operation, stamp, true),
                     None => _ = self.send_read(operation, true),
                 }
-            } else if is_read && !rests && now >= asked + HEDGE_AFTER && self.send_read(operation, false) {
-                self.table[operation].unanswered = true;
+            } else if is_read && !rests && now >= asked + HEDGE_AFTER {
+                self.hedge(operation);
             }
         }
     }

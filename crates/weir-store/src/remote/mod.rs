@@ -31,7 +31,7 @@ pub use url::RemoteUrl;
 
 use crate::{Condition, DENIED, Lane, OpenError, OpenErrorKind, Report, State, Store, Tell, TellChange};
 use alarm::Alarm;
-use check::{check, is_in_cluster, no_answer};
+use check::{check, is_in_cluster, no_answer, process};
 use lane::RemoteLane;
 use ledger::Ledger;
 use node::{Cluster, Core, Counts, Node, READS, SPARE, Senders, WRITES, Worker};
@@ -130,6 +130,8 @@ impl RemoteStore {
             node.assign(at);
             let mut connection = node.connect().map_err(|error| no_answer(&name, at, &error))?;
             check(&name, at, &mut connection, url, is_cluster, &placement.no_page(number))?;
+            // A connection leads to one process, so this is the one that was checked.
+            node.is_checked(process(&mut connection).map_err(|error| no_answer(&name, at, &error))?);
         }
 
         let Some(ledger) = Ledger::new(slots, copies) else {

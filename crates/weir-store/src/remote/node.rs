@@ -144,8 +144,8 @@ pub(super) struct Node {
     /// A bit for each thread of the node that does not get through to it: [`READS`] and
     /// [`WRITES`].
     away: AtomicU8,
-    /// The run ID of the node's process; empty until a connection has been made. While a thread has
-    /// the lock, no other thread changes it.
+    /// The run ID of the node's process; empty until a process has passed the check. While a thread
+    /// has the lock, no other thread changes it.
     run: Mutex<String>,
     condition: Mutex<(SystemTime, Option<String>)>,
     tell: Mutex<Option<TellChange>>,
@@ -206,25 +206,33 @@ impl Node {
         Ok(connection)
     }
 
-    /// Notes the process that answers. If it has taken the place of an earlier process, all copies
-    /// on the node count as lacking. If it may not be trusted with pages, the node is refused.
-    /// Returns a message about the node, if there is one.
+    /// Notes the process that the check found fit when the store was opened.
+    pub(super) fn is_checked(&self, run: String) {
+        *self.run.lock().unwrap_or_else(PoisonError::into_inner) = run;
+    }
+
+    /// Notes the process that answers. Each process is checked before the node serves pages. That
+    /// includes the first one of a node which joins a cluster later. If a process may not be
+    /// trusted with pages, the node is refused. If it has taken the place of an earlier process,
+    /// all copies on the node count as lacking. Returns a message about the node, if there is one.
     fn meet(&self, run: &str, connection: &mut Connection, core: &Core) -> RedisResult<Option<String>> {
         let mut known = self.run.lock().unwrap_or_else(PoisonError::into_inner);
-        if *known == run {
+        // A process without a run ID is never known, because the check refuses it.
+        if !run.is_empty() && *known == run {
             return Ok(None);
         }
         let mut note = None;
         let name = self.name().unwrap_or_default();
-        if !known.is_empty() {
-            let (is_cluster, key) = (core.cluster.is_some(), core.no_page());
-            if let Err(unfit) = check(&core.name, name, connection, &core.url, is_cluster, &key) {
-                let why = plain(&unfit.to_string());
-                if self.condition().why.as_ref() != Some(&why) {
-                    self.say(&why);
-                }
-                return Err(io::Error::other(why).into());
+        let (is_cluster, key) = (core.cluster.is_some(), core.no_page());
+        if let Err(unfit) = check(&core.name, name, connection, &core.url, is_cluster, &key) {
+            let why = plain(&unfit.to_string());
+            // If the node is online, the caller notes that it is away, and tells this reason.
+            if self.state() != State::Online && self.condition().why.as_ref() != Some(&why) {
+                self.say(&why);
             }
+            return Err(io::Error::other(why).into());
+        }
+        if !known.is_empty() {
             let mut gone = 0;
             for slot in (0..core.ledger.slots()).map(Slot) {
                 let here = core.placement.copy_on(slot, self.number);
@@ -485,7 +493,7 @@ impl Worker {
     fn give_up(&self, waiting: &mut Vec<Job>) {
         waiting.retain(|job| {
             if !job.waits {
-                job.lane.answer(job.operation, job.attempt, Err(Fault::Timeout), None);
+                job.answer(Err(Fault::Timeout), None);
             }
             job.waits
         });
@@ -520,7 +528,7 @@ impl Worker {
                 }
                 // The job is void, or a newer write has been kept. So there is nothing to send.
                 _ => {
-                    job.lane.answer(job.operation, job.attempt, Ok(()), None);
+                    job.answer(Ok(()), None);
                     waiting.remove(sent);
                     continue;
                 }
@@ -601,7 +609,7 @@ impl Worker {
             }
             Meaning::Ask(details) => {
                 let ask = core.referred(&details, &self.node).map(|(_, node)| node);
-                job.lane.redirect(job.operation, job.attempt, ask);
+                job.redirect(ask);
                 return Ok(());
             }
             Meaning::Later => Err(Fault::Timeout),
@@ -612,6 +620,7 @@ impl Worker {
                 _ => Ok(()),
             },
             Meaning::Page(stamp) => {
+                self.is_there(run, job.slot, stamp);
                 read = Some(stamp);
                 Ok(())
             }
@@ -640,8 +649,19 @@ impl Worker {
             }
             Meaning::Refused(fault) => Err(fault),
         };
-        job.lane.answer(job.operation, job.attempt, result, read.map(|stamp| (&*page, stamp)));
+        job.answer(result, read.map(|stamp| (&*page, stamp)));
         Ok(())
+    }
+
+    /// Notes that the node's process with the run ID `run` has the page of a slot with this stamp.
+    /// If that is the newest page and its copy here is marked, the mark was out of date.
+    fn is_there(&self, run: &str, slot: Slot, stamp: u64) {
+        let entry = self.core.ledger.get(slot);
+        if stamp == entry.stamp() && self.lacks(slot, entry) {
+            // If another process has taken the node's place since, nothing is noted. The page is
+            // the right one all the same.
+            self.node.keep(run, slot, stamp, &self.core);
+        }
     }
 
     /// Notes that this node's copy of a slot was missing or wrong when the ledger said `seen` of

@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use weir_core::Slot;
 
-/// Time limit of a batch. After it the next batch begins.
+/// Time limit of each turn of a batch: of the reads from one copy, and of the writes.
 const BATCH_LIMIT: Duration = Duration::from_secs(5);
 /// Time between two probes of all nodes, and between two searches for writes that one node alone
 /// has kept. Without probes, nobody would notice that an unused node is gone, or runs another
@@ -96,6 +96,7 @@ impl Rebuilder {
                 operation,
                 attempt,
                 slot,
+                copy: 0,
                 kind,
                 waits: false,
                 asking: false,
@@ -108,12 +109,12 @@ impl Rebuilder {
         node.is_some_and(|node| self.senders.nodes[node].state() == State::Online)
     }
 
-    /// Returns a copy on a node that is online: one that the ledger does not mark as lacking the
-    /// page, if there is such a copy. Otherwise returns a marked copy, since its mark may be out of
-    /// date.
-    fn source(&self, slot: Slot, entry: Entry) -> Option<usize> {
-        let online = (0..self.core.placement.copies()).filter(|copy| self.is_online(slot, *copy));
-        online.min_by_key(|copy| entry.lacks(*copy))
+    /// Returns a copy on a node that is online, but none with a bit in `tried`. It is a copy that
+    /// the ledger does not mark as lacking the page, if there is one. Otherwise it is a marked
+    /// copy, since its mark may be out of date.
+    fn source(&self, slot: Slot, entry: Entry, tried: u8) -> Option<usize> {
+        let left = (0..self.core.placement.copies()).filter(|copy| tried & 1 << copy == 0);
+        left.filter(|copy| self.is_online(slot, *copy)).min_by_key(|copy| entry.lacks(*copy))
     }
 
     fn can_mend(&self, slot: Slot) -> bool {
@@ -122,21 +123,13 @@ impl Rebuilder {
         self.core.placement.copies() > 1
             && entry.lacks_any()
             && (0..self.core.placement.copies()).any(is_target)
-            && self.source(slot, entry).is_some()
+            && self.source(slot, entry, 0).is_some()
     }
 
     /// Copies the pages of a batch, as far as their nodes answer. Returns the number of slots that
     /// gained a copy.
     fn copy(&mut self, batch: &[Slot]) -> u32 {
-        let mut sent = Vec::with_capacity(batch.len());
-        for (operation, &slot) in batch.iter().enumerate() {
-            let entry = self.core.ledger.get(slot);
-            if let Some(source) = self.source(slot, entry) {
-                self.send(operation, slot, source, Kind::Read(entry.stamp()));
-                sent.push(operation);
-            }
-        }
-        let read = self.await_all(sent);
+        let read = self.read(batch);
         let mut sent = Vec::with_capacity(read.len());
         for (operation, stamp) in read {
             let slot = batch[operation];
@@ -154,11 +147,35 @@ impl Rebuilder {
         copied
     }
 
+    /// Reads the pages of a batch. If the node of one copy does not give the page, asks for the
+    /// next copy. Returns the pages that were read, as [`Rebuilder::await_all`] does. A node whose
+    /// marked copy was read has noted that the copy is there.
+    fn read(&mut self, batch: &[Slot]) -> Vec<(usize, u64)> {
+        let mut read = Vec::with_capacity(batch.len());
+        let mut tried = [0; BATCH];
+        let mut left: Vec<usize> = (0..batch.len()).collect();
+        for _ in 0..self.core.placement.copies() {
+            let mut sent = Vec::with_capacity(left.len());
+            for &operation in &left {
+                let (slot, tried) = (batch[operation], &mut tried[operation]);
+                let entry = self.core.ledger.get(slot);
+                if let Some(source) = self.source(slot, entry, *tried) {
+                    *tried |= 1 << source;
+                    self.send(operation, slot, source, Kind::Read(entry.stamp()));
+                    sent.push(operation);
+                }
+            }
+            read.extend(self.await_all(sent));
+            left.retain(|operation| read.iter().all(|(done, _)| done != operation));
+        }
+        read
+    }
+
     fn send(&mut self, operation: usize, slot: Slot, copy: usize, kind: Kind) {
         let node = self.core.placement.node(slot, copy).expect("the copy is on a node");
         let attempt = self.operations.begin(operation, 1, None);
         let lane = Arc::clone(&self.operations);
-        let job = Job { lane, operation, attempt, slot, kind, waits: false, asking: false };
+        let job = Job { lane, operation, attempt, slot, copy, kind, waits: false, asking: false };
         let paths =
             if matches!(kind, Kind::Read(_)) { &mut self.senders.reads } else { &mut self.senders.writes };
         // Sending never fails: the queue has room for a whole batch.

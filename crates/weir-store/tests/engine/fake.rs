@@ -27,6 +27,8 @@ pub enum Act {
     Hold(usize),
     /// The answer is this value, whatever it should be.
     Answer(Vec<u8>),
+    /// The answer is these bytes, whatever they mean.
+    Send(Vec<u8>),
 }
 
 /// Decides how a command is done. It gets the values too.
@@ -160,6 +162,7 @@ fn serve(client: &TcpStream, id: i64, state: &Mutex<State>, holds: &AtomicBool) 
             Act::Serve => client.write_all(&answer),
             Act::Say(line) => client.write_all(format!("-{line}\r\n").as_bytes()),
             Act::Answer(value) => client.write_all(&bulk(&value)),
+            Act::Send(bytes) => client.write_all(&bytes),
             Act::Cut => return,
             Act::CutAfter(count) => {
                 let _ = client.write_all(&answer[..count.min(answer.len())]);
