@@ -2,7 +2,7 @@
 //! rely on. Code 1: the program failed. Code 2: it was called wrongly. Code 3: there is too little
 //! memory or room.
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::fmt::Display;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -118,7 +118,7 @@ impl From<clap::Error> for Failure {
 
 /// Clap's error on one line. The usage text after it is left out, unless an argument is missing.
 pub fn complaint(error: &clap::Error) -> String {
-    let text = error.to_string();
+    let text = without_login(error);
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     let end = ["\n\nUsage:", "\n\nFor more information"].into_iter().filter_map(|mark| text.find(mark)).min();
     let (said, rest) = text.split_at(end.unwrap_or(text.len()));
@@ -136,6 +136,20 @@ pub fn complaint(error: &clap::Error) -> String {
     // Replaces the standard library's words for a text that is no number.
     let said = parts.join("; ").replace("invalid digit found in string", "not a whole number");
     said.replace("number too large to fit in target type", "too large a number")
+}
+
+/// Clap's error, with `***` in the place of a login that a URL has. Logs keep what a program says.
+fn without_login(error: &clap::Error) -> String {
+    let mut text = error.to_string();
+    for kind in [ContextKind::InvalidValue, ContextKind::InvalidArg] {
+        if let Some(ContextValue::String(value)) = error.get(kind)
+            && let Some((scheme, rest)) = value.split_once("://")
+            && let Some((_, address)) = rest.rsplit_once('@')
+        {
+            text = text.replace(value, &format!("{scheme}://***@{address}"));
+        }
+    }
+    text
 }
 
 fn one_line(text: &str) -> String {

@@ -443,6 +443,9 @@ impl Shared {
     fn status(&self) -> Status {
         let volume = self.pool().status();
         let up = self.environment.clock.now() - self.begun;
+        let stores: Vec<_> = volume.stores.iter().map(|store| Store::of(store, volume.reads)).collect();
+        let mut programs = self.programs.as_ref().map(Programs::list).unwrap_or_default();
+        programs.iter_mut().for_each(|program| Store::tell(&stores, program));
         Status {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -452,7 +455,8 @@ impl Shared {
             volume: VolumeCounts::of(&volume, self.pool().memory_bytes()),
             volumes: self.volumes.list(),
             free_bytes: self.volumes.free_bytes(),
-            stores: volume.stores.iter().map(|store| Store::of(store, volume.reads)).collect(),
+            programs,
+            stores,
             read: Io::reads(&volume),
             write: Io::writes(&volume),
             rates: Some(self.looks.look(up, volume.reads, volume.writes)),
@@ -460,7 +464,6 @@ impl Shared {
             background: self.worker.status(),
             exports: self.front_ends.exports(),
             attached: self.attachments.names(),
-            programs: self.programs.as_ref().map(Programs::list).unwrap_or_default(),
             cpu_latency: latency::bursts().map(|it| CpuLatency { held: it.held, bursts: it.count }),
             protection: Protection {
                 swap: self.swap,

@@ -12,6 +12,7 @@ pub mod config;
 pub mod control;
 pub mod core_dump;
 pub mod pages;
+pub mod run_end;
 pub mod serve;
 
 mod address;
@@ -24,7 +25,6 @@ mod keeper;
 mod programs;
 mod relay;
 mod report;
-mod run_end;
 mod stages;
 mod start;
 mod volumes;

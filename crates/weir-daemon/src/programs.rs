@@ -252,6 +252,7 @@ impl Bound {
                 _ => "failed",
             }
             .to_owned(),
+            troubled: Vec::new(),
             silent_s: self.asked.map_or(0.0, |asked| now.saturating_duration_since(asked).as_secs_f64()),
         }
     }

@@ -91,6 +91,15 @@ pub enum UrlProblem {
         /// The values that the key takes.
         expected: &'static str,
     },
+    /// The text gives no size, and this kind of store has no default.
+    #[error("no size is given; accepted: {0}")]
+    NoSize(&'static str),
+    /// The text has a user name or a password before its address. A URL is in lists of processes
+    /// and in logs.
+    #[error(
+        "a login does not belong into the address; give user=NAME and password-file=PATH behind ?size=8GiB&"
+    )]
+    Login,
 }
 
 impl StoreUrl {
@@ -149,7 +158,7 @@ impl FromStr for StoreUrl {
     type Err = UrlError;
 
     fn from_str(url: &str) -> Result<Self, UrlError> {
-        parse(url).map_err(|problem| UrlError { url: url.to_owned(), problem })
+        parse(url).map_err(|problem| UrlError { url: without_login(url), problem })
     }
 }
 
@@ -173,9 +182,23 @@ impl StripeUrl {
     }
 }
 
+/// A URL as a message may show it: `***` in the place of a user name and a password.
+fn without_login(url: &str) -> String {
+    match (url.split_once(':'), url.rsplit_once('@')) {
+        // Other programs have such URLs too, with other names for the scheme.
+        (Some((scheme, rest)), Some((_, address)))
+            if scheme == "redis" || rest.starts_with("//") && scheme != "file" =>
+        {
+            format!("{scheme}://***@{address}")
+        }
+        _ => url.to_owned(),
+    }
+}
+
 fn parse(url: &str) -> Result<StoreUrl, UrlProblem> {
     let (scheme, rest) = url.split_once(':').ok_or_else(|| UrlProblem::Scheme(url.to_owned()))?;
     match scheme {
+        "host" if rest.is_empty() => Err(UrlProblem::NoSize("host:8GiB")),
         "host" => Ok(StoreUrl::Host { size: size("size", rest)? }),
         "vram" => VramUrl::parse(rest).map(StoreUrl::Vram),
         "file" => FileUrl::parse(rest).map(StoreUrl::File),
@@ -316,7 +339,8 @@ mod tests {
         for (url, parts) in [
             ("", ["\"\"", "accepted: host:8GiB, vram:"]),
             ("disk:/dev/sda", ["\"disk\"", "accepted: host:8GiB, vram:"]),
-            ("host:", ["size cannot be \"\"", "whole pages"]),
+            ("host:", ["no size is given", "accepted: host:8GiB"]),
+            ("rediss://bob:secret@host:1?size=1M", ["\"rediss://***@host:1?size=1M\"", "no kind of store"]),
             ("host:5000", ["size cannot be \"5000\"", "whole pages"]),
             ("host:16TiB", ["size cannot be \"16TiB\"", "below 16TiB"]),
             ("vram:gpu0", ["gpu cannot be \"gpu0\"", "such as 0"]),

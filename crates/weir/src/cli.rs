@@ -191,7 +191,8 @@ pub struct ServeOptions {
     pub pool: Option<u16>,
 
     /// Where pages are kept, the fastest first: vram:, vram:0?size=8GiB, host:8GiB,
-    /// file:/path?size=64GiB, sim:seed=1,read_error=1e-4. May be repeated.
+    /// file:/path?size=64GiB, stripe:/dev/a,/dev/b, redis://HOST:PORT?size=8GiB,
+    /// sim:seed=1,read_error=1e-4. May be repeated.
     #[arg(long, value_name = "URL", required_unless_present = "config")]
     pub store: Vec<StoreUrl>,
 
@@ -530,8 +531,15 @@ fn yes_or_no(text: &str) -> Result<bool, String> {
 /// Parses the resident limit: at least as much as a pager can work with.
 fn resident(text: &str) -> Result<ByteSize, String> {
     let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
-    if size.0 < 32 << 20 {
-        return Err("accepted: 32MiB or more".into());
+    let is_without_unit = text.bytes().all(|byte| byte.is_ascii_digit());
+    match size.0 {
+        bytes if bytes >= 32 << 20 => {}
+        bytes if is_without_unit => {
+            return Err(format!(
+                "without a unit these are {bytes} bytes; accepted: 32MiB or more, such as 64MiB"
+            ));
+        }
+        _ => return Err("accepted: 32MiB or more".into()),
     }
     Ok(size)
 }
@@ -644,5 +652,29 @@ mod tests {
         assert!(missing.ends_with("usage: weir give-back <SIZE|all>"), "{missing}");
         let number = complaint(&["weir", "serve", "--store", "host:1MiB", "--connections", "many"]);
         assert!(number.ends_with("not a whole number"), "{number}");
+    }
+
+    #[test]
+    fn a_login_in_the_address_of_a_store_is_refused_and_not_shown() {
+        let url = "redis://bob:secret@127.0.0.1:6401?size=1GiB";
+        for arguments in [
+            &["weir", "run", "--resident", "64MiB", "--store", url, "--", "true"][..],
+            &["weir", "serve", "--store", url, "--nbd", "unix:n.sock"],
+            &["weir", "serve", url],
+            &["weir", "mount", "--store", url, "disk"],
+        ] {
+            let said = complaint(&Cli::try_parse_from(arguments).expect_err("it is refused"));
+            assert!(said.contains("redis://***@127.0.0.1:6401") && !said.contains("secret"), "{said}");
+        }
+    }
+
+    #[test]
+    fn the_help_of_serve_names_every_kind_of_store() {
+        use clap::CommandFactory as _;
+        let mut all = Cli::command();
+        let help = all.find_subcommand_mut("serve").expect("a command").render_long_help().to_string();
+        for kind in ["vram:", "host:", "file:", "stripe:", "redis:", "sim:"] {
+            assert!(help.contains(kind), "{kind} is missing: {help}");
+        }
     }
 }

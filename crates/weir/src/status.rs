@@ -1,7 +1,7 @@
 //! `weir status`: asks the daemon for its status, and lists bounded programs.
 
 use crate::cli::StatusOptions;
-use crate::run::all;
+use crate::run::{all, without_daemon};
 use crate::{failure, on};
 use serde_json::json;
 use weir_cli::failure::Failure;
@@ -12,10 +12,18 @@ pub fn run(options: &StatusOptions) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(control::find);
     // If the user named a daemon, show no other daemon's programs.
     let programs = if options.control.is_none() { all() } else { Vec::new() };
+    let mut has_said = !programs.is_empty();
     if !options.json {
         programs.iter().for_each(|program| print!("{program}"));
+        let runs = if options.control.is_none() { without_daemon() } else { Vec::new() };
+        has_said |= !runs.is_empty();
+        for run in runs {
+            println!(
+                "run       process {run}: its daemon does not answer; its programs wait for the next one, or have lost the memory that was out"
+            );
+        }
     }
-    if !programs.is_empty() && !path.exists() {
+    if has_said && !path.exists() {
         if options.json {
             let answer = json!({ "schema": SCHEMA, "programs": programs });
             println!("{}", serde_json::to_string_pretty(&answer).map_err(Failure::failed)?);

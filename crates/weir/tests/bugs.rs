@@ -98,7 +98,7 @@ fn a_keeper_replaces_a_daemon_whose_thread_panics() {
         assert!(begun.elapsed() < PATIENCE, "it lives and serves nobody: {}", log(&scene));
         thread::sleep(Duration::from_millis(5));
     }
-    let said = format!("ended unasked (Signal({})); starting another", libc::SIGABRT);
+    let said = format!("ended unasked: it was killed by signal {}; starting another", libc::SIGABRT);
     while !log(&scene).contains(&said) {
         assert!(begun.elapsed() < PATIENCE, "{}", log(&scene));
         thread::sleep(Duration::from_millis(5));

@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::Daemon;
+use common::bounded::{PRELUDE, Scratch, Sweeping, can_run, python};
+use common::{Daemon, PATIENCE, kill};
+use rustix::process::{Pid, Signal};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
@@ -25,7 +27,7 @@ impl Engine {
     fn start(test: &str) -> Option<Self> {
         static ENGINES: AtomicUsize = AtomicUsize::new(0);
         // Below the kernel's own range.
-        let port = (0..100).map(|turn| (30_000 + (std::process::id() * 8 + turn) % 2000) as u16);
+        let port = (0..1000).map(|turn| (30_000 + (std::process::id() * 8 + turn) % 2000) as u16);
         // Tests run at the same time, each with an engine of its own.
         let mut port = port.skip(30 * ENGINES.fetch_add(1, Ordering::Relaxed));
         let port = port.find(|&port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).unwrap();
@@ -121,4 +123,115 @@ fn swap_on_an_engine_is_refused() {
     let output = Command::new(WEIR).args(flags).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("the network may need memory"), "{said}");
+}
+
+#[test]
+fn status_names_the_node_that_is_away_from_a_bounded_program_and_an_eviction_fails_with_it() {
+    let name = "status_names_the_node";
+    let Some(engine) = Engine::start(name) else { return };
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+memory = new(96 << 20)
+fill(memory, 8)
+print(os.getpid(), flush=True)
+for line in sys.stdin: print(check(memory, 8), flush=True)
+";
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let store = format!("redis://127.0.0.1:{}?size=128MiB", engine.port);
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "48MiB", "--store", &store, "--", &python]).arg(&input);
+    let mut running = Sweeping::of(&mut command);
+    let pid = running.pid.to_string();
+    let about = |arguments: &[&str]| {
+        let output = Command::new(WEIR).args(arguments).output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8_lossy(&said).into_owned())
+    };
+    let own = |json: &str| {
+        let status: serde_json::Value = serde_json::from_str(json).unwrap();
+        let programs = status["programs"].as_array().expect("programs").clone();
+        programs.into_iter().find(|program| program["pid"] == running.pid).expect("it is listed")
+    };
+    let mut quiet = own(&about(&["status", "--json"]).1);
+    assert_eq!(quiet["store"], "online");
+    // A write that is under way has the pager wait for the store, and give it up after a while.
+    let begun = Instant::now();
+    loop {
+        thread::sleep(Duration::from_secs(1));
+        let now = own(&about(&["status", "--json"]).1);
+        let counts = |program: &serde_json::Value| {
+            ["faults", "resident_bytes", "stored_bytes"].map(|count| program[count].as_u64())
+        };
+        if counts(&now) == counts(&quiet) {
+            break;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{now}");
+        quiet = now;
+    }
+    // An engine that stands still answers nobody.
+    let server = Pid::from_child(&engine.child);
+    kill(server, Signal::STOP);
+    let begun = Instant::now();
+    let node = format!("127.0.0.1:{}", engine.port);
+    let program = loop {
+        let program = own(&about(&["status", "--json"]).1);
+        if program["troubled"].is_array() {
+            break program;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{program}");
+        thread::sleep(Duration::from_millis(200));
+    };
+    assert_eq!(program["store"], "unreachable", "{program}");
+    let member = &program["troubled"][0];
+    assert!(member["part"].to_string().contains(&node) && member["state"] == "unreachable", "{program}");
+    assert!(member["since_unix_s"].as_u64() > Some(0) && member["why"].is_string(), "{program}");
+    let (_, text) = about(&["status"]);
+    let text = text.split_once(&format!("program   {pid} ")).expect("it is listed").1;
+    assert!(text.contains("its store is unreachable\n"), "{text}");
+    assert!(text.contains(&format!("          {node}: unreachable, ")), "{text}");
+    let (code, said) = about(&["evict", &pid]);
+    let reasons =
+        ["its store is unreachable (", "its store has failed ("].map(|why| format!("{why}{node}: "));
+    assert!(code == Some(1) && reasons.iter().any(|why| said.contains(why)), "{code:?} {said}");
+    kill(server, Signal::CONT);
+    std::io::Write::write_all(running.run.stdin.as_mut().expect("piped"), b"check\n").unwrap();
+    let checked = running.line();
+    drop(running.run.stdin.take());
+    let (code, said) = running.ended();
+    assert!(checked == "True" && code == Some(0), "{checked:?} {code:?} {said}");
+}
+
+#[test]
+fn a_bounded_program_waits_for_a_node_that_stands_still() {
+    let name = "a_bounded_program_waits";
+    let Some(engine) = Engine::start(name) else { return };
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+memory = new(96 << 20)
+fill(memory, 8)
+print(os.getpid(), flush=True)
+for line in sys.stdin:
+    print(check(memory, 8), flush=True)
+    fill(memory, 8)
+";
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let store = format!("redis://127.0.0.1:{}?size=160MiB", engine.port);
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "48MiB", "--store", &store, "--", &python]).arg(&input);
+    let mut running = Sweeping::of(&mut command);
+    let server = Pid::from_child(&engine.child);
+    // The daemon gives a request up after two seconds. The program needs its pages for longer.
+    kill(server, Signal::STOP);
+    std::io::Write::write_all(running.run.stdin.as_mut().expect("piped"), b"check\n").unwrap();
+    running.says("the store does not answer; waiting for it");
+    kill(server, Signal::CONT);
+    assert_eq!(running.line(), "True");
+    std::io::Write::write_all(running.run.stdin.as_mut().expect("piped"), b"check\n").unwrap();
+    assert_eq!(running.line(), "True");
+    drop(running.run.stdin.take());
+    let (code, said) = running.ended();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(!said.contains("fails") && !said.contains("cannot be had back"), "{said}");
 }

@@ -292,6 +292,8 @@ fn what_cannot_be_bounded_is_refused_in_one_line() {
     };
     let text = scratch.file("text", "no program\n");
     fs::set_permissions(&text, fs::Permissions::from_mode(0o755)).unwrap();
+    refused(&text, "it is a script that does not begin with #!; give its shell (-- sh ");
+    fs::write(&text, b"\xcf\xfa\xed\xfe\0").unwrap();
     refused(&text, "no program of this machine");
     refused(&scratch.0.join("nothing"), "cannot read");
     refused(Path::new("no-such-program-anywhere"), "no program in PATH");
@@ -339,6 +341,22 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ord('z'), memory[0])
 ";
     let Some(found) = bounded("a_child_has_what", &[], &format!("{PRELUDE}{script}")) else { return };
     assert_eq!(found, (Some(0), "True b'a'\n".into(), String::new()));
+}
+
+#[test]
+fn a_child_that_no_handler_of_forks_hears_of_has_its_memory() {
+    let script = "
+memory = new(96 << 20)
+fill(memory, 3)
+child = libc._Fork()
+if child == 0: os._exit(check(memory, 3))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), check(memory, 3))
+";
+    let Some((code, out, said)) = bounded("a_child_that_no_handler", &[], &format!("{PRELUDE}{script}"))
+    else {
+        return;
+    };
+    assert_eq!((code, out.as_str()), (Some(0), "1 True\n"), "{said}");
 }
 
 #[test]
@@ -491,6 +509,51 @@ os.write(1, f'{os.getpid()} good\\n'.encode())
         return;
     }
     assert_eq!(String::from_utf8_lossy(&output.stdout), "1 good\n1 good\n", "{said}");
+}
+
+#[test]
+fn two_runs_with_one_process_number_and_one_tmpdir_keep_their_own_pages() {
+    let script = "
+seed, place = int(sys.argv[1]), sys.argv[2]
+memory = new(96 << 20)
+fill(memory, seed)
+open(f'{place}/filled-{seed}', 'w').close()
+for wait in range(6000):
+    if len([name for name in os.listdir(place) if name.startswith('filled-')]) == 2: break
+    time.sleep(0.01)
+for round in range(4): assert check(memory, seed)
+os.write(1, f'{os.getppid()} good {len([name for name in os.listdir(place) if name.startswith(\"weir-run-\")])}\\n'.encode())
+open(f'{place}/checked-{seed}', 'w').close()
+for wait in range(6000):
+    if len([name for name in os.listdir(place) if name.startswith('checked-')]) == 2: break
+    time.sleep(0.01)
+";
+    let name = "two_runs_with_one_process_number";
+    let (Some(python), Some(unshare)) = (python().filter(|_| can_run(name)), program("unshare")) else {
+        return;
+    };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let start = |seed: &str| {
+        let mut command = Command::new(&unshare);
+        command.args(["--pid", "--fork", "--kill-child", "--mount-proc", WEIR, "run", "--resident", "32MiB"]);
+        command.args(["--store", "host:256MiB", "--", &python]).arg(&input).arg(seed).arg(&scratch.0);
+        command.env("TMPDIR", &scratch.0).stdin(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for run in [start("6"), start("7")].map(|run| thread::spawn(|| run.wait_with_output().unwrap())) {
+        let output = run.join().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        if said.contains("unshare failed") || said.contains("Operation not permitted") {
+            println!("skipped: {name}: {}", said.trim());
+            return;
+        }
+        let found = (output.status.code(), String::from_utf8_lossy(&output.stdout));
+        // Both are the first process of their namespace, and there are two directories.
+        assert_eq!(found, (Some(0), "1 good 2\n".into()), "{said}");
+    }
+    let left = fs::read_dir(&scratch.0).unwrap().flatten();
+    assert_eq!(left.filter(|entry| entry.path().is_dir()).count(), 0, "directories are left");
 }
 
 /// A program that is bounded, fills its memory, and then does a round of checks for each line that
@@ -698,6 +761,118 @@ fn an_order_for_what_is_not_bounded_names_the_process_and_the_next_step() {
         let (found, text) = about(arguments);
         assert!(found == Some(code) && text.contains(said) && text.lines().count() == 1, "{text}");
     }
+}
+
+#[test]
+fn an_eviction_that_a_full_store_ends_says_so_and_fails() {
+    let name = "an_eviction_that_a_full_store_ends";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+memory = new(160 << 20)
+fill(memory, 8)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+";
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "host:64MiB", "--", &python]).arg(&input);
+    let mut run =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = std::io::BufReader::new(run.stdout.take().expect("piped"));
+    let pid = line(&mut lines);
+    let begun = Instant::now();
+    let (code, said) = loop {
+        let (code, said) = about(&["evict", &pid]);
+        if !said.contains("is not done after 10 s") {
+            break (code, said);
+        }
+        assert!(begun.elapsed() < Duration::from_secs(120), "{said}");
+    };
+    let words = format!("weir: process {pid} has ");
+    let why = "its store is full; weir run --store takes a larger one\n";
+    assert!(code == Some(1) && said.starts_with(&words) && said.ends_with(why), "{code:?} {said}");
+    assert!(said.contains(" resident after the eviction, and had "), "{said}");
+    let output = run.wait_with_output().unwrap();
+    let lines = String::from_utf8_lossy(&output.stderr);
+    let told = lines.contains(": the store is full; the program may take more memory than its limit (");
+    assert!(output.status.success() && told, "{lines}");
+}
+
+#[test]
+fn a_store_that_fails_costs_the_limit_and_no_byte() {
+    let name = "a_store_that_fails";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+memory = new(96 << 20)
+fill(memory, 8)
+print(check(memory, 8))
+";
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "sim:size=256MiB,write_error=1", "--", &python]);
+    let output = command.arg(&input).stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), &*output.stdout), (Some(0), &b"True\n"[..]), "{said}");
+    let words = ": the store fails; the program may take more memory than its limit from here on (";
+    assert!(said.ends_with(words) && said.lines().count() == 1, "{said}");
+}
+
+#[test]
+fn a_path_of_weir_that_cannot_be_preloaded_is_refused_before_anything_starts() {
+    build();
+    let scratch = Scratch::new("a_path_of_weir");
+    let ran = scratch.0.join("ran");
+    for place in ["a b", "a:b", "a$LIB"] {
+        let directory = scratch.0.join(place);
+        fs::create_dir(&directory).unwrap();
+        let there = |name: &str| {
+            let (from, to) = (Path::new(WEIR).with_file_name(name), directory.join(name));
+            fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop)).unwrap();
+            to
+        };
+        let (weir, object) = (there("weir"), there("libweir_preload.so"));
+        let mut command = Command::new(weir);
+        command.args(["run", "--resident", "32MiB", "--", "touch"]).arg(&ran);
+        let output = command.env("TMPDIR", &scratch.0).output().unwrap();
+        let said = format!(
+            "weir: LD_PRELOAD cannot name {}, since the path has a space, a colon or a dollar sign; install weir and libweir_preload.so at a path without\n",
+            object.display()
+        );
+        assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr)), (Some(1), said.into()));
+        assert!(!ran.exists(), "the program ran");
+    }
+}
+
+#[test]
+fn what_a_run_cannot_do_is_said_in_one_line_before_anything_starts() {
+    let name = "what_a_run_cannot_do";
+    if !can_run(name) {
+        return;
+    }
+    let scratch = Scratch::new(name);
+    let script = scratch.file("script", "echo hello\n");
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    let long = scratch.0.join("long".repeat(20));
+    fs::create_dir(&long).unwrap();
+    let shown = script.to_str().unwrap();
+    let next = format!("does not begin with #!; give its shell (-- sh {shown})");
+    for (resident, program, code, words) in [
+        ("64", "true", 2, "without a unit these are 64 bytes; accepted: 32MiB or more, such as 64MiB"),
+        ("31MiB", "true", 2, "accepted: 32MiB or more"),
+        ("64MiB", "", 1, "the program's name is empty; give a name or a path behind --"),
+        ("64MiB", shown, 1, &next),
+        ("64MiB", "true", 1, "; set TMPDIR to a shorter path, such as /tmp"),
+    ] {
+        let mut command = Command::new(WEIR);
+        command.args(["run", "--resident", resident, "--", program]).env("TMPDIR", &long);
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(code) && said.contains(words), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+    assert_eq!(fs::read_dir(&long).unwrap().count(), 0, "something has started there");
 }
 
 #[test]

@@ -95,6 +95,28 @@ os._exit(0)
     assert_eq!(output.status.code(), Some(128 + libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+#[test]
+fn status_tells_of_a_run_whose_daemon_has_died() {
+    let script = "
+print(os.getpid(), flush=True)
+sys.stdin.read()
+";
+    let name = "status_tells_of_a_run";
+    let Some((scratch, program)) = scripted(name, script) else { return };
+    let running = Sweeping::of(bounded(&["--keeper", "no"]).args(&program));
+    let daemon = running.keeper();
+    kill(daemon);
+    eventually("the end of the daemon", || !is_alive(daemon));
+    let output = Command::new(WEIR).arg("status").env("XDG_RUNTIME_DIR", &scratch.0).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let line = format!("run       process {}: its daemon does not answer; its programs", running.run.id());
+    assert!(
+        output.status.success() && said.contains(&line),
+        "{said}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
 /// The line of a process that waits for the daemon's first answer. A busy machine may print it.
 const SLOW: &str = "the daemon does not answer yet; waiting for it";
 
@@ -239,8 +261,8 @@ fn a_run_that_is_killed_takes_its_keeper_its_daemon_and_its_files_along() {
             eventually("the end of its program by SIGBUS", || !is_alive(pid));
             let directory = directory_of(sweeping.run.id());
             if is_between && flags[1] == "no" {
-                // All that could have removed the directory was killed.
-                fs::remove_dir_all(&directory).unwrap();
+                // All that could have removed the directory was killed. So the next run does.
+                assert!(bounded(&[]).arg("/bin/true").status().unwrap().success());
             }
             eventually("the end of its directory", || !directory.exists());
             assert_eq!(sweeping.run.wait().unwrap().code(), None);
@@ -298,6 +320,29 @@ fn a_signal_to_a_run_reaches_all_of_its_processes_and_none_is_left() {
         assert_eq!(code, Some(128 + number), "{what}: {said}");
         assert!(!all.iter().any(|process| is_alive(*process)), "{what}: {said}");
     }
+}
+
+#[test]
+fn sigusr1_and_sigusr2_reach_the_program_and_end_neither_it_nor_its_children() {
+    use rustix::process::Signal;
+    let script = "
+def took(number, _): os.write(1, f'{number}\\n'.encode())
+for number in signal.SIGUSR1, signal.SIGUSR2: signal.signal(number, took)
+child = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+print(child.poll(), flush=True)
+child.kill()
+";
+    let Some((_scratch, program)) = scripted("sigusr1_and_sigusr2", script) else { return };
+    let mut running = Sweeping::of(bounded(&[]).args(&program));
+    for (sent, number) in [(Signal::USR1, libc::SIGUSR1), (Signal::USR2, libc::SIGUSR2)] {
+        signal(running.run.id(), sent);
+        assert_eq!(running.line(), number.to_string());
+    }
+    drop(running.run.stdin.take());
+    assert_eq!(running.line(), "None", "its child does not expect them");
+    ends_well(running);
 }
 
 #[test]
@@ -518,6 +563,13 @@ fn a_keeper_that_is_killed_takes_nothing_along_and_its_daemon_ends_with_the_run(
     let (keeper, daemon) = (sweeping.keeper(), sweeping.daemon_after(0));
     kill(keeper);
     sweeping.goes_on();
+    let directory = directory_of(sweeping.run.id());
+    let ledger = directory.join("ledger");
+    eventually("the end of the promise", || weir_pager::Ledger::is_abandoned(&ledger));
+    // Another run removes what killed runs have left. This one lives, and its next program needs
+    // the sockets.
+    assert!(bounded(&[]).arg("/bin/true").status().unwrap().success());
+    assert!(directory.join("share").exists(), "another run has removed it");
     drop(sweeping.run.stdin.take());
     let (code, said) = sweeping.ended();
     assert_eq!((code, &*said), (Some(0), ""));

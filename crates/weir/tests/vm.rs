@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::bounded::{Scratch, can_run, children, directory_of, kill};
+use common::bounded::{Scratch, can_run, children, directory_in, directory_of, kill};
 use common::{PATIENCE, WEIR};
 use std::ffi::OsStr;
 use std::fs;
@@ -292,8 +292,7 @@ impl Guest {
             rustix::process::Signal::TERM,
         );
         assert_eq!(self.weir.wait().unwrap().code(), Some(0));
-        let directory = self.scratch.0.join(format!("weir-run-{}", self.weir.id()));
-        assert!(!directory.exists());
+        assert!(!directory_in(&self.scratch.0, self.weir.id()).exists());
     }
 }
 

@@ -1,11 +1,15 @@
 //! A bounded program (one that `weir run` started with limited RAM), as its pager reports it.
 
+use super::condition::Condition;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use weir_core::ByteSize;
 
 /// When a pager's last report is older than this, the status line tells its age.
 const SILENT_S: f64 = 2.0;
+
+/// The state of a store, or of a member of one, that works.
+const ONLINE: &str = "online";
 
 /// A bounded program: `weir run` limits its RAM, and the daemon's volume holds the rest of its
 /// memory.
@@ -42,8 +46,12 @@ pub struct Program {
     pub lost_blocks: u64,
     /// Number of evictions that have ended.
     pub evictions: u64,
-    /// The state of the program's store: `online`, `full` or `failed`.
+    /// The state of the program's store: `full` or `failed` as its pager says, or else that of the
+    /// daemon's stores: `online`, `draining`, `unreachable` or `lost`.
     pub store: String,
+    /// The conditions of the stores' members that are not online.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub troubled: Vec<Condition>,
     /// Seconds for which the pager has not answered.
     pub silent_s: f64,
 }
@@ -76,7 +84,11 @@ impl fmt::Display for Program {
         match self.store.as_str() {
             "full" => writeln!(f, "          its store is full: it takes more memory than its limit")?,
             "failed" => writeln!(f, "          its store has failed: it takes more memory than its limit")?,
-            _ => {}
+            ONLINE => {}
+            state => writeln!(f, "          its store is {state}")?,
+        }
+        for member in &self.troubled {
+            writeln!(f, "          {}", printable(&member.to_string()))?;
         }
         if lost_blocks > 0 {
             writeln!(f, "          {lost_blocks} blocks are lost: it gets SIGBUS where it touches them")?;

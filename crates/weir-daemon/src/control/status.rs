@@ -457,6 +457,18 @@ impl Store {
             hit_rate: (reads > 0).then(|| status.reads as f64 / reads as f64),
         }
     }
+
+    /// Notes in the status of a bounded program which of its daemon's stores are not online. A
+    /// pager knows of errors alone, and a store that is away for a while has none yet.
+    pub(crate) fn tell(stores: &[Store], program: &mut Program) {
+        let members = stores.iter().flat_map(|store| &store.conditions);
+        program.troubled = members.filter(|member| member.state != "online").cloned().collect();
+        let states = ["lost", "unreachable", "draining"];
+        let found = states.into_iter().find(|state| stores.iter().any(|store| store.state == *state));
+        if let Some(state) = found.filter(|_| program.store == "online") {
+            state.clone_into(&mut program.store);
+        }
+    }
 }
 
 impl fmt::Display for Background {
@@ -689,6 +701,40 @@ mod tests {
         }
         let all = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(all(&lines), all(&status.lines().expect("written")), "a break loses no word");
+    }
+
+    #[test]
+    fn a_program_tells_of_the_stores_below_it_that_are_not_online_and_of_their_members() {
+        let mut stores = Status::example(10).stores;
+        let online = Program { pid: 7, store: "online".to_owned(), ..Program::default() };
+        let over = |stores: &[Store], program: &Program| {
+            let mut program = program.clone();
+            Store::tell(stores, &mut program);
+            program
+        };
+        assert_eq!(over(&stores, &online), online);
+        let away = Condition {
+            part: "10.0.0.1:6379".to_owned(),
+            state: "unreachable".to_owned(),
+            ways: vec![],
+            missing: vec![],
+            since_unix_s: 0,
+            why: Some("it does not answer in time".to_owned()),
+        };
+        let there =
+            Condition { part: "10.0.0.2:6379".to_owned(), state: "online".to_owned(), ..away.clone() };
+        stores[0].conditions = vec![there, away];
+        // Another member may have a copy of each page.
+        let lines = over(&stores, &online).to_string();
+        assert!(!lines.contains("its store"), "{lines}");
+        assert!(lines.contains("          10.0.0.1:6379: unreachable, by no way, for "), "{lines}");
+        assert!(lines.contains(" s: it does not answer in time\n") && !lines.contains("10.0.0.2"), "{lines}");
+        "unreachable".clone_into(&mut stores[0].state);
+        let lines = over(&stores, &online).to_string();
+        assert!(lines.contains("          its store is unreachable\n"), "{lines}");
+        // The pager has met an error, which says more.
+        let failed = over(&stores, &Program { store: "failed".to_owned(), ..Program::default() });
+        assert_eq!((failed.store.as_str(), failed.troubled.len()), ("failed", 1));
     }
 
     #[test]

@@ -13,6 +13,7 @@ use rustix::process::{
     Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, setrlimit,
 };
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -66,6 +67,15 @@ pub enum Use {
 enum End {
     Exit(i32),
     Signal(i32),
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            End::Exit(code) => write!(f, "ended with exit code {code}"),
+            End::Signal(number) => write!(f, "was killed by signal {number}"),
+        }
+    }
 }
 
 /// The keeper's notes on one daemon's life.
@@ -209,7 +219,7 @@ pub fn run(log: &Log, config: Option<&Path>, used_by: Use) -> io::Result<i32> {
             end => (log)(
                 Level::Warning,
                 format_args!(
-                    "the daemon ended unasked ({end:?}); starting another, which takes its pages over"
+                    "the daemon ended unasked: it {end}; starting another, which takes its pages over"
                 ),
             ),
         }

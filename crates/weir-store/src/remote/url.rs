@@ -43,6 +43,10 @@ impl RemoteUrl {
         let (nodes, query) = split_query(text);
         let wrong = |key, value: &str, expected| UrlProblem::Value { key, value: value.to_owned(), expected };
         let expected = "nodes, each as HOST:PORT, such as redis://10.0.0.1:6379,10.0.0.2:6379?size=8GiB";
+        // A password may have a `?` too. No part of it may be in a message.
+        if nodes.contains('@') || query.contains('@') && pairs(query, '&', KEYS).is_err() {
+            return Err(UrlProblem::Login);
+        }
         let list = nodes.strip_prefix("//").ok_or_else(|| wrong("nodes", nodes, expected))?;
         let names: Vec<&str> = list.split(',').collect();
         let is_node = |node: &&str| {
@@ -77,7 +81,7 @@ impl RemoteUrl {
             }
         }
         if url.size.0 == 0 {
-            return Err(wrong("size", "", "a size in whole pages of 4KiB, below 16TiB, such as 8GiB"));
+            return Err(UrlProblem::NoSize("redis://HOST:PORT?size=8GiB"));
         }
         Ok(url)
     }
@@ -122,7 +126,8 @@ mod tests {
             ("redis://host?size=1M", ["\"host\"", "HOST:PORT"]),
             ("redis://host:0?size=1M", ["\"host:0\"", "HOST:PORT"]),
             ("redis://a:1,a:1?size=1M", ["\"a:1\"", "each node once"]),
-            ("redis://a:1", ["size cannot be \"\"", "such as 8GiB"]),
+            ("redis://a:1", ["no size is given", "accepted: redis://HOST:PORT?size=8GiB"]),
+            ("redis://a:1?copies=1", ["no size is given", "accepted: redis://HOST:PORT?size=8GiB"]),
             ("redis://a:1?size=1M&copies=2", ["copies cannot be \"2\"", "two nodes"]),
             ("redis://a:1,b:1,c:1?size=1M&copies=3", ["copies cannot be \"3\"", "two nodes"]),
             ("redis://a:1?size=1M&password=x", ["unknown key \"password\"", "password-file"]),
@@ -130,5 +135,23 @@ mod tests {
             let error = refused(url);
             assert!(parts.iter().all(|part| error.contains(part)), "{url}: {error}");
         }
+    }
+
+    #[test]
+    fn a_login_in_the_address_is_refused_and_in_no_message() {
+        for url in [
+            "redis://bob:secret@127.0.0.1:6401?size=1M",
+            "redis://:secret@127.0.0.1:6401",
+            "redis://a:1,bob:secret@b:1?size=1M",
+            "redis://bob:sec?secret@127.0.0.1:6401",
+            "redis://bob:s?secret=secret@127.0.0.1:6401",
+            "redis:bob:secret@127.0.0.1:6401?size=1M",
+        ] {
+            let error = refused(url);
+            assert!(error.contains("give user=NAME and password-file=PATH"), "{url}: {error}");
+            assert!(!error.contains("secret") && error.contains("***@"), "{url}: {error}");
+        }
+        let file = "redis://a:1?size=1MiB&user=bob@weir&password-file=/etc/weir@here";
+        assert_eq!(file.parse::<StoreUrl>().unwrap().to_string(), file);
     }
 }

@@ -3,7 +3,6 @@
 //! No file lists the bounded programs. Each `weir run` has a daemon that listens at a socket.
 //! `/proc/net/unix` shows that socket for as long as the daemon lives.
 
-use super::DIRECTORY;
 use crate::cli::{EvictOptions, LimitOptions};
 use crate::failure;
 use std::collections::BTreeSet;
@@ -15,8 +14,9 @@ use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_daemon::control::{self, Program, Request};
+use weir_daemon::run_end;
 use weir_pager::BLOCK;
-use weir_pager::directory::CONTROL;
+use weir_pager::directory::{CONTROL, MESSAGES};
 use weir_system::ProcessStat;
 
 /// Longest wait for a program to follow an order.
@@ -49,11 +49,12 @@ pub fn limit(options: &LimitOptions) -> Result<(), Failure> {
         return Err(silent(&seen, "takes the limit"));
     }
     if seen.resident_bytes > whole {
-        let why = match seen.store.as_str() {
-            "full" => "its store is full; weir run --store takes a larger one",
-            "failed" => "its store has failed; weir run has said why",
-            _ => "what is locked, or a child has too, stays; weir status shows how it goes on",
+        let stays = || {
+            "what was there at its start, is locked, or a child has too, stays; \
+             weir status shows how it goes on"
+                .to_owned()
         };
+        let why = why_not_out(&seen).unwrap_or_else(stays);
         return Err(Failure::Failed(format!(
             "process {pid} has the limit of {}, and {resident} are resident after {} s: {why}",
             ByteSize(whole),
@@ -74,18 +75,39 @@ pub fn evict(options: EvictOptions) -> Result<(), Failure> {
         return Err(silent(&seen, "goes on moving its memory out"));
     }
     let (was, is) = (ByteSize(before.resident_bytes), ByteSize(seen.resident_bytes));
-    println!("process {pid}: {was} were resident, {is} are now");
-    Ok(())
+    // Less than a block may be memory without content.
+    match why_not_out(&seen).filter(|_| seen.resident_bytes >= BLOCK as u64) {
+        Some(why) => Err(Failure::Failed(format!(
+            "process {pid} has {is} resident after the eviction, and had {was}: {why}"
+        ))),
+        None => {
+            println!("process {pid}: {was} were resident, {is} are now");
+            Ok(())
+        }
+    }
+}
+
+/// The reason why a program's store takes no more of its memory, and the next step. `None`: the
+/// store takes all of it.
+fn why_not_out(program: &Program) -> Option<String> {
+    let members: Vec<_> = program.troubled.iter().map(ToString::to_string).collect();
+    let named = if members.is_empty() { String::new() } else { format!(" ({})", members.join("; ")) };
+    match program.store.as_str() {
+        "online" | "draining" => None,
+        "full" => Some("its store is full; weir run --store takes a larger one".to_owned()),
+        "failed" => Some(format!("its store has failed{named}; weir run has said why")),
+        state => Some(format!("its store is {state}{named}; weir status shows how it goes on")),
+    }
 }
 
 /// The failure if a program has got an order, and has not followed it in time.
 fn silent(program: &Program, later: &str) -> Failure {
     let Program { pid, silent_s, .. } = *program;
+    let busy =
+        || "it waits for its store, or is busy with page faults; weir status shows how it goes on".to_owned();
     let why = match ProcessStat::of(pid).is_ok_and(|stat| stat.is_stopped()) {
         true => format!("it is stopped (kill -CONT {pid})"),
-        false => {
-            "it waits for its store, or is busy with page faults; weir status shows how it goes on".to_owned()
-        }
+        false => why_not_out(program).unwrap_or_else(busy),
     };
     let silence = if silent_s > 1.0 { format!(", silent for {silent_s:.0} s") } else { String::new() };
     Failure::Failed(format!(
@@ -144,7 +166,8 @@ fn find(pid: u32) -> Result<(PathBuf, Program), Failure> {
 /// Asks the daemons of all runs in parallel. So several daemons that do not answer cost no more
 /// time than one.
 fn found() -> Vec<(PathBuf, Program)> {
-    let sockets = fs::read_to_string("/proc/net/unix").map(|text| sockets(&text)).unwrap_or_default();
+    let sockets =
+        fs::read_to_string("/proc/net/unix").map(|text| sockets(&text, CONTROL)).unwrap_or_default();
     let ask = |socket: PathBuf| {
         let (user, programs) = control::programs(&socket).ok()?;
         // Believe a daemon only about processes of its own user. The daemon of another user could
@@ -167,15 +190,26 @@ fn found() -> Vec<(PathBuf, Program)> {
     })
 }
 
-/// The control sockets of runs, from the text of `/proc/net/unix`. A connection is listed with its
-/// listener's path, so a path may be there several times.
-fn sockets(text: &str) -> BTreeSet<PathBuf> {
+/// The runs whose daemon does not answer, by the PIDs of their `weir run`. It has a socket for
+/// messages as long as it lives.
+pub fn without_daemon() -> Vec<u32> {
+    let text = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let controls = sockets(&text, CONTROL);
+    let runs = sockets(&text, MESSAGES).into_iter();
+    let runs = runs.filter(|messages| !controls.contains(&messages.with_file_name(CONTROL)));
+    runs.filter_map(|messages| run_of(&messages)).collect()
+}
+
+/// The PID of the `weir run` whose directory has this socket.
+fn run_of(socket: &Path) -> Option<u32> {
+    run_end::process_of(socket.parent()?.file_name()?)
+}
+
+/// The sockets of runs that have this name, from the text of `/proc/net/unix`. A connection is
+/// listed with its listener's path, so a path may be there several times.
+fn sockets(text: &str, name: &str) -> BTreeSet<PathBuf> {
     let is_run = |path: &Path| {
-        let directory = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());
-        let number = directory.and_then(|name| name.strip_prefix(DIRECTORY));
-        path.is_absolute()
-            && path.file_name().is_some_and(|name| name == CONTROL)
-            && number.is_some_and(|number| number.parse::<u32>().is_ok())
+        path.is_absolute() && path.file_name().is_some_and(|file| file == name) && run_of(path).is_some()
     };
     let paths = text.lines().filter_map(|line| line.splitn(8, ' ').nth(7));
     paths.map(|path| PathBuf::from(path.trim_start())).filter(|path| is_run(path)).collect()
@@ -188,14 +222,32 @@ mod tests {
     #[test]
     fn runs_are_found_by_the_sockets_of_their_daemons_and_nothing_else_is_taken_for_one() {
         let text = "Num       RefCount Protocol Flags    Type St Inode Path
-0000000000000000: 00000002 00000000 00010000 0001 01 20190 /tmp/a b/weir-run-12/control
-0000000000000000: 00000003 00000000 00000000 0001 03 20191 /tmp/a b/weir-run-12/control
-0000000000000000: 00000002 00000000 00010000 0001 01 20192 /tmp/weir-run-13/share
-0000000000000000: 00000002 00000000 00010000 0001 01 20193 @/tmp/weir-run-14/control
-0000000000000000: 00000002 00000000 00010000 0001 01 20194 weir-run-15/control
-0000000000000000: 00000002 00000000 00010000 0001 01 20195 /tmp/weir-run-x/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20190 /tmp/a b/weir-run-12-0123abcd/control
+0000000000000000: 00000003 00000000 00000000 0001 03 20191 /tmp/a b/weir-run-12-0123abcd/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20192 /tmp/weir-run-13-0123abcd/share
+0000000000000000: 00000002 00000000 00010000 0001 01 20193 @/tmp/weir-run-14-0123abcd/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20194 weir-run-15-0123abcd/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20195 /tmp/weir-run-x-0123abcd/control
+0000000000000000: 00000002 00000000 00010000 0001 01 20197 /tmp/weir-run-16/control
 0000000000000000: 00000003 00000000 00000000 0001 03 20196
 ";
-        assert_eq!(Vec::from_iter(sockets(text)), [PathBuf::from("/tmp/a b/weir-run-12/control")]);
+        assert_eq!(
+            Vec::from_iter(sockets(text, CONTROL)),
+            [PathBuf::from("/tmp/a b/weir-run-12-0123abcd/control")]
+        );
+    }
+
+    #[test]
+    fn a_store_that_takes_no_more_is_named_with_the_next_step() {
+        let mut program = Program { store: "online".to_owned(), ..Program::default() };
+        assert_eq!(why_not_out(&program), None);
+        for (state, why) in [
+            ("full", "its store is full; weir run --store takes a larger one"),
+            ("failed", "its store has failed; weir run has said why"),
+            ("unreachable", "its store is unreachable; weir status shows how it goes on"),
+        ] {
+            state.clone_into(&mut program.store);
+            assert_eq!(why_not_out(&program).as_deref(), Some(why));
+        }
     }
 }

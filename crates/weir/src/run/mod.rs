@@ -8,14 +8,14 @@ mod bounded;
 mod program;
 mod vm;
 
-pub use bounded::{all, evict, first_control, limit};
+pub use bounded::{all, evict, first_control, limit, without_daemon};
 pub use vm::vm;
 
 use crate::cli::{BoundOptions, RunOptions};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::{Cause, Origin};
@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write as _};
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
@@ -32,15 +32,13 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use weir_cli::failure::{Failure, chain};
 use weir_core::PAGE_SIZE;
+use weir_daemon::run_end;
 use weir_pager::{BLOCK_PAGES, Ledger, Promise, directory};
-use weir_share::Client;
+use weir_share::{Client, path_of};
 use weir_store::StoreUrl;
 
 /// The object that is preloaded into the program.
 const OBJECT: &str = "libweir_preload.so";
-/// The start of the name of a run's directory. The PID of the `weir run` process follows. Other
-/// processes find the run by that name, and by the daemon's control socket in the directory.
-const DIRECTORY: &str = "weir-run-";
 /// Time that background processes may go on before a line reports them.
 const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Default size of the store: bytes of host memory for each byte that may be resident.
@@ -51,6 +49,8 @@ const SPIN_US: u32 = 50;
 const PROCESSORS: usize = 4;
 /// Largest default of `--threads`. With more, the memory's bandwidth is the limit.
 const THREADS_MOST: usize = 4;
+/// Longest path of a socket in bytes. The zero at its end takes one byte more.
+const SOCKET_PATH_MOST: usize = 107;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
@@ -78,8 +78,8 @@ fn execute<T>(
     let object = object()?;
     weir_pager::probe().map_err(|error| Failure::Failed(chain(&error)))?;
     // A signal that ends the program ends this process after it.
-    let mut signals =
-        SignalsInfo::<WithOrigin>::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
+    let passed = [SIGINT, SIGQUIT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
+    let mut signals = SignalsInfo::<WithOrigin>::new(passed).map_err(Failure::failed)?;
     let daemon = Daemon::start(bound, &mut signals)?;
     fits(daemon.room)?;
     // From here on this process becomes the parent of each descendant whose own parent ends.
@@ -155,8 +155,9 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: SignalsInfo<WithOrigin>)
 }
 
 /// Passes a signal on that this process got. SIGTERM goes to all processes of the run. SIGINT and
-/// SIGQUIT do too, if a process has sent them: a terminal itself sends them to each process. SIGHUP
-/// goes to the children of this process alone, since it asks many servers to read their files anew.
+/// SIGQUIT do too, if a process has sent them: a terminal itself sends them to each process.
+/// SIGHUP, SIGUSR1 and SIGUSR2 go to the children of this process alone. They ask many servers to
+/// do something, and end a process that does not expect them.
 fn pass_on(origin: &Origin, daemon: Option<Pid>) {
     let is_sent = !matches!(origin.cause, Cause::Kernel);
     let (signal, is_for_all) = match origin.signal {
@@ -164,6 +165,8 @@ fn pass_on(origin: &Origin, daemon: Option<Pid>) {
         SIGINT if is_sent => (Signal::INT, true),
         SIGQUIT if is_sent => (Signal::QUIT, true),
         SIGHUP => (Signal::HUP, false),
+        SIGUSR1 => (Signal::USR1, false),
+        SIGUSR2 => (Signal::USR2, false),
         _ => return,
     };
     // A process may start others while this goes on, so look again until a look finds none that has
@@ -244,12 +247,21 @@ fn object() -> Result<PathBuf, Failure> {
     })?;
     let beside = program.with_file_name(OBJECT);
     let packaged = program.with_file_name("../lib/weir").join(OBJECT);
-    [&beside, &packaged].into_iter().find(|path| path.exists()).cloned().ok_or_else(|| {
+    let found = [&beside, &packaged].into_iter().find(|path| path.exists()).ok_or_else(|| {
         let shown = beside.display();
         Failure::Failed(format!(
             "{shown} is not there; build it (cargo build --release) and put it beside weir"
         ))
-    })
+    })?;
+    // The loader takes the first two for the end of a name, and the third for that of a variable.
+    // It goes on without the object then, and the program would run without a limit.
+    if found.as_os_str().as_bytes().iter().any(|byte| b" :$".contains(byte)) {
+        return Err(Failure::Failed(format!(
+            "LD_PRELOAD cannot name {}, since the path has a space, a colon or a dollar sign; install weir and {OBJECT} at a path without",
+            found.display()
+        )));
+    }
+    Ok(found.clone())
 }
 
 /// The value of LD_PRELOAD: Weir's object, then the objects that LD_PRELOAD names already.
@@ -272,6 +284,8 @@ struct Daemon {
     room: u64,
     /// The thread that prints the pagers' lines, and the socket from which it reads them.
     relay: Option<(JoinHandle<()>, PathBuf)>,
+    /// The directory's lock. While this process holds it, no other run removes the directory.
+    _lock: fs::File,
 }
 
 /// Prints the lines of the pagers; an empty line ends the thread. A pager must not write to
@@ -290,13 +304,16 @@ fn relay(messages: &UnixDatagram) {
 
 impl Daemon {
     fn start(bound: &BoundOptions, signals: &mut SignalsInfo<WithOrigin>) -> Result<Self, Failure> {
-        let directory = std::env::temp_dir().join(format!("{DIRECTORY}{}", std::process::id()));
-        // A killed run with the same process number may have left the directory.
-        let _ = fs::remove_dir_all(&directory);
-        fs::DirBuilder::new().mode(0o700).create(&directory).map_err(|error| {
-            Failure::Failed(format!("cannot make {}: {error}; set TMPDIR", directory.display()))
+        let parent = std::path::absolute(std::env::temp_dir()).map_err(Failure::failed)?;
+        check_length(&parent)?;
+        run_end::clear_abandoned(&parent);
+        let (directory, lock) = run_end::make(&parent).map_err(|error| {
+            let parent = parent.display();
+            Failure::Failed(format!(
+                "cannot make a directory in {parent}: {error}; set TMPDIR to another place"
+            ))
         })?;
-        let mut daemon = Daemon { directory, process: None, room: 0, relay: None };
+        let mut daemon = Daemon { directory, process: None, room: 0, relay: None, _lock: lock };
         let unmade = |path: &Path, error: io::Error| Failure::Failed(format!("{}: {error}", path.display()));
         let ledger = daemon.directory.join(directory::LEDGER);
         let promise = Ledger::create(&ledger).map_err(|error| unmade(&ledger, error))?;
@@ -372,6 +389,21 @@ impl Daemon {
             drop(promise);
         });
         Ok(())
+    }
+}
+
+/// Refuses a `TMPDIR` in which a run's directory could have no socket, before anything starts.
+fn check_length(parent: &Path) -> Result<(), Failure> {
+    let longest = directory::PROGRAMS
+        .len()
+        .max(path_of(directory::SHARE.as_ref(), weir_share::THREADS_MOST - 1).as_os_str().len());
+    let bytes = parent.join(run_end::LONGEST_NAME).as_os_str().len() + 1 + longest;
+    match bytes.checked_sub(SOCKET_PATH_MOST) {
+        None | Some(0) => Ok(()),
+        Some(excess) => Err(Failure::Failed(format!(
+            "{} is too long for sockets, by {excess} bytes; set TMPDIR to a shorter path, such as /tmp",
+            parent.display()
+        ))),
     }
 }
 

@@ -16,6 +16,11 @@ const PT_INTERP: u32 = 3;
 
 /// The file that the system would run for this name.
 pub fn find(name: &OsStr) -> Result<PathBuf, Failure> {
+    if name.is_empty() {
+        return Err(Failure::Failed(
+            "the program's name is empty; give a name or a path behind --".to_owned(),
+        ));
+    }
     if name.as_bytes().contains(&b'/') {
         return Ok(name.into());
     }
@@ -64,10 +69,19 @@ pub fn check(path: &Path) -> Result<(), Failure> {
                 found.unwrap_or_default().display()
             )),
             Ok(_) => Ok(()),
+            Err(_) if is_text(&head[..read]) => refused(&format!(
+                "it is a script that does not begin with #!; give its shell (-- sh {})",
+                path.display()
+            )),
             Err(_) => refused("it is no program of this machine"),
         };
     }
     Err(Failure::Failed(format!("{}: scripts that run scripts, without end", path.display())))
+}
+
+/// Whether a file that begins so is text, as far as anyone can tell. A shell takes it for a script.
+fn is_text(head: &[u8]) -> bool {
+    !head.is_empty() && !head.contains(&0) && !head.starts_with(b"\x7fELF")
 }
 
 fn interpreter_of_script(line: &[u8]) -> Option<PathBuf> {
@@ -114,5 +128,25 @@ mod tests {
         assert_eq!(of(" /bin/sh -e\ntrue"), Some("/bin/sh".into()));
         assert_eq!(of("/usr/bin/env python3\n"), Some("/usr/bin/env".into()));
         assert_eq!(of(" \n/bin/sh"), None);
+    }
+
+    #[test]
+    fn a_script_without_an_interpreter_and_an_empty_name_are_refused_with_the_next_step() {
+        let script = std::env::temp_dir().join(format!("weir-script-{}", std::process::id()));
+        for (content, next) in [
+            (
+                &b"echo hello\n"[..],
+                format!("does not begin with #!; give its shell (-- sh {})", script.display()),
+            ),
+            (b"\x7fELF\x01\x01", "it is no program of this machine".to_owned()),
+            (b"\xcf\xfa\xed\xfe\0", "it is no program of this machine".to_owned()),
+        ] {
+            std::fs::write(&script, content).unwrap();
+            let refused = check(&script).expect_err("it cannot be bounded");
+            assert!(matches!(&refused, Failure::Failed(said) if said.ends_with(&next)), "{refused:?}");
+        }
+        std::fs::remove_file(&script).unwrap();
+        let refused = find("".as_ref()).expect_err("it names nothing");
+        assert!(matches!(&refused, Failure::Failed(said) if said.contains("name is empty")), "{refused:?}");
     }
 }

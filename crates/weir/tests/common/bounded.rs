@@ -67,9 +67,19 @@ impl Drop for Scratch {
     }
 }
 
-/// The directory of a run, by the process number of `weir run`.
+/// The directory of a run, by the process number of `weir run`. If the run has no directory, this
+/// is a path that does not exist.
 pub fn directory_of(run: impl std::fmt::Display) -> PathBuf {
-    std::env::temp_dir().join(format!("weir-run-{run}"))
+    directory_in(&std::env::temp_dir(), run)
+}
+
+/// The directory of a run whose `TMPDIR` was this one.
+pub fn directory_in(parent: &Path, run: impl std::fmt::Display) -> PathBuf {
+    let start = format!("weir-run-{run}-");
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    let mut names = entries.map(|entry| entry.file_name());
+    let name = names.find(|name| name.to_str().is_some_and(|name| name.starts_with(&start)));
+    parent.join(name.unwrap_or(start.into()))
 }
 
 /// Compiles a C program.
