@@ -28,8 +28,8 @@ pub enum Order {
 pub struct Report {
     /// Bytes of the program's managed memory that may be resident.
     pub limit: u64,
-    /// Bytes that are resident, as the limit counts them: blocks, single pages, and frames without
-    /// content.
+    /// Bytes that are resident, as the limit counts them: blocks, single pages, frames without
+    /// content, and memory that is not managed.
     pub resident: u64,
     /// Number of blocks of 2 MiB that are in place.
     pub blocks: u64,

@@ -197,7 +197,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             self.refused = Some(self.kernel.now());
             if self.full_at.is_none() {
                 self.full_at = Some(self.rooms);
-                self.outside.tell("the store is full; the program takes more memory than its limit");
+                self.outside.tell("the store is full; the program may take more memory than its limit (a larger --store helps)");
             }
         }
         self.rooms += usize::from(room.is_some());
@@ -346,7 +346,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
 
     pub(super) fn fail(&mut self) {
         if !self.is_broken {
-            self.outside.tell("the store fails; the program takes more memory than its limit from here on");
+            self.outside.tell("the store fails; the program may take more memory than its limit from here on (start it again)");
         }
         self.is_broken = true;
     }

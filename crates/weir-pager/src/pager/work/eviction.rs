@@ -35,7 +35,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         };
         Report {
             limit: (self.shared.limit.load(Ordering::Relaxed) as u64).saturating_mul(BLOCK as u64),
-            resident: (self.managed() * PAGE_SIZE) as u64,
+            resident: ((self.managed() + self.beside) * PAGE_SIZE) as u64,
             blocks: self.policy.len() as u64,
             singles: self.singles_there as u64,
             stored: (self.rooms * BLOCK) as u64,
