@@ -26,6 +26,8 @@ pub use share::ShareStore;
 pub use uffd::{Event, Stopped, Uffd};
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use weir_core::{PAGE_SIZE, PageBytes};
 
 /// Checks whether this process may have a pager.
@@ -122,6 +124,20 @@ pub trait Store {
     /// # Errors
     /// Fails when one of the pages cannot be read.
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()>;
+
+    /// Reads pages that may not be needed. Does not wait for a store that stands still.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read), and if the store does not answer in time.
+    fn read_ahead(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        self.read(first, out)
+    }
+
+    /// From now on a write gives up its wait for a store that stands still while `hurry` is set.
+    /// The error is [`Interrupted`](io::ErrorKind::Interrupted) then.
+    fn heed(&mut self, hurry: Arc<AtomicBool>) {
+        let _ = hurry;
+    }
 }
 
 /// The reason why no pager could be started.

@@ -15,6 +15,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
@@ -52,6 +53,11 @@ const OPEN_FOR: Duration = Duration::from_millis(100);
 const SAME_FOR: Duration = Duration::from_secs(10);
 /// Pause before the next attempt to connect.
 const PAUSE: Duration = Duration::from_millis(2);
+/// The logarithm of the largest number of pauses before a request is sent again to a store that
+/// stands still.
+const PAUSES_MOST_LOG2: u32 = 6;
+/// A store that stood still longer ago than this is waited for anew.
+const FORGET_AFTER: Duration = Duration::from_secs(10);
 
 /// A connection to a daemon. It has [`FRAMES`] frames, through which pages are written and read.
 pub(crate) trait Connection: fmt::Debug + Sized {
@@ -251,6 +257,10 @@ impl ShareStore {
 }
 
 impl Store for ShareStore {
+    fn read_ahead(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        self.shared.read_ahead(first, out)
+    }
+
     fn lanes(&mut self) -> Vec<OpenLane> {
         let OfMachine { path, witness, tell, .. } = &self.shared.run;
         let lane = |number| {
@@ -299,13 +309,14 @@ pub(crate) struct Shared<R: Run> {
     /// this. `None` again once the next daemon has ended a request.
     dead_since: Option<(Duration, bool)>,
     /// The time at which a store of the daemon did not answer for the first time, and whether a
-    /// line has reported this. `None` again once a request has succeeded.
+    /// line has reported this. `None` again once another answer has come.
     stalled_since: Option<(Duration, bool)>,
+    /// The time at which it did so last, and the number of times.
+    stalled: (Duration, u32),
+    /// Whether nobody may wait for a store now.
+    hurry: Arc<AtomicBool>,
     /// Whether the wait for a daemon was given up. Then every request fails.
     is_over: bool,
-    /// Whether this is a further connection. A read of it that fails is repeated by the first
-    /// connection, if a thread needs the pages.
-    is_further: bool,
 }
 
 /// A connection to one daemon, and the use of its frames.
@@ -415,7 +426,7 @@ impl<R: Run> Shared<R> {
     /// Makes a further connection to the present daemon, without a wait for another one.
     pub(crate) fn open(mut run: R) -> Result<Self, Error> {
         let link = run.connect(&|_| OPEN_FOR).map(Link::new)?;
-        Ok(Shared { is_further: true, ..Shared::over(run, link) })
+        Ok(Shared::over(run, link))
     }
 
     fn over(run: R, link: Link<R::Connection>) -> Self {
@@ -428,8 +439,9 @@ impl<R: Run> Shared<R> {
             failed: None,
             dead_since: None,
             stalled_since: None,
+            stalled: (Duration::ZERO, 0),
+            hurry: Arc::default(),
             is_over: false,
-            is_further: false,
         }
     }
 
@@ -474,6 +486,7 @@ impl<R: Run> Shared<R> {
         }
         link.connection.submit()?;
         self.unsubmitted = 0;
+        self.stalled_since = None;
         self.link = link;
         Ok(())
     }
@@ -490,6 +503,8 @@ impl<R: Run> Shared<R> {
                     self.heard(&result);
                     self.link.end_write(tag);
                     if let Err(error) = result {
+                        let is_given_up = is_stall(&error) && self.hurry.load(Ordering::Relaxed);
+                        let error = if is_given_up { io::ErrorKind::Interrupted.into() } else { error };
                         self.failed.get_or_insert(error);
                     }
                     return Ok(());
@@ -505,16 +520,49 @@ impl<R: Run> Shared<R> {
     /// Notes the result of a request that the daemon has answered.
     fn heard(&mut self, result: &io::Result<()>) {
         self.dead_since = None;
-        if result.is_ok() {
+        if !result.as_ref().is_err_and(is_stall) {
             self.stalled_since = None;
         }
     }
 
     /// Whether a request failed because a store of the daemon does not answer, and the store has
-    /// not been waited for too long. Waits a little.
+    /// not been waited for too long. Waits a little, and longer from time to time: the answer may
+    /// come at once, and that the store stands still is all it says.
     fn is_worth_waiting(&mut self, error: &io::Error) -> bool {
         self.dead_since = None;
-        error.kind() == io::ErrorKind::TimedOut && goes_on(&mut self.run, &mut self.stalled_since, STALLED)
+        if !is_stall(error) || self.hurry.load(Ordering::Relaxed) {
+            return false;
+        }
+        let now = self.run.now();
+        // Earlier waits, of which nobody has asked since, say nothing about this one.
+        if now.saturating_sub(self.stalled.0) > FORGET_AFTER {
+            self.stalled_since = None;
+        }
+        self.stalled = (now, if self.stalled_since.is_some() { self.stalled.1 + 1 } else { 0 });
+        for _ in 1..1 << self.stalled.1.min(PAUSES_MOST_LOG2) {
+            self.run.pause();
+        }
+        goes_on(&mut self.run, &mut self.stalled_since, STALLED)
+    }
+
+    /// Reads pages, and sends the writes before. `is_needed` says whether to wait for a store that
+    /// stands still.
+    fn read_for(&mut self, first: u64, out: &mut [PageBytes], is_needed: bool) -> io::Result<()> {
+        // Wait for all writes first, since a read takes every completion for one of its own.
+        self.end_writes()?;
+        loop {
+            if self.is_over {
+                return Err(io::ErrorKind::NotConnected.into());
+            }
+            match self.read_once(first, out) {
+                Ok(Err(error)) if is_needed && self.is_worth_waiting(&error) => {}
+                Ok(read) => {
+                    self.heard(&read);
+                    return read;
+                }
+                Err(error) => self.recover(error)?,
+            }
+        }
     }
 
     fn end_writes(&mut self) -> io::Result<()> {
@@ -578,6 +626,11 @@ fn is_death(error: &Error) -> bool {
         }
         _ => false,
     }
+}
+
+/// Whether an error says that a store of the daemon has not answered in time.
+fn is_stall(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::TimedOut
 }
 
 /// Whether this process or the daemon lacks something that it may have a little later: memory,
@@ -672,21 +725,15 @@ impl<R: Run> Store for Shared<R> {
     }
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
-        // Wait for all writes first, since a read takes every completion for one of its own.
-        self.end_writes()?;
-        loop {
-            if self.is_over {
-                return Err(io::ErrorKind::NotConnected.into());
-            }
-            match self.read_once(first, out) {
-                Ok(Err(error)) if !self.is_further && self.is_worth_waiting(&error) => {}
-                Ok(read) => {
-                    self.heard(&read);
-                    return read;
-                }
-                Err(error) => self.recover(error)?,
-            }
-        }
+        self.read_for(first, out, true)
+    }
+
+    fn read_ahead(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        self.read_for(first, out, false)
+    }
+
+    fn heed(&mut self, hurry: Arc<AtomicBool>) {
+        self.hurry = hurry;
     }
 }
 
@@ -708,7 +755,6 @@ mod tests {
     use std::cell::RefCell;
     use std::os::fd::{AsFd as _, OwnedFd};
     use std::rc::Rc;
-    use std::sync::atomic::Ordering;
     use weir_core::copy;
     use weir_share::wire::{Completed, Hello, Op, Spot, Submission, VERSION, Welcome};
     use weir_share::{Area, Layout, Ring, peek, receive, ring, send};

@@ -736,7 +736,10 @@ fn orders_to_a_program_that_is_stopped_hold_nobody_up_and_are_heeded_when_it_goe
     // Locked memory stays, and the answer says so.
     program.does("lock");
     let (code, said) = about(&["limit", &pid, "32MiB"]);
-    assert!(code == Some(1) && said.contains("are resident after 10 s: what is locked"), "{said}");
+    assert!(
+        code == Some(1) && said.contains("are resident after 10 s: what was there at its start, is locked"),
+        "{said}"
+    );
     // One that dies while somebody waits for it.
     program.signal(rustix::process::Signal::STOP);
     let waits = Command::new(WEIR).args(["evict", &pid]).stderr(Stdio::piped()).spawn().unwrap();
@@ -816,7 +819,7 @@ print(check(memory, 8))
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), &*output.stdout), (Some(0), &b"True\n"[..]), "{said}");
     let words = ": the store fails; the program may take more memory than its limit from here on (";
-    assert!(said.ends_with(words) && said.lines().count() == 1, "{said}");
+    assert!(said.contains(words) && said.lines().count() == 1, "{said}");
 }
 
 #[test]

@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -84,15 +84,42 @@ struct Part {
     /// Empty for a block without hashes.
     stored: Vec<u64>,
     kept: Kept,
-    has_failed: bool,
+    trouble: Option<Trouble>,
+}
+
+/// The reason why a load could not be moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Trouble {
+    /// Its write was given up, since somebody could not wait for a store that stands still.
+    GivenUp,
+    Failed,
 }
 
 impl Part {
     /// Moves the part's pages, which lie in `pages`. A write that returns `Ok` may still be under
-    /// way.
-    fn carry(&mut self, pages: &mut [PageBytes], store: &mut dyn Store, key: &Key) -> io::Result<()> {
-        let result = if self.is_write { self.write(pages, store, key) } else { self.read(pages, store) };
-        self.has_failed = result.is_err();
+    /// way. `is_needed` says whether a read waits for a store that stands still.
+    fn carry(
+        &mut self,
+        pages: &mut [PageBytes],
+        store: &mut dyn Store,
+        key: &Key,
+        is_needed: bool,
+    ) -> io::Result<()> {
+        let result =
+            if self.is_write { self.write(pages, store, key) } else { self.read(pages, store, is_needed) };
+        self.trouble = None;
+        self.note(result)
+    }
+
+    /// Notes the error of a call of the store.
+    fn note(&mut self, result: io::Result<()>) -> io::Result<()> {
+        if let Err(error) = &result {
+            let is_given_up = error.kind() == io::ErrorKind::Interrupted;
+            let trouble = if is_given_up { Trouble::GivenUp } else { Trouble::Failed };
+            self.trouble = self.trouble.max(Some(trouble));
+            // Nobody knows which pages the store has.
+            self.stored.fill(0);
+        }
         result
     }
 
@@ -124,7 +151,7 @@ impl Part {
         Ok(())
     }
 
-    fn read(&self, pages: &mut [PageBytes], store: &mut dyn Store) -> io::Result<()> {
+    fn read(&self, pages: &mut [PageBytes], store: &mut dyn Store, is_needed: bool) -> io::Result<()> {
         let mut page = 0;
         while page < pages.len() {
             let is_zero = has(&self.zeros, page);
@@ -133,7 +160,8 @@ impl Part {
             if is_zero {
                 pages[page..end].as_flattened_mut().fill(0);
             } else {
-                store.read(self.page + page as u64, &mut pages[page..end])?;
+                let (first, out) = (self.page + page as u64, &mut pages[page..end]);
+                if is_needed { store.read(first, out) } else { store.read_ahead(first, out) }?;
             }
             page = end;
         }
@@ -189,6 +217,8 @@ struct Desk {
     ended: AtomicU32,
     /// Number of helpers that still have to make the present call.
     calling: AtomicU32,
+    /// Whether the pager's thread waits for helpers, and cannot wait for a store that stands still.
+    hurry: Arc<AtomicBool>,
     state: Mutex<State>,
     /// There is something to do.
     come: Condvar,
@@ -256,6 +286,22 @@ impl Desk {
     }
 }
 
+/// Has the helpers hurry until it is dropped.
+struct Hurry<'a>(&'a Desk);
+
+impl<'a> Hurry<'a> {
+    fn new(desk: &'a Desk) -> Self {
+        desk.hurry.store(true, Ordering::Relaxed);
+        Hurry(desk)
+    }
+}
+
+impl Drop for Hurry<'_> {
+    fn drop(&mut self) {
+        self.0.hurry.store(false, Ordering::Relaxed);
+    }
+}
+
 /// The helpers, or none.
 pub(super) struct Helpers {
     desk: Arc<Desk>,
@@ -290,6 +336,7 @@ impl Helpers {
             open: AtomicUsize::new(0),
             ended: AtomicU32::new(0),
             calling: AtomicU32::new(0),
+            hurry: Arc::default(),
             state: Mutex::default(),
             come: Condvar::new(),
             done: Condvar::new(),
@@ -376,7 +423,7 @@ impl Helpers {
         parts.resize_with(BLOCK_PAGES / count, Part::default);
         for (part, first) in parts.iter_mut().zip((0..).step_by(count)) {
             (part.is_write, part.at, part.count) = (load.is_write, load.at + first * PAGE_SIZE, count);
-            (part.page, part.kept, part.has_failed) = (load.room + first as u64, Kept::default(), false);
+            (part.page, part.kept, part.trouble) = (load.room + first as u64, Kept::default(), None);
             part.zeros[..count / 64].copy_from_slice(&load.zeros[first / 64..(first + count) / 64]);
             part.stored.clear();
             if let Some(stored) = load.stored.filter(|_| load.is_write) {
@@ -407,16 +454,19 @@ impl Helpers {
     pub(super) fn step<K: Kernel>(&mut self, slot: usize, store: &mut dyn Store, kernel: &mut K) -> bool {
         let Some(mut taken) = self.desk.state().loads.take(Some(slot)) else { return false };
         let part = &mut taken.part;
-        // An error is noted in the part.
-        let _ = part.carry(kernel.pages_mut(part.at, part.count), store, &self.desk.key);
+        // An error is noted in the part. The pages of a read are needed only once somebody waits
+        // for all of them.
+        let _ = part.carry(kernel.pages_mut(part.at, part.count), store, &self.desk.key, false);
         self.unsettled |= u32::from(part.is_write) << slot;
         self.desk.put(taken);
         true
     }
 
     /// Carries what is left of a slot's load, and waits for its end. Nothing of a write is under
-    /// way afterwards. `None`: a part could not be moved. The pages of a read are incomplete then.
-    /// `is_needed` says whether a part of a read that has failed is tried once more.
+    /// way afterwards. `is_needed` says whether a part of a read that has failed is tried again.
+    ///
+    /// # Errors
+    /// A part could not be moved. The pages of a read are incomplete then.
     pub(super) fn end<K: Kernel>(
         &mut self,
         slot: usize,
@@ -424,7 +474,7 @@ impl Helpers {
         store: &mut dyn Store,
         kernel: &mut K,
         is_needed: bool,
-    ) -> Option<Kept> {
+    ) -> Result<Kept, Trouble> {
         self.play(kernel, None);
         while self.step(slot, store, kernel) {}
         self.play(kernel, Some(slot));
@@ -432,24 +482,33 @@ impl Helpers {
         let mut state = desk.wait(&mut self.offers, &desk.done, || desk.has_ended(slot));
         let mut parts = std::mem::take(&mut state.loads.parts[slot]);
         drop(state);
-        let mut has_failed = self.is_unsettled(slot) && store.settle().is_err();
-        for part in parts.iter_mut().filter(|part| part.has_failed) {
+        let has_failed = self.is_unsettled(slot) && store.settle().is_err();
+        for part in parts.iter_mut().filter(|part| part.trouble.is_some()) {
             // A thread's own connection may have failed. The pager's may still read the pages. It
             // must not write them again: the first write could come after a later one.
-            let may_again = is_needed && !part.is_write;
-            let pages = kernel.pages_mut(part.at, part.count);
-            has_failed |= !may_again || part.carry(pages, store, &desk.key).is_err();
+            if is_needed && !part.is_write {
+                let _ = part.carry(kernel.pages_mut(part.at, part.count), store, &desk.key, true);
+            }
         }
+        let trouble = parts.iter().filter_map(|part| part.trouble).max();
         let kept = self.note(slot, parts, notes);
-        (!has_failed).then_some(kept)
+        trouble.max(has_failed.then_some(Trouble::Failed)).map_or(Ok(kept), Err)
     }
 
-    /// Takes back what nobody has begun of a slot's load, and waits for the rest. Returns false if
-    /// a part could not be moved. Writes of this thread may be under way until the store is
-    /// settled.
-    pub(super) fn stop<K: Kernel>(&mut self, slot: usize, notes: Notes<'_>, kernel: &mut K) -> bool {
+    /// Takes back what nobody has begun of a slot's load, and waits for the rest, but not for a
+    /// store that stands still. Writes of this thread may be under way until the store is settled.
+    ///
+    /// # Errors
+    /// A part could not be moved.
+    pub(super) fn stop<K: Kernel>(
+        &mut self,
+        slot: usize,
+        notes: Notes<'_>,
+        kernel: &mut K,
+    ) -> Result<(), Trouble> {
         self.play(kernel, None);
         let desk = Arc::clone(&self.desk);
+        let _hurry = Hurry::new(&desk);
         let mut state = desk.state();
         let Loads { queue, left, .. } = &mut state.loads;
         queue.iter_mut().flatten().for_each(|&mut (other, _)| left[slot] -= usize::from(other == slot));
@@ -462,10 +521,10 @@ impl Helpers {
         let mut state = desk.wait(&mut self.offers, &desk.done, || desk.has_ended(slot));
         let parts = std::mem::take(&mut state.loads.parts[slot]);
         drop(state);
-        let has_failed = parts.iter().any(|part| part.has_failed);
+        let trouble = parts.iter().filter_map(|part| part.trouble).max();
         self.is_unsettled(slot);
         self.note(slot, parts, notes);
-        !has_failed
+        trouble.map_or(Ok(()), Err)
     }
 
     fn is_unsettled(&mut self, slot: usize) -> bool {
@@ -513,6 +572,7 @@ impl Helpers {
             return;
         }
         let desk = &self.desk;
+        let _hurry = Hurry::new(desk);
         let mut state = desk.state();
         state.call = (call, state.call.1.wrapping_add(1));
         desk.calling.store(self.threads.len() as u32, Ordering::Relaxed);
@@ -531,6 +591,7 @@ impl Helpers {
 
 impl Drop for Helpers {
     fn drop(&mut self) {
+        self.desk.hurry.store(true, Ordering::Relaxed);
         let mut state = self.desk.state();
         state.is_over = true;
         self.desk.post(state);
@@ -550,10 +611,15 @@ impl Drop for Helpers {
 
 /// Carries a part by a connection of its own. Once this has returned, nothing of it is under way.
 fn in_lane(part: &mut Part, pages: &mut [PageBytes], lane: &mut dyn Store, key: &Key) -> io::Result<()> {
-    let result = part.carry(pages, lane, key);
+    let result = part.carry(pages, lane, key, false);
     let settled = if part.is_write { lane.settle() } else { Ok(()) };
-    part.has_failed |= settled.is_err();
-    result.and(settled)
+    result.and(part.note(settled))
+}
+
+/// Whether an error says nothing of the connection: the store does not answer, or the write was
+/// given up.
+fn is_of_store(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
 /// A helper.
@@ -585,6 +651,7 @@ fn work(desk: &Desk, open: OpenLane) {
             tried = Some(Instant::now());
             lane = if is_filtered(status.as_ref()) { None } else { open() };
             desk.open.fetch_add(usize::from(lane.is_some()), Ordering::Relaxed);
+            lane.iter_mut().for_each(|lane| lane.heed(Arc::clone(&desk.hurry)));
         }
         while let Some(store) = &mut lane {
             // Something else may be due, as a call.
@@ -596,7 +663,8 @@ fn work(desk: &Desk, open: OpenLane) {
             // SAFETY: the part's pages are the pager's own memory. All of them have memory, and no
             // other thread uses them until this part has ended.
             let pages = unsafe { own_pages(part.at, part.count) };
-            if in_lane(part, pages, store.as_mut(), &desk.key).is_err() {
+            let carried = in_lane(part, pages, store.as_mut(), &desk.key);
+            if carried.is_err_and(|error| !is_of_store(&error)) {
                 // The connection may be over. The next one may work. The pager's thread carries on
                 // if this was the last one.
                 lane = None;
@@ -626,7 +694,9 @@ mod played {
     }
 
     impl Lanes {
-        pub fn open_one(&mut self, lane: Box<dyn Store>) {
+        pub fn open_one(&mut self, lane: Box<dyn Store>, hurry: &Arc<AtomicBool>) {
+            let mut lane = lane;
+            lane.heed(Arc::clone(hurry));
             self.open.push((lane, None));
         }
 
@@ -643,7 +713,7 @@ mod played {
         pub(super) fn play<K: Kernel>(&mut self, desk: &Desk, kernel: &mut K, of: Option<usize>) {
             // A lane opens now and then, also amid a block.
             if self.number(13) == 0 {
-                self.closed.pop().into_iter().for_each(|lane| self.open_one(lane));
+                self.closed.pop().into_iter().for_each(|lane| self.open_one(lane, &desk.hurry));
             }
             for at in 0..self.open.len() {
                 let is_awaited = |taken: &Taken| of == Some(taken.slot);
@@ -790,7 +860,7 @@ mod tests {
         fn carry(&mut self, is_write: bool, helpers: &mut Helpers, store: &mut Fake) -> Option<Counts> {
             self.begin(is_write, helpers);
             let Carried { kernel, zeros, stored, .. } = self;
-            let kept = helpers.end(0, Notes { zeros, stored: Some(stored) }, store, kernel, true)?;
+            let kept = helpers.end(0, Notes { zeros, stored: Some(stored) }, store, kernel, true).ok()?;
             Some((kept.zeros, kept.clean))
         }
 
@@ -888,7 +958,7 @@ mod tests {
             gate.wait();
         });
         let Carried { kernel, zeros, stored, .. } = &mut block;
-        assert!(helpers.stop(0, Notes { zeros, stored: Some(stored) }, kernel));
+        assert_eq!(helpers.stop(0, Notes { zeros, stored: Some(stored) }, kernel), Ok(()));
         // The first part is in the store, with its hashes, and the slot is the pager's alone again.
         let first = kept.pages.lock().unwrap().len();
         assert_eq!(first, block.stored.iter().filter(|hash| **hash != 0).count());

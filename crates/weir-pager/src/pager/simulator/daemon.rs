@@ -11,6 +11,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageBytes};
@@ -335,8 +336,6 @@ pub struct Mortal {
     run: Rc<RefCell<Kept>>,
     deaths: Deaths,
     pub said: Arc<Mutex<Said>>,
-    /// Whether this is a further connection. The pager loses no page by a read of it that fails.
-    is_further: bool,
 }
 
 impl Mortal {
@@ -358,7 +357,7 @@ impl Mortal {
         };
         let run = Rc::new(RefCell::new(kept));
         let store = Shared::new(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
-        Mortal { store, run, said: Arc::default(), deaths, is_further: false }
+        Mortal { store, run, said: Arc::default(), deaths }
     }
 
     /// From now on daemons die.
@@ -370,7 +369,7 @@ impl Mortal {
     pub fn lane(&self) -> Self {
         let run = Rc::clone(&self.run);
         let store = Shared::open(SimulatedRun(Rc::clone(&run))).expect("nobody dies yet");
-        Mortal { store, run, deaths: self.deaths, said: Arc::clone(&self.said), is_further: true }
+        Mortal { store, run, deaths: self.deaths, said: Arc::clone(&self.said) }
     }
 
     fn note<T>(&self, result: io::Result<T>, count: impl Fn(&mut Said) -> &mut u64) -> io::Result<T> {
@@ -406,7 +405,16 @@ impl Store for Mortal {
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
         let result = self.store.read(first, out);
-        if self.is_further { result } else { self.note(result, |said| &mut said.unreadable) }
+        self.note(result, |said| &mut said.unreadable)
+    }
+
+    fn read_ahead(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        // The pager loses no page if this fails.
+        self.store.read_ahead(first, out)
+    }
+
+    fn heed(&mut self, hurry: Arc<AtomicBool>) {
+        self.store.heed(hurry);
     }
 }
 
@@ -440,9 +448,11 @@ mod tests {
         stall(&store, 50);
         let begun = store.run.borrow().now;
         // One request in two gets no answer.
-        let late = (0..100).find_map(|_| lane.read(first, &mut read).err());
-        assert_eq!(late.expect("one gets none").kind(), io::ErrorKind::TimedOut);
-        assert_eq!(store.run.borrow().now, begun, "a helper waits");
+        for of in [&mut store, &mut lane] {
+            let late = (0..100).find_map(|_| of.read_ahead(first, &mut read).err());
+            assert_eq!(late.expect("one gets none").kind(), io::ErrorKind::TimedOut);
+            assert_eq!(of.run.borrow().now, begun, "it waits for pages that nobody may need");
+        }
         store.read(first, &mut read).unwrap();
         assert_eq!(words(&read), words(&pages));
         // The wait has an end. Once the store answers again, it is waited for again.
@@ -455,5 +465,41 @@ mod tests {
         stall(&store, 50);
         store.read(first, &mut read).unwrap();
         assert_eq!(words(&read), words(&pages));
+        // So it is, if nobody has asked for a long time since the last wait.
+        store.run.borrow_mut().is_silent = true;
+        store.read(first, &mut read).unwrap_err();
+        store.run.borrow_mut().is_silent = false;
+        store.run.borrow_mut().now += Duration::from_secs(100);
+        stall(&store, 50);
+        store.read(first, &mut read).unwrap();
+        // A page that is lost is an answer too.
+        store.run.borrow_mut().is_silent = true;
+        store.read(first, &mut read).unwrap_err();
+        store.run.borrow_mut().is_silent = false;
+        store.run.borrow_mut().faults.unreadable = 1;
+        assert_eq!(store.read(first, &mut read).unwrap_err().raw_os_error(), Some(libc::EIO));
+        store.run.borrow_mut().faults.unreadable = 0;
+        stall(&store, 50);
+        store.read(first, &mut read).unwrap();
+    }
+
+    #[test]
+    fn a_write_is_given_up_if_somebody_cannot_wait_for_the_store() {
+        let mut store = store();
+        let first = store.claim().unwrap();
+        let hurry = Arc::new(AtomicBool::new(true));
+        store.heed(Arc::clone(&hurry));
+        store.run.borrow_mut().is_silent = true;
+        let begun = store.run.borrow().now;
+        store.write(first, &[[7; PAGE_SIZE]; 2]).unwrap();
+        assert_eq!(store.settle().unwrap_err().kind(), io::ErrorKind::Interrupted);
+        assert_eq!(store.run.borrow().now, begun);
+        hurry.store(false, Ordering::Relaxed);
+        store.run.borrow_mut().is_silent = false;
+        store.write(first, &[[8; PAGE_SIZE]; 2]).unwrap();
+        store.settle().unwrap();
+        let mut read = [[0; PAGE_SIZE]; 2];
+        store.read(first, &mut read).unwrap();
+        assert_eq!(read[1][..8], [8; 8]);
     }
 }

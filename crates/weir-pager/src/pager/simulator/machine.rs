@@ -127,6 +127,10 @@ impl Kernel for Machine {
         if from + count > source.end || to + count > target.end || !target.is_registered || !are_like {
             return refused(Errno::INVAL);
         }
+        // There may be no memory for a page table.
+        if let Some(why) = world.refusal() {
+            return refused(why);
+        }
         let (mut done, mut why) = (0, None);
         while done < count {
             let (source, target) = (from + done, to + done);

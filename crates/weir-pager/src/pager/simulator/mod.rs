@@ -80,6 +80,10 @@ impl Store for Either {
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
         self.store().read(first, out)
     }
+
+    fn read_ahead(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        self.store().read_ahead(first, out)
+    }
 }
 
 /// Plays a history. Returns the number of its page faults.

@@ -39,6 +39,8 @@ pub struct Simulated {
     failed: bool,
     rooms: BTreeSet<u64>,
     reads: u64,
+    /// Number of reads of pages that may not be needed.
+    pub ahead: u64,
     /// Pages that cannot be read.
     spoilt: Vec<u64>,
     pub said: Arc<Mutex<Said>>,
@@ -68,6 +70,7 @@ impl Simulated {
             failed: false,
             rooms: BTreeSet::new(),
             reads: 0,
+            ahead: 0,
             spoilt: Vec::new(),
             said: Arc::default(),
         }
@@ -159,6 +162,11 @@ impl Store for Simulated {
             true => Err(io::ErrorKind::Other.into()),
             false => Ok(()),
         }
+    }
+
+    fn read_ahead(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        self.ahead += 1;
+        self.read(first, out)
     }
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {

@@ -70,10 +70,10 @@ pub struct World {
     pub merges: bool,
     /// Of this many pages that the pager moves, the kernel is migrating one on average. 0: none.
     pub migrates: u64,
-    /// Of this many pages that the pager fills, the kernel has no memory for one on average. 0:
-    /// none.
+    /// Of this many pages that the pager fills, and requests to move pages, the kernel has no
+    /// memory for one on average. 0: none.
     pub short: u64,
-    /// The errors of the next pages that the pager fills.
+    /// The errors of the next such pages and requests.
     pub refusals: VecDeque<Errno>,
     /// The time that it takes to read all mappings.
     pub reading: Duration,
@@ -111,7 +111,7 @@ impl World {
         }
     }
 
-    /// The error of the next page that the pager fills.
+    /// The error of the next page that the pager fills, or request to move pages.
     pub fn refusal(&mut self) -> Option<Errno> {
         let is_short = self.random.one_in(self.short);
         self.refusals.pop_front().or(is_short.then_some(Errno::NOMEM))

@@ -255,9 +255,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.filling.retain(|&other| other != id);
     }
 
-    /// Waits until all of a block has moved between its slot and the store. `None`: some of it
-    /// could not be moved. `is_needed` says whether what cannot be read is tried once more.
-    fn end_load(&mut self, id: u32, slot: usize, is_needed: bool) -> Option<Kept> {
+    /// Waits until all of a block has moved between its slot and the store, or has not. `is_needed`
+    /// says whether what cannot be read is tried once more.
+    fn end_load(&mut self, id: u32, slot: usize, is_needed: bool) -> Result<Kept, Trouble> {
         self.forget_load(id);
         let Block { zeros, stored, .. } = self.blocks.get_mut(id);
         let notes = Notes { zeros, stored: stored.as_deref_mut() };
@@ -272,7 +272,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let (State::Writing(slot) | State::Filling(slot)) = *state else { return false };
         let is_write = matches!(state, State::Writing(_));
         let notes = Notes { zeros, stored: stored.as_deref_mut() };
-        if !self.helpers.stop(slot, notes, &mut self.kernel) && is_write {
+        let stopped = self.helpers.stop(slot, notes, &mut self.kernel);
+        if is_write && stopped == Err(Trouble::Failed) {
             self.fail();
         }
         is_write
@@ -322,12 +323,18 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let written = self.end_load(id, slot, true);
         // An earlier call of the store may have got the error of a failed write. That error names
         // no page, so pages of this block may be missing in the store.
-        let Some(kept) = written.filter(|_| !self.is_broken) else {
-            self.fail();
-            // If the block does not go back into place now, its next page fault brings it back.
-            self.blocks.get_mut(id).state = State::Back(slot);
-            let _ = self.bring(id);
-            return;
+        let kept = match written {
+            Ok(kept) if !self.is_broken => kept,
+            _ => {
+                // A write that was given up is begun anew. The store may answer by then.
+                if written.err() != Some(Trouble::GivenUp) {
+                    self.fail();
+                }
+                // If the block does not go back into place now, its next page fault brings it back.
+                self.blocks.get_mut(id).state = State::Back(slot);
+                let _ = self.bring(id);
+                return;
+            }
         };
         count(&self.shared.counters.zero_pages, kept.zeros);
         count(&self.shared.counters.clean_pages, kept.clean);
@@ -398,7 +405,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn end_fill(&mut self, id: u32) {
         let State::Filling(slot) = self.blocks.get(id).state else { return };
         let is_asked = self.asked.contains(&id);
-        if self.end_load(id, slot, false).is_some() {
+        if self.end_load(id, slot, false).is_ok() {
             count(&self.shared.counters.ahead, u64::from(!is_asked));
             self.blocks.get_mut(id).state = State::Ready(slot);
             self.ready.push_back((id, self.wants));
@@ -412,7 +419,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn read(&mut self, id: u32, slot: usize) -> bool {
         self.begin_load(id, slot, true);
         self.write_beside();
-        self.end_load(id, slot, true).is_some()
+        self.end_load(id, slot, true).is_ok()
     }
 
     /// Takes the room of a block that is in place. Such a block keeps its room until the store is
@@ -462,6 +469,8 @@ impl<K: Kernel, S: Store> Work<K, S> {
 mod tests {
     use super::*;
     use crate::pager::simulator::{Machine, Simulated, address, work_at_rest};
+    use std::io;
+    use weir_core::PageBytes;
 
     #[test]
     fn a_block_of_zeros_takes_no_room_in_the_store() {
@@ -525,6 +534,8 @@ mod tests {
         work.store.hide(true);
         work.wanted.push_back(address(first));
         assert!(work.begin_fill());
+        work.background();
+        assert!(work.store.ahead > 0, "nobody waits for a store that stands still");
         work.end_loads();
         let lost = |work: &Work<_, _>| work.shared.counters.lost.load(Ordering::Relaxed);
         assert_eq!((work.blocks.get(id).state, work.blocks_ready(), lost(&work)), (State::Stored, 0, 0));
@@ -536,6 +547,63 @@ mod tests {
         work.store.hide(true);
         work.bring(id).unwrap();
         assert_eq!((work.blocks.get(id).state, lost(&work)), (State::Lost, 1));
+    }
+
+    /// A connection by which no write ends before somebody cannot wait for it.
+    struct Stalled;
+
+    impl Store for Stalled {
+        fn claim(&mut self) -> Option<u64> {
+            None
+        }
+
+        fn release(&mut self, _: u64) {}
+
+        fn write(&mut self, _: u64, _: &[PageBytes]) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn settle(&mut self) -> io::Result<()> {
+            Err(io::ErrorKind::Interrupted.into())
+        }
+
+        fn read(&mut self, _: u64, _: &mut [PageBytes]) -> io::Result<()> {
+            Err(io::ErrorKind::TimedOut.into())
+        }
+    }
+
+    #[test]
+    fn a_write_that_was_given_up_costs_neither_the_limit_nor_a_page() {
+        let (mut work, first) = work_at_rest();
+        work.helpers.played.open_one(Box::new(Stalled), &Arc::default());
+        work.kernel.world.map(first, first + BLOCK_PAGES);
+        work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+        for page in 0..BLOCK_PAGES {
+            work.kernel.world.come(first + page, page as u64 + 1);
+        }
+        let id = work.blocks.add(address(first), State::Resident);
+        // It is wanted back while it is written, or comes back as its write has ended.
+        for is_wanted in [true, false] {
+            work.policy.came(id);
+            work.begin_write().expect("it can go");
+            work.begin_hashes(id);
+            match is_wanted {
+                true => work.bring(id).unwrap(),
+                false => work.end_loads(),
+            }
+            assert_eq!((work.blocks.get(id).state, work.is_broken), (State::Resident, false));
+            work.policy.went(id);
+        }
+        // Nobody takes its pages for stored ones.
+        work.helpers.played = Default::default();
+        work.policy.came(id);
+        work.begin_write().expect("it can go");
+        work.end_loads();
+        assert_eq!(work.blocks.get(id).state, State::Stored);
+        work.bring(id).unwrap();
+        for page in 0..BLOCK_PAGES {
+            assert_eq!(work.kernel.world.word(first + page), page as u64 + 1);
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ mod singles;
 mod space;
 
 use super::blocks::{Block, Blocks, State, hashes};
-use super::helpers::{Helpers, Kept, Load, Notes, SLOTS};
+use super::helpers::{Helpers, Kept, Load, Notes, SLOTS, Trouble};
 use super::queues::{Queues, Search, Single};
 use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
 use crate::kernel::Kernel;
@@ -847,7 +847,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     fn zero(&mut self, address: usize) -> Result<bool, Changed> {
         let at = address / PAGE_SIZE * PAGE_SIZE;
         match self.kernel.zero(at, PAGE_SIZE) {
-            Err(Stopped { why: Errno::AGAIN, .. }) => Err(Changed),
+            Err(Stopped { why, .. }) if may_pass(why) => Err(Changed),
             filled => {
                 self.kernel.wake(at, PAGE_SIZE);
                 Ok(filled.is_ok())
@@ -987,7 +987,7 @@ mod tests {
     fn blocks_that_several_threads_wait_for_are_read_at_the_same_time() {
         let (mut work, ids) = with_stored_blocks(4);
         free_frames(&mut work, 2);
-        work.helpers.played.open_one(Box::new(Nothing));
+        work.helpers.played.open_one(Box::new(Nothing), &Arc::default());
         let faults = ids.iter().map(|&id| (work.blocks.get(id).at, Duration::ZERO, None));
         work.faults = faults.collect();
         // The policy of a program that streams brings whole blocks.

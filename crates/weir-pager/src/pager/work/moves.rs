@@ -86,7 +86,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             match self.move_pages(at + done, from + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
-                Err(Stopped { why: Errno::AGAIN, .. }) if done == 0 => return Err(Changed),
+                Err(Stopped { why, .. }) if done == 0 && may_pass(why) => return Err(Changed),
                 Err(_) => {
                     // Some pages are in place already, are write-protected, or lie in several
                     // mappings. So move or copy the block page by page.
@@ -115,7 +115,13 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn copy_in(&mut self, to: usize, from: usize) -> bool {
         while let Some(at) = self.now_at(to) {
             match self.kernel.copy(at, from, PAGE_SIZE) {
-                Err(Stopped { why, .. }) if may_pass(why) => self.wait_and_hear(),
+                Err(Stopped { why, .. }) if may_pass(why) => {
+                    // At the limit of a memory cgroup, what the pager has free may be all there is.
+                    if let Some(slot) = self.find(Slot::Free).filter(|_| why == Errno::NOMEM) {
+                        self.scrub(slot);
+                    }
+                    self.wait_and_hear();
+                }
                 Err(Stopped { why: Errno::EXIST | Errno::NOENT | Errno::SRCH, .. }) => {
                     self.kernel.wake(at, PAGE_SIZE);
                     return false;
@@ -412,6 +418,15 @@ mod tests {
         assert!(work.copy_in(address(first + 2), work.slot(staging)));
         assert_eq!([1, 2].map(|page| work.kernel.world.entries[first + page].is_poisoned), [true; 2]);
         assert_eq!(work.shared.counters.lost.load(Ordering::Relaxed), 1);
+        // A block whose page table has no memory waits for its turn. A page of it would need more.
+        work.kernel.world.map(first + BLOCK_PAGES, first + 2 * BLOCK_PAGES);
+        work.kernel.register(address(first + BLOCK_PAGES), address(first + 2 * BLOCK_PAGES)).unwrap();
+        let id = work.blocks.add(address(first + BLOCK_PAGES), State::Empty);
+        work.leave(staging);
+        work.kernel.world.refusals.push_back(Errno::NOMEM);
+        assert!(work.bring(id).is_err() && !work.kernel.world.is_something(first + BLOCK_PAGES));
+        work.bring(id).unwrap();
+        assert!(work.kernel.world.is_something(first + BLOCK_PAGES));
         assert!(work.kernel.world.refusals.is_empty());
     }
 

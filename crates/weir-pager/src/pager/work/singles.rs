@@ -79,12 +79,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
     /// number of these pages that are in place now, or `None` if the store cannot read them.
     fn bring_pages(&mut self, id: u32, page: usize, pages: usize) -> Option<Result<usize, Errno>> {
         let Work { blocks, store, single, kernel, shared, .. } = self;
+        // Several pages may lie on several members of the store. One of these may stand still, and
+        // nobody waits for its pages.
+        let read = if pages > 1 { S::read_ahead } else { S::read };
         let block = blocks.get(id);
         let (at, bytes) = (block.at + page * PAGE_SIZE, pages * PAGE_SIZE);
         let brought = match block.room {
             _ if block.is_there(page) && !block.is_zero(page) => return Some(Err(Errno::EXIST)),
             _ if block.is_zero(page) => kernel.zero(at, bytes),
-            Some(room) if store.read(room + page as u64, kernel.pages_mut(*single, pages)).is_ok() => {
+            Some(room) if read(store, room + page as u64, kernel.pages_mut(*single, pages)).is_ok() => {
                 count(&shared.counters.singles, pages as u64);
                 kernel.copy(at, *single, bytes)
             }
@@ -803,9 +806,12 @@ mod tests {
     #[test]
     fn runs_downwards_bring_the_pages_below() {
         let (mut work, first, id) = with_stored_block();
-        for (page, lowest) in [(300, 300), (299, 298), (297, 294), (293, 286)] {
+        for (number, (page, lowest)) in
+            [(300, 300), (299, 298), (297, 294), (293, 286)].into_iter().enumerate()
+        {
             assert!(!work.plan(id, page).is_whole);
             assert!(work.bring_single(id, page).unwrap());
+            assert_eq!(work.store.ahead, number as u64, "nobody waits for the pages beside it");
             assert!((0..301).all(|page| work.blocks.get(id).is_there(page) == (page >= lowest)));
         }
         let is_right = |page: usize| work.kernel.world.word(first + page) as u8 == page as u8;
