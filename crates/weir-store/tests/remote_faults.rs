@@ -621,6 +621,119 @@ fn a_page_whose_first_copy_is_gone_is_copied_from_the_second_though_that_is_mark
     assert_eq!(read(&mut *lane, 3), Ok(page(1)));
 }
 
+/// Polls until late writes of these slots have settled, each of them once.
+fn settle(lane: &mut dyn Lane, late: &[u32]) {
+    let mut settled = Vec::new();
+    eventually("late writes", || {
+        lane.poll(Instant::now(), &mut |done| panic!("{done:?} was answered"));
+        lane.settled(&mut |slot| settled.push(slot.0));
+        settled.len() >= late.len()
+    });
+    settled.sort_unstable();
+    assert_eq!(settled, late);
+}
+
+#[test]
+fn late_writes_of_a_silent_node_leave_room_in_the_lane_for_the_pages_of_the_others() {
+    let nodes = [Fake::start(), Fake::start()];
+    let store = open(&url(&nodes, "size=256MiB"));
+    let silent = store.member(Slot(0));
+    // Of 64 extents, the other node has some.
+    let other = (0..store.slots()).find(|slot| store.member(Slot(*slot)) != silent).unwrap();
+    let mut lane = store.lane(256).unwrap();
+    let node = &nodes[silent as usize];
+    node.plan(|words, _| if is(words, "SET") { Act::Hold(0) } else { Act::Serve });
+    let fill = |by: u32| -> Vec<_> { (0..128).map(|slot| (Slot(slot), Some(page(slot + by)))).collect() };
+    let late = all(&mut *lane, &fill(0));
+    assert!(late.iter().all(|(result, _)| *result == Err(Fault::Timeout)));
+    let again = all(&mut *lane, &fill(500));
+    assert_eq!(write(&mut *lane, other, 1), Ok(()));
+    assert_eq!(read(&mut *lane, other), Ok(page(1)));
+    let refused = Err(Fault::Io(libc::ETIMEDOUT));
+    assert!(again.iter().all(|(result, _)| *result == refused));
+    assert_eq!(lane.write(0, Slot(0), &page(2)), Progress::Done(refused));
+    // The node answers.
+    node.holds.store(false, Ordering::Relaxed);
+    settle(&mut *lane, &(0..128).collect::<Vec<_>>());
+    assert!(all(&mut *lane, &fill(900)).iter().all(|(result, _)| result.is_ok()));
+    let reads: Vec<_> = (0..128).map(|slot| (Slot(slot), None)).collect();
+    for (slot, (result, content)) in all(&mut *lane, &reads).into_iter().enumerate() {
+        assert_eq!((result, content), (Ok(()), page(slot as u32 + 900)));
+    }
+}
+
+#[test]
+fn writes_of_a_node_with_a_late_one_take_half_of_the_lane_and_those_of_all_three_quarters() {
+    let nodes = [(); 3].map(|()| Fake::start());
+    let store = open(&url(&nodes, "size=256MiB"));
+    let on = &store;
+    let of = |member| (0..store.slots()).filter(move |slot| on.member(Slot(*slot)) == member).take(16);
+    let of: Vec<Vec<u32>> = (0..3).map(|member| of(member).collect()).collect();
+    let mut lane = store.lane(32).unwrap();
+    for node in &nodes[..2] {
+        node.plan(|words, _| if is(words, "SET") { Act::Hold(0) } else { Act::Serve });
+    }
+    assert_eq!(write(&mut *lane, of[0][0], 1), Err(Fault::Timeout));
+    let refused = Progress::Done(Err(Fault::Io(libc::ETIMEDOUT)));
+    let put = |lane: &mut dyn Lane, slot| lane.write(slot, Slot(slot), &page(2));
+    // One of the sixteen is late.
+    assert!(of[0][1..].iter().all(|slot| put(&mut *lane, *slot) == Progress::Queued));
+    assert_eq!(put(&mut *lane, of[0][0]), refused);
+    assert!(of[1][..8].iter().all(|slot| put(&mut *lane, *slot) == Progress::Queued));
+    // The rest is for reads. These writes may still be answered in time, so the caller waits.
+    assert_eq!(put(&mut *lane, of[1][8]), Progress::Full);
+    assert_eq!(put(&mut *lane, of[2][0]), Progress::Full);
+    lane.submit();
+    let mut told = 0;
+    eventually("timeouts", || {
+        lane.poll(Instant::now(), &mut |done| {
+            assert_eq!(done.result, Err(Fault::Timeout));
+            told += 1;
+        });
+        told == 23
+    });
+    assert_eq!(put(&mut *lane, of[2][0]), refused);
+    assert_eq!(read(&mut *lane, of[2][0]), Ok([0; PAGE_SIZE]));
+    nodes.iter().for_each(|node| node.holds.store(false, Ordering::Relaxed));
+    let mut late: Vec<u32> = of[0].iter().chain(&of[1][..8]).copied().collect();
+    late.sort_unstable();
+    settle(&mut *lane, &late);
+    for slot in of.into_iter().flatten() {
+        assert_eq!(write(&mut *lane, slot, 3), Ok(()));
+    }
+}
+
+#[test]
+fn a_write_is_taken_while_one_of_its_two_nodes_answers_however_many_are_late_at_the_other() {
+    let nodes = [(); 3].map(|()| Fake::start());
+    let store = open(&url(&nodes, "size=256MiB&copies=2"));
+    let mut lane = store.lane(32).unwrap();
+    let has = |slot: &u32, node: usize| nodes[node].has(&store.key(Slot(*slot)));
+    // A page of each extent shows its nodes.
+    let firsts: Vec<u32> = (0..store.slots()).step_by(1024).collect();
+    let writes: Vec<_> = firsts.iter().map(|slot| (Slot(*slot), Some(page(1)))).collect();
+    assert!(all(&mut *lane, &writes).iter().all(|(result, _)| result.is_ok()));
+    eventually("both copies", || firsts.iter().all(|slot| (0..3).filter(|at| has(slot, *at)).count() == 2));
+    let away = firsts.iter().copied().find(|slot| !has(slot, 2)).unwrap();
+    let half = firsts.iter().copied().find(|slot| has(slot, 2)).unwrap();
+    for node in &nodes[..2] {
+        node.plan(|words, _| match words {
+            words if is(words, "SET") || is(words, "UNLINK") => Act::Say("LOADING it reads"),
+            _ => Act::Serve,
+        });
+    }
+    let are_away = || (0..2).all(|member| store.state(member) == State::Unreachable);
+    assert_eq!(write(&mut *lane, away, 2), Err(Fault::Timeout));
+    eventually("two nodes are away", are_away);
+    let writes: Vec<_> = (1..9).map(|by| (Slot(away + by), Some(page(2)))).collect();
+    assert!(all(&mut *lane, &writes).iter().all(|(result, _)| *result == Err(Fault::Timeout)));
+    let refused = Progress::Done(Err(Fault::Io(libc::ETIMEDOUT)));
+    assert_eq!(lane.write(0, Slot(away + 9), &page(2)), refused);
+    assert_eq!(write(&mut *lane, half, 2), Ok(()));
+    nodes.iter().for_each(|node| node.plan(|_, _| Act::Serve));
+    eventually("all writes are taken", || write(&mut *lane, away + 9, 3) == Ok(()));
+}
+
 /// Has a node call itself a part of a cluster. `of` has all hash slots of that.
 fn in_a_cluster(node: &Fake, of: &Fake, does: impl Fn(&Words) -> Option<Act> + Send + 'static) {
     let port = of.port;

@@ -28,6 +28,9 @@ const RETRY_AFTER: Duration = Duration::from_millis(50);
 /// When this many operations are queued, the lane sends them without a call of [`Lane::submit`].
 const BATCH: usize = 64;
 
+/// Fewest operations that a lane of any depth may lose to the late writes of one node.
+const LATE_MIN: usize = 4;
+
 pub(super) struct RemoteLane {
     core: Arc<Core>,
     senders: Senders,
@@ -41,7 +44,10 @@ pub(super) struct RemoteLane {
     sent: Vec<usize>,
     /// Slots whose late writes have ended since the last call of [`Lane::settled`].
     settled: Vec<Slot>,
+    /// Number of late writes: those whose owners have been told of a timeout.
     late: usize,
+    /// Number of late writes of each node.
+    late_at: Box<[usize]>,
 }
 
 #[derive(Clone, Copy)]
@@ -50,6 +56,9 @@ struct Operation {
     slot: Slot,
     /// The stamp of a write; `None` for a read.
     stamp: Option<u64>,
+    /// The nodes of a write, for a read none. Once the write is sent, they are the nodes that it
+    /// went to. A late write counts for them, even if a cluster has moved the slot since.
+    nodes: [Option<usize>; COPIES_MAX],
     /// The number of the latest attempt. The lane ignores answers to earlier ones.
     attempt: u32,
     /// A bit for each copy that the read has asked for.
@@ -74,6 +83,7 @@ impl RemoteLane {
             ticket: 0,
             slot: Slot(0),
             stamp: None,
+            nodes: [None; COPIES_MAX],
             attempt: 0,
             asked_for: 0,
             silent: 0,
@@ -83,6 +93,7 @@ impl RemoteLane {
             asked: None,
             is_late: false,
         };
+        let late_at = vec![0; senders.nodes.len()].into();
         Ok(RemoteLane {
             core,
             senders,
@@ -93,6 +104,7 @@ impl RemoteLane {
             sent: Vec::with_capacity(depth),
             settled: Vec::with_capacity(depth),
             late: 0,
+            late_at,
         })
     }
 
@@ -100,10 +112,17 @@ impl RemoteLane {
         if slot.0 as usize >= self.core.ledger.slots() as usize {
             return Progress::Done(Err(Fault::Io(libc::EINVAL)));
         }
-        let Some(operation) = self.free.pop() else {
-            // Whether all operations of the lane have timed out. Then no poll makes room for
-            // another one soon.
-            let hangs = self.in_flight() == 0;
+        let nodes = page.map_or([None; COPIES_MAX], |_| self.nodes_of(slot));
+        if page.is_some() && self.is_refused_by(&nodes) {
+            return Progress::Done(Err(Fault::Io(libc::ETIMEDOUT)));
+        }
+        // Late writes keep their operations for as long as a node is silent. So once there are
+        // some, reads have the rest of the lane to themselves.
+        let kept = if page.is_some() && self.late > 0 { self.table.len() / 4 } else { 0 };
+        let has_room = self.free.len() > kept;
+        let Some(operation) = has_room.then(|| self.free.pop()).flatten() else {
+            // Whether late writes alone have taken the room. Then no poll makes room soon.
+            let hangs = self.late >= self.table.len() - kept;
             return if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full };
         };
         // The stamp is taken here, so that of two writes of a slot the later call has the later
@@ -114,6 +133,7 @@ impl RemoteLane {
             ticket,
             slot,
             stamp,
+            nodes,
             attempt,
             asked_for: 0,
             silent: 0,
@@ -130,21 +150,43 @@ impl RemoteLane {
         Progress::Queued
     }
 
+    /// The nodes of the copies of a slot.
+    fn nodes_of(&self, slot: Slot) -> [Option<usize>; COPIES_MAX] {
+        std::array::from_fn(|copy| self.core.placement.node(slot, copy))
+    }
+
+    /// Whether a write to these nodes is refused, because late writes of each of them have taken
+    /// their share of the lane. That is a quarter. The writes under way may turn late too, so a
+    /// node with a late write takes no more once it has half of the lane in all.
+    fn is_refused_by(&self, nodes: &[Option<usize>]) -> bool {
+        let depth = self.table.len();
+        let unanswered = |node: usize| {
+            let operations = self.queued.iter().chain(&self.sent);
+            operations.filter(|&&operation| self.table[operation].nodes.contains(&Some(node))).count()
+        };
+        let has_its_share = |node: usize| {
+            let late = self.late_at[node];
+            late >= LATE_MIN.max(depth / 4) || late > 0 && unanswered(node) >= LATE_MIN.max(depth / 2)
+        };
+        // A hash slot without a node is no reason: a cluster may give it one.
+        let mut nodes = nodes.iter().flatten().peekable();
+        nodes.peek().is_some() && nodes.all(|&node| has_its_share(node))
+    }
+
     /// Sends a write to each node of its slot that is online. If no node is online, or none has
     /// kept the write, sends it to all: a node may come back in time.
     fn send_write(&mut self, operation: usize, stamp: u64, patient: bool) {
         let Operation { slot, .. } = self.table[operation];
-        let placement = &self.core.placement;
-        let nodes: [Option<usize>; COPIES_MAX] = std::array::from_fn(|copy| placement.node(slot, copy));
+        let nodes = self.nodes_of(slot);
         // Read each node's state only once. A node may go away at any moment, but the number of
         // answers to wait for must match the jobs that are sent.
         let online = nodes.map(|node| node.filter(|node| self.senders.nodes[*node].state() == State::Online));
-        let patient = patient || placement.copies() == 1 || online.iter().flatten().count() == 0;
+        let patient = patient || self.core.placement.copies() == 1 || online.iter().flatten().count() == 0;
         let chosen = if patient { nodes } else { online };
         let count = chosen.iter().flatten().count();
         let attempt = self.operations.begin(operation, count as u32, None);
         let entry = &mut self.table[operation];
-        (entry.attempt, entry.patient) = (attempt, patient);
+        (entry.attempt, entry.patient, entry.nodes) = (attempt, patient, chosen);
         for (copy, node) in chosen.into_iter().enumerate() {
             let Some(node) = node else { continue };
             self.send(
@@ -229,7 +271,11 @@ impl RemoteLane {
     fn send_asking(&mut self, operation: usize, node: usize) {
         let Operation { slot, stamp, .. } = self.table[operation];
         let least = self.core.ledger.get(slot).stamp();
-        self.table[operation].attempt = self.operations.begin(operation, 1, None);
+        let entry = &mut self.table[operation];
+        entry.attempt = self.operations.begin(operation, 1, None);
+        if stamp.is_some() {
+            entry.nodes = std::array::from_fn(|copy| (copy == 0).then_some(node));
+        }
         self.send(operation, node, 0, stamp.map_or(Kind::Read(least), Kind::Write), false, true);
     }
 
@@ -250,7 +296,7 @@ impl RemoteLane {
 
     /// Hands over an operation that has been answered, or sends the operation again.
     fn finish(&mut self, operation: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Operation { ticket, slot, stamp, is_late, patient, .. } = self.table[operation];
+        let Operation { ticket, slot, stamp, nodes, is_late, patient, .. } = self.table[operation];
         let of = |answer: Answer<'_>| (answer.result, answer.ask, answer.silent);
         let (result, ask, silent) = self.operations.with_answer(operation, of);
         if let Some(node) = ask.filter(|_| !is_late) {
@@ -272,6 +318,7 @@ impl RemoteLane {
                 }
                 if is_late {
                     self.late -= 1;
+                    nodes.into_iter().flatten().for_each(|node| self.late_at[node] -= 1);
                     self.settled.push(slot);
                 } else {
                     done(Done { ticket, result, page: None });
@@ -336,6 +383,7 @@ impl RemoteLane {
                 } else {
                     entry.is_late = true;
                     self.late += 1;
+                    entry.nodes.iter().flatten().for_each(|&node| self.late_at[node] += 1);
                 }
                 done(Done { ticket, result: Err(Fault::Timeout), page: None });
             } else if rests && now >= asked + RETRY_AFTER {
