@@ -39,10 +39,14 @@ pub fn pages(
         }
         _ => {}
     }
-    let names = names(&program, program.get_name());
+    let commands = commands(&program, program.get_name());
     let write = || {
         clap_mangen::generate_to(program, directory)?;
-        names.iter().try_for_each(|name| add_examples(directory, name, &examples(name)))
+        commands.iter().try_for_each(|(name, usage)| {
+            let path = directory.join(format!("{name}.1"));
+            let page = with_usage(&fs::read_to_string(&path)?, usage) + &section_of(&examples(name));
+            fs::write(path, page)
+        })
     };
     write().map_err(|error: io::Error| {
         Failure::Failed(format!(
@@ -51,20 +55,58 @@ pub fn pages(
     })
 }
 
-/// The name of a command's man page, and the names of its subcommands' pages.
-fn names(command: &Command, name: &str) -> Vec<String> {
+/// The name of a command's man page and the usage of the command, and those of its subcommands.
+fn commands(command: &Command, name: &str) -> Vec<(String, String)> {
+    let usage = command.clone().bin_name(name.replace('-', " ")).render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage:").trim().to_owned();
     let below = command.get_subcommands().filter(|below| !below.is_hide_set() && below.get_name() != "help");
-    let below = below.flat_map(|below| names(below, &format!("{name}-{}", below.get_name())));
-    std::iter::once(name.to_owned()).chain(below).collect()
+    let below = below.flat_map(|below| commands(below, &format!("{name}-{}", below.get_name())));
+    std::iter::once((name.to_owned(), usage)).chain(below).collect()
 }
 
-fn add_examples(directory: &Path, name: &str, examples: &[(String, String)]) -> io::Result<()> {
-    let mut section = ".SH EXAMPLES\n".to_owned();
-    for (command, about) in examples {
-        // Escape dashes and backslashes, which have a meaning of their own in roff.
-        let command = command.replace('\\', "\\\\").replace('-', "\\-");
-        section += &format!(".TP\n\\fB{command}\\fR\n{about}\n");
+/// A man page whose synopsis is the usage that the help shows too: the generator's own leaves the
+/// values of options out. What the generator calls extra are notes.
+fn with_usage(page: &str, usage: &str) -> String {
+    const SYNOPSIS: &str = ".SH SYNOPSIS\n";
+    let page = page.replace(".SH EXTRA\n", ".SH NOTES\n");
+    match page.split_once(SYNOPSIS) {
+        Some((before, after)) => {
+            let rest = after.find(".SH ").map_or("", |at| &after[at..]);
+            format!("{before}{SYNOPSIS}.nf\n{}\n.fi\n{rest}", escaped(usage))
+        }
+        None => page,
     }
-    let mut page = fs::OpenOptions::new().append(true).open(directory.join(format!("{name}.1")))?;
-    page.write_all(section.as_bytes())
+}
+
+/// The text with dashes and backslashes escaped, which have a meaning of their own in roff.
+fn escaped(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('-', "\\-")
+}
+
+fn section_of(examples: &[(String, String)]) -> String {
+    let line = |(command, about): &(String, String)| format!(".TP\n\\fB{}\\fR\n{about}\n", escaped(command));
+    ".SH EXAMPLES\n".to_owned() + &examples.iter().map(line).collect::<String>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{Arg, arg};
+
+    #[test]
+    fn a_synopsis_shows_the_values_of_options_and_what_stands_behind_the_dashes() {
+        let run = Command::new("run")
+            .arg(arg!(--resident <SIZE> "limit").required(true))
+            .arg(Arg::new("PROGRAM").last(true).num_args(1..).required(true))
+            .after_help("more");
+        let program = Command::new("weir").subcommand(run);
+        let directory = std::env::temp_dir().join(format!("weir-manual-{}", std::process::id()));
+        pages(program, &directory, |_| vec![("weir run --x".into(), "Runs.".into())]).unwrap();
+        let page = fs::read_to_string(directory.join("weir-run.1")).unwrap();
+        fs::remove_dir_all(&directory).unwrap();
+        let synopsis = ".SH SYNOPSIS\n.nf\nweir run \\-\\-resident <SIZE> \\-\\- <PROGRAM>...\n.fi\n";
+        assert!(page.contains(synopsis), "{page}");
+        assert!(page.contains(".SH NOTES\n") && !page.contains(".SH EXTRA"), "{page}");
+        assert!(page.ends_with(".SH EXAMPLES\n.TP\n\\fBweir run \\-\\-x\\fR\nRuns.\n"), "{page}");
+    }
 }

@@ -125,7 +125,8 @@ pub trait Store {
     /// Fails when one of the pages cannot be read.
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()>;
 
-    /// Reads pages that may not be needed. Does not wait for a store that stands still.
+    /// Reads pages that may not be needed. Does not wait for a store that stands still, but for
+    /// the writes before.
     ///
     /// # Errors
     /// As [`read`](Self::read), and if the store does not answer in time.

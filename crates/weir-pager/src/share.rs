@@ -341,6 +341,17 @@ struct Writing {
     has_ended: bool,
 }
 
+/// The outcome of a wait for a store that did not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    /// The request may be sent again.
+    Again,
+    /// Nobody may wait for a store now.
+    Hurry,
+    /// The error says something else, or the wait has taken too long.
+    Over,
+}
+
 /// The first tag of reads. The tags of writes are smaller.
 const READ: u32 = 1 << 31;
 
@@ -498,16 +509,20 @@ impl<R: Run> Shared<R> {
             self.unsubmitted = 0;
             let connection = &mut self.link.connection;
             let ended = match connection.submit().and_then(|()| connection.wait()) {
-                Ok((tag, Err(error))) if self.is_worth_waiting(&error) => self.link.write_again(tag),
                 Ok((tag, result)) => {
-                    self.heard(&result);
-                    self.link.end_write(tag);
-                    if let Err(error) = result {
-                        let is_given_up = is_stall(&error) && self.hurry.load(Ordering::Relaxed);
-                        let error = if is_given_up { io::ErrorKind::Interrupted.into() } else { error };
-                        self.failed.get_or_insert(error);
+                    let found = result.as_ref().err().map(|error| self.wait_for_store(error));
+                    if found == Some(Found::Again) {
+                        self.link.write_again(tag)
+                    } else {
+                        self.heard(&result);
+                        self.link.end_write(tag);
+                        if let Err(error) = result {
+                            let is_given_up = found == Some(Found::Hurry);
+                            let error = if is_given_up { io::ErrorKind::Interrupted.into() } else { error };
+                            self.failed.get_or_insert(error);
+                        }
+                        return Ok(());
                     }
-                    return Ok(());
                 }
                 Err(error) => Err(error),
             };
@@ -525,13 +540,13 @@ impl<R: Run> Shared<R> {
         }
     }
 
-    /// Whether a request failed because a store of the daemon does not answer, and the store has
-    /// not been waited for too long. Waits a little, and longer from time to time: the answer may
-    /// come at once, and that the store stands still is all it says.
-    fn is_worth_waiting(&mut self, error: &io::Error) -> bool {
+    /// If a request failed because a store of the daemon does not answer, waits a little, and
+    /// longer from time to time: the answer may come at once, and that the store stands still is
+    /// all it says.
+    fn wait_for_store(&mut self, error: &io::Error) -> Found {
         self.dead_since = None;
-        if !is_stall(error) || self.hurry.load(Ordering::Relaxed) {
-            return false;
+        if !is_stall(error) {
+            return Found::Over;
         }
         let now = self.run.now();
         // Earlier waits, of which nobody has asked since, say nothing about this one.
@@ -540,9 +555,16 @@ impl<R: Run> Shared<R> {
         }
         self.stalled = (now, if self.stalled_since.is_some() { self.stalled.1 + 1 } else { 0 });
         for _ in 1..1 << self.stalled.1.min(PAUSES_MOST_LOG2) {
+            if self.hurry.load(Ordering::Relaxed) {
+                break;
+            }
             self.run.pause();
         }
-        goes_on(&mut self.run, &mut self.stalled_since, STALLED)
+        match self.hurry.load(Ordering::Relaxed) {
+            true => Found::Hurry,
+            false if goes_on(&mut self.run, &mut self.stalled_since, STALLED) => Found::Again,
+            false => Found::Over,
+        }
     }
 
     /// Reads pages, and sends the writes before. `is_needed` says whether to wait for a store that
@@ -555,7 +577,7 @@ impl<R: Run> Shared<R> {
                 return Err(io::ErrorKind::NotConnected.into());
             }
             match self.read_once(first, out) {
-                Ok(Err(error)) if is_needed && self.is_worth_waiting(&error) => {}
+                Ok(Err(error)) if is_needed && self.wait_for_store(&error) == Found::Again => {}
                 Ok(read) => {
                     self.heard(&read);
                     return read;

@@ -734,6 +734,21 @@ fn a_write_is_taken_while_one_of_its_two_nodes_answers_however_many_are_late_at_
     eventually("all writes are taken", || write(&mut *lane, away + 9, 3) == Ok(()));
 }
 
+#[test]
+fn a_late_write_that_one_of_its_two_nodes_keeps_ends_though_the_other_one_never_answers() {
+    let nodes = [Fake::start(), Fake::start()];
+    let store = open(&url(&nodes, "size=16MiB&copies=2"));
+    let mut lane = store.lane(16).unwrap();
+    for node in &nodes {
+        node.plan(|words, _| if is(words, "SET") { Act::Hold(0) } else { Act::Serve });
+    }
+    let writes: Vec<_> = (0..4).map(|slot| (Slot(slot), Some(page(slot)))).collect();
+    assert!(all(&mut *lane, &writes).iter().all(|(result, _)| *result == Err(Fault::Timeout)));
+    nodes[0].holds.store(false, Ordering::Relaxed);
+    settle(&mut *lane, &[0, 1, 2, 3]);
+    assert!(all(&mut *lane, &writes).iter().all(|(result, _)| result.is_ok()));
+}
+
 /// Has a node call itself a part of a cluster. `of` has all hash slots of that.
 fn in_a_cluster(node: &Fake, of: &Fake, does: impl Fn(&Words) -> Option<Act> + Send + 'static) {
     let port = of.port;

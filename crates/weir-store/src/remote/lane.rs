@@ -296,7 +296,7 @@ impl RemoteLane {
 
     /// Hands over an operation that has been answered, or sends the operation again.
     fn finish(&mut self, operation: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Operation { ticket, slot, stamp, nodes, is_late, patient, .. } = self.table[operation];
+        let Operation { ticket, slot, stamp, is_late, patient, .. } = self.table[operation];
         let of = |answer: Answer<'_>| (answer.result, answer.ask, answer.silent);
         let (result, ask, silent) = self.operations.with_answer(operation, of);
         if let Some(node) = ask.filter(|_| !is_late) {
@@ -317,9 +317,7 @@ impl RemoteLane {
                     self.core.counts.degraded.fetch_add(1, Ordering::Relaxed);
                 }
                 if is_late {
-                    self.late -= 1;
-                    nodes.into_iter().flatten().for_each(|node| self.late_at[node] -= 1);
-                    self.settled.push(slot);
+                    self.end_late(operation);
                 } else {
                     done(Done { ticket, result, page: None });
                 }
@@ -347,6 +345,14 @@ impl RemoteLane {
         self.free.push(operation);
     }
 
+    /// Notes that a late write changes its slot no more.
+    fn end_late(&mut self, operation: usize) {
+        let Operation { slot, nodes, .. } = self.table[operation];
+        self.late -= 1;
+        nodes.into_iter().flatten().for_each(|node| self.late_at[node] -= 1);
+        self.settled.push(slot);
+    }
+
     /// Ends operations whose time is over. If a read has waited long enough for the first copy,
     /// asks for the second too.
     fn expire(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
@@ -355,6 +361,15 @@ impl RemoteLane {
             at += 1;
             let entry = &mut self.table[operation];
             if entry.is_late {
+                // A late write that one node has kept ends as one does that is not late, below. The
+                // other node may never answer.
+                if self.operations.is_kept_alone(operation) {
+                    self.operations.void(operation);
+                    self.end_late(operation);
+                    at -= 1;
+                    self.sent.swap_remove(at);
+                    self.free.push(operation);
+                }
                 continue;
             }
             let started = *entry.started.get_or_insert(now);

@@ -332,7 +332,11 @@ impl<K: Kernel, S: Store> Work<K, S> {
                 }
                 // If the block does not go back into place now, its next page fault brings it back.
                 self.blocks.get_mut(id).state = State::Back(slot);
-                let _ = self.bring(id);
+                if self.bring(id).is_err() && written.err() == Some(Trouble::GivenUp) {
+                    // Nobody may touch it for long, and it would keep its slot.
+                    self.blocks.get_mut(id).state = State::Writing(slot);
+                    self.begin_load(id, slot, false);
+                }
                 return;
             }
         };
@@ -549,8 +553,8 @@ mod tests {
         assert_eq!((work.blocks.get(id).state, lost(&work)), (State::Lost, 1));
     }
 
-    /// A connection by which no write ends before somebody cannot wait for it.
-    struct Stalled;
+    /// A connection by which this many writes do not end before somebody cannot wait for them.
+    struct Stalled(u32);
 
     impl Store for Stalled {
         fn claim(&mut self) -> Option<u64> {
@@ -564,7 +568,8 @@ mod tests {
         }
 
         fn settle(&mut self) -> io::Result<()> {
-            Err(io::ErrorKind::Interrupted.into())
+            self.0 = self.0.saturating_sub(1);
+            if self.0 > 0 { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
         }
 
         fn read(&mut self, _: u64, _: &mut [PageBytes]) -> io::Result<()> {
@@ -575,7 +580,7 @@ mod tests {
     #[test]
     fn a_write_that_was_given_up_costs_neither_the_limit_nor_a_page() {
         let (mut work, first) = work_at_rest();
-        work.helpers.played.open_one(Box::new(Stalled), &Arc::default());
+        work.helpers.played.open_one(Box::new(Stalled(u32::MAX)), &Arc::default());
         work.kernel.world.map(first, first + BLOCK_PAGES);
         work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
         for page in 0..BLOCK_PAGES {
@@ -594,12 +599,23 @@ mod tests {
             assert_eq!((work.blocks.get(id).state, work.is_broken), (State::Resident, false));
             work.policy.went(id);
         }
-        // Nobody takes its pages for stored ones.
+        // Nobody takes its pages for stored ones. While events are handled, the block cannot come
+        // back, and nobody may touch it later. So it goes on its way.
+        for lane in [None, Some(Stalled(2))] {
+            work.helpers.played = Default::default();
+            lane.into_iter().for_each(|lane| work.helpers.played.open_one(Box::new(lane), &Arc::default()));
+            work.policy.came(id);
+            work.begin_write().expect("it can go");
+            work.is_heeding = true;
+            work.end_loads();
+            work.is_heeding = false;
+            assert_eq!(work.blocks.get(id).state, State::Stored);
+            if work.helpers.played.are_there() {
+                break;
+            }
+            work.bring(id).unwrap();
+        }
         work.helpers.played = Default::default();
-        work.policy.came(id);
-        work.begin_write().expect("it can go");
-        work.end_loads();
-        assert_eq!(work.blocks.get(id).state, State::Stored);
         work.bring(id).unwrap();
         for page in 0..BLOCK_PAGES {
             assert_eq!(work.kernel.world.word(first + page), page as u64 + 1);

@@ -115,13 +115,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn copy_in(&mut self, to: usize, from: usize) -> bool {
         while let Some(at) = self.now_at(to) {
             match self.kernel.copy(at, from, PAGE_SIZE) {
-                Err(Stopped { why, .. }) if may_pass(why) => {
-                    // At the limit of a memory cgroup, what the pager has free may be all there is.
-                    if let Some(slot) = self.find(Slot::Free).filter(|_| why == Errno::NOMEM) {
-                        self.scrub(slot);
-                    }
-                    self.wait_and_hear();
-                }
+                Err(Stopped { why, .. }) if may_pass(why) => self.wait_and_hear(),
                 Err(Stopped { why: Errno::EXIST | Errno::NOENT | Errno::SRCH, .. }) => {
                     self.kernel.wake(at, PAGE_SIZE);
                     return false;
