@@ -321,8 +321,9 @@ impl Run for SimulatedRun {
         let mut kept = self.0.borrow_mut();
         kept.now += Duration::from_millis(2);
         kept.paused += 1;
-        // A connection may wait for a store before it hears that the daemon has died.
-        let is_awaited = kept.is_alive || kept.is_promised() || kept.paused < 16;
+        // A connection may wait for a store before it hears that the daemon has died: some times,
+        // and for many pauses each.
+        let is_awaited = kept.is_alive || kept.is_promised() || kept.paused < 1_000;
         assert!(is_awaited, "a pager waits for a daemon that nobody promises");
         assert!(kept.paused < 1_000_000, "a pager waits for ever");
     }
