@@ -994,8 +994,9 @@ impl Program {
     }
 
     /// Checks that resident memory is within the limit, if the pager must keep it in this history.
+    /// At its end the pager brings everything, and may wait for the kernel meanwhile.
     pub fn check_limit(&self, world: &World) {
-        if !self.traits.keeps_limit {
+        if !self.traits.keeps_limit || self.shared.stop.load(Ordering::Relaxed) {
             return;
         }
         let count = |pages: Range<usize>| world.entries[pages].iter().filter(|entry| entry.is_there).count();
