@@ -125,23 +125,35 @@ fn swap_on_an_engine_is_refused() {
     assert!(!output.status.success() && said.contains("the network may need memory"), "{said}");
 }
 
-#[test]
-fn status_names_the_node_that_is_away_from_a_bounded_program_and_an_eviction_fails_with_it() {
-    let name = "status_names_the_node";
-    let Some(engine) = Engine::start(name) else { return };
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
+/// An engine, and a program of 96 MiB in 48 MiB over it. It runs `each_line` for each line that it
+/// gets.
+fn bounded_over_an_engine(name: &str, each_line: &str, size: &str) -> Option<(Engine, Scratch, Sweeping)> {
+    let engine = Engine::start(name)?;
+    let python = python().filter(|_| can_run(name))?;
     let scratch = Scratch::new(name);
-    let script = "
+    let script = format!(
+        "
 memory = new(96 << 20)
 fill(memory, 8)
 print(os.getpid(), flush=True)
-for line in sys.stdin: print(check(memory, 8), flush=True)
-";
+for line in sys.stdin: {each_line}
+"
+    );
     let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
-    let store = format!("redis://127.0.0.1:{}?size=128MiB", engine.port);
+    let store = format!("redis://127.0.0.1:{}?size={size}", engine.port);
     let mut command = Command::new(WEIR);
     command.args(["run", "--resident", "48MiB", "--store", &store, "--", &python]).arg(&input);
-    let mut running = Sweeping::of(&mut command);
+    let running = Sweeping::of(&mut command);
+    Some((engine, scratch, running))
+}
+
+#[test]
+fn status_names_the_node_that_is_away_from_a_bounded_program_and_an_eviction_fails_with_it() {
+    let name = "status_names_the_node";
+    let each_line = "print(check(memory, 8), flush=True)";
+    let Some((engine, _scratch, mut running)) = bounded_over_an_engine(name, each_line, "128MiB") else {
+        return;
+    };
     let pid = running.pid.to_string();
     let about = |arguments: &[&str]| {
         let output = Command::new(WEIR).args(arguments).output().unwrap();
@@ -205,22 +217,10 @@ for line in sys.stdin: print(check(memory, 8), flush=True)
 #[test]
 fn a_bounded_program_waits_for_a_node_that_stands_still() {
     let name = "a_bounded_program_waits";
-    let Some(engine) = Engine::start(name) else { return };
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let script = "
-memory = new(96 << 20)
-fill(memory, 8)
-print(os.getpid(), flush=True)
-for line in sys.stdin:
-    print(check(memory, 8), flush=True)
-    fill(memory, 8)
-";
-    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
-    let store = format!("redis://127.0.0.1:{}?size=160MiB", engine.port);
-    let mut command = Command::new(WEIR);
-    command.args(["run", "--resident", "48MiB", "--store", &store, "--", &python]).arg(&input);
-    let mut running = Sweeping::of(&mut command);
+    let each_line = "print(check(memory, 8), flush=True); fill(memory, 8)";
+    let Some((engine, _scratch, mut running)) = bounded_over_an_engine(name, each_line, "160MiB") else {
+        return;
+    };
     let server = Pid::from_child(&engine.child);
     // The daemon gives a request up after two seconds. The program needs its pages for longer.
     kill(server, Signal::STOP);
