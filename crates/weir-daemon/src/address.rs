@@ -27,7 +27,7 @@ pub struct AddressError {
 }
 
 /// The most bytes that fit into `sockaddr_un.sun_path` with its final zero (unix(7)).
-const PATH_MOST: usize = 107;
+pub const PATH_MOST: usize = 107;
 
 impl FromStr for Address {
     type Err = AddressError;

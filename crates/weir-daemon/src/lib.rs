@@ -30,7 +30,7 @@ mod start;
 mod volumes;
 mod worker;
 
-pub use address::{Address, AddressError};
+pub use address::{Address, AddressError, PATH_MOST};
 pub use backing::Backing;
 pub use config::Config;
 pub use daemon::Daemon;

@@ -32,7 +32,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use weir_cli::failure::{Failure, chain};
 use weir_core::PAGE_SIZE;
-use weir_daemon::run_end;
+use weir_daemon::{PATH_MOST, run_end};
 use weir_pager::{BLOCK_PAGES, Ledger, Promise, directory};
 use weir_share::{Client, path_of};
 use weir_store::StoreUrl;
@@ -49,8 +49,6 @@ const SPIN_US: u32 = 50;
 const PROCESSORS: usize = 4;
 /// Largest default of `--threads`. With more, the memory's bandwidth is the limit.
 const THREADS_MOST: usize = 4;
-/// Longest path of a socket in bytes. The zero at its end takes one byte more.
-const SOCKET_PATH_MOST: usize = 107;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
@@ -398,7 +396,7 @@ fn check_length(parent: &Path) -> Result<(), Failure> {
         .len()
         .max(path_of(directory::SHARE.as_ref(), weir_share::THREADS_MOST - 1).as_os_str().len());
     let bytes = parent.join(run_end::LONGEST_NAME).as_os_str().len() + 1 + longest;
-    match bytes.checked_sub(SOCKET_PATH_MOST) {
+    match bytes.checked_sub(PATH_MOST) {
         None | Some(0) => Ok(()),
         Some(excess) => Err(Failure::Failed(format!(
             "{} is too long for sockets, by {excess} bytes; set TMPDIR to a shorter path, such as /tmp",
