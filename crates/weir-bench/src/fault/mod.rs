@@ -18,6 +18,7 @@ use crate::swap::devices::{Device, Kind, Scratch};
 use crate::swap::{self, SwapError};
 use std::collections::BTreeMap;
 use std::io;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 use weir_cli::guard::die_together;
@@ -117,17 +118,19 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
                     });
                 }
                 Ok(touched) => found.entry(name).or_default().push(touched),
-                Err(error) if *name == ALONE || !way.is_control() && found.contains_key(name) => {
-                    steps.say(format_args!("weir: {name} failed in run {} of {}", round + 1, plan.runs));
-                    return Err(error);
-                }
-                // The kernel may kill a child at its cgroup's limit. That costs no other figure.
-                Err(error) if found.contains_key(name) => {
-                    steps.say(format_args!("weir: {name} has one run less: {}", swap::chain(&error)));
-                }
                 Err(error) => {
-                    steps.say(format_args!("weir: {name} is left out: {}", swap::chain(&error)));
-                    lacking.push(name);
+                    // This machine can run this way. So the way, or the child, is at fault.
+                    let could_run = found.contains_key(name) || matches!(error, SwapError::Killed { .. });
+                    if *name == ALONE || !way.is_control() && could_run {
+                        steps.say(format_args!("weir: {name} failed in run {} of {}", round + 1, plan.runs));
+                        return Err(error);
+                    }
+                    // The kernel may kill a child at its cgroup's limit. That costs no other figure.
+                    let loss = if could_run { "has one run less" } else { "is left out" };
+                    steps.say(format_args!("weir: {name} {loss}: {}", swap::chain(&error)));
+                    if !could_run {
+                        lacking.push(name);
+                    }
                 }
             }
             steps.end();
@@ -203,6 +206,9 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch, steps: &Steps) -> Result<T
     }
     let output = output.map_err(SwapError::failed("the child does not start"))?;
     let said = String::from_utf8_lossy(&output.stderr);
+    if output.status.signal().is_some() {
+        return Err(SwapError::Killed { status: output.status, said: said.trim().to_owned() });
+    }
     if !output.status.success() {
         let what = format!("{}: {}", output.status, said.trim());
         return Err(SwapError::failed("the child did not finish")(io::Error::other(what)));
