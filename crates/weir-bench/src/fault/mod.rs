@@ -125,7 +125,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
                         steps.say(format_args!("weir: {name} failed in run {} of {}", round + 1, plan.runs));
                         return Err(error);
                     }
-                    // The kernel may kill a child at its cgroup's limit. That costs no other figure.
+                    // The kernel may kill a child at its cgroup's limit. Other figures stay.
                     let loss = if could_run { "has one run less" } else { "is left out" };
                     steps.say(format_args!("weir: {name} {loss}: {}", swap::chain(&error)));
                     if !could_run {

@@ -87,12 +87,12 @@ pub enum SwapError {
         #[source]
         source: std::io::Error,
     },
-    /// A signal ended the child. The kernel kills one that it cannot hold within its cgroup's limit.
+    /// A signal ended the child. The kernel kills one that it cannot hold within the limit.
     #[error("the child did not finish: {status}: {said}")]
     Killed {
         /// How the child ended.
         status: std::process::ExitStatus,
-        /// What the child printed on standard error.
+        /// The child's standard error.
         said: String,
     },
     /// The child read content that it had not written.
