@@ -85,8 +85,9 @@ pub(crate) trait Kernel {
     /// call and its arguments.
     fn call(&mut self, call: [usize; 6]);
 
-    /// Whether this thread of the process may still be there, by its thread ID (TID).
-    fn is_thread(&mut self, thread: i32) -> bool;
+    /// Whether this thread of the process is still there, by its thread ID (TID). `None` if the
+    /// pager cannot ask, because the process has a seccomp filter.
+    fn is_thread(&mut self, thread: i32) -> Option<bool>;
 
     /// The time since a fixed moment.
     fn now(&self) -> Duration;
@@ -362,14 +363,14 @@ impl Kernel for System {
         unsafe { call_system(call) };
     }
 
-    fn is_thread(&mut self, thread: i32) -> bool {
+    fn is_thread(&mut self, thread: i32) -> Option<bool> {
         if is_filtered(self.status.as_ref()) {
-            return true;
+            return None;
         }
         // SAFETY: the signal 0 is not sent. The call only finds out whether the thread is there.
         let found = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, 0) };
         let is_gone = found == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
-        !is_gone
+        Some(!is_gone)
     }
 
     fn now(&self) -> Duration {

@@ -13,6 +13,7 @@ use crate::{BLOCK, Error, Store, Tell};
 use endings::Endings;
 use helpers::{AbortOnPanic, Helpers};
 use rustix::process::{Pid, getpid};
+use std::collections::BTreeMap;
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
@@ -140,6 +141,9 @@ pub(crate) struct Shared {
     process: Pid,
     /// The memory that the pager never manages. It is set when the pager starts.
     excluded: OnceLock<Vec<(usize, usize)>>,
+    /// The memory that the program had left out of its forks when the pager ended, by its first
+    /// byte, with the byte after its last.
+    left_out: OnceLock<BTreeMap<usize, usize>>,
     /// The thread IDs (TIDs) of the pager's thread and of its helpers, or 0.
     threads: [AtomicI32; 1 + HELPERS_MOST],
 }
@@ -162,9 +166,19 @@ impl Shared {
             adopting: Mutex::new(()),
             process: getpid(),
             excluded: OnceLock::new(),
+            left_out: OnceLock::new(),
             threads: [const { AtomicI32::new(0) }; 1 + HELPERS_MOST],
         }
     }
+}
+
+/// The memory that an earlier pager leaves to the next one.
+#[derive(Debug, Default)]
+pub(crate) struct Before {
+    /// Memory that the pager never manages: first byte, and byte after the last.
+    excluded: Vec<(usize, usize)>,
+    /// Memory that no child inherits.
+    left_out: BTreeMap<usize, usize>,
 }
 
 /// Registered pages by which threads call the pager. A thread that touches one waits until the
@@ -293,6 +307,7 @@ impl Pager {
     /// Starts a pager for memory that an earlier pager has managed. The earlier pager has stopped,
     /// or has stayed behind in the parent process. `own` is more memory that the caller needs for
     /// the pager's thread. Like the memory that the earlier pager has excluded, it stays unmanaged.
+    /// What the program has left out of its forks stays left out.
     ///
     /// # Errors
     /// Fails as [`start`](Self::start) does.
@@ -303,13 +318,17 @@ impl Pager {
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
         ready: impl FnOnce(&Pager) + Send + 'static,
     ) -> Result<Self, Error> {
-        let before = self.0.excluded.get().map_or(&[][..], Vec::as_slice);
-        Self::begin(options, Some([before, own].concat()), store, ready)
+        let excluded = self.0.excluded.get().map_or(&[][..], Vec::as_slice);
+        // A child has no memory that its parent has left out.
+        let left_out = self.0.left_out.get().filter(|_| self.is_of_this_process());
+        let before =
+            Before { excluded: [excluded, own].concat(), left_out: left_out.cloned().unwrap_or_default() };
+        Self::begin(options, Some(before), store, ready)
     }
 
     fn begin<S: Store>(
         options: Options,
-        excluded: Option<Vec<(usize, usize)>>,
+        before: Option<Before>,
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
         ready: impl FnOnce(&Pager) + Send + 'static,
     ) -> Result<Self, Error> {
@@ -337,7 +356,7 @@ impl Pager {
                     for (thread, &id) in shared.threads[1..].iter().zip(helpers.ids()) {
                         thread.store(id, Ordering::Relaxed);
                     }
-                    Work::new(system, store, helpers, tell, scope, excluded, shared)
+                    Work::new(system, store, helpers, tell, scope, before, shared)
                 });
             match opened {
                 Ok(mut work) => {
@@ -377,7 +396,7 @@ impl Pager {
     /// process.
     pub fn inherit(&self, start: usize, bytes: usize, is_inherited: bool) {
         // In a child the lock may be held by a thread that only the parent has.
-        if getpid() != self.0.process {
+        if !self.is_of_this_process() {
             return;
         }
         let _adopting = self.0.adopting.lock().expect("nothing panics under it");
@@ -395,13 +414,25 @@ impl Pager {
 
     /// Notes that the calling thread is about to end, and that the kernel then needs its memory in
     /// these `bytes` bytes from `start` on. What the thread touches there after this call stays in
-    /// place until the thread is gone.
+    /// place until the thread is gone. Under a seccomp filter the pager has room for 512 such
+    /// places at most. A further thread goes unprotected: it must not wait for ever.
     pub fn ends(&self, start: usize, bytes: usize) {
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
-        while !self.0.endings.note(thread, start..start + bytes) {
+        while !self.0.endings.note(thread, start..start + bytes) && !self.0.endings.is_blind() {
             // The pager forgets threads that are gone.
             self.look();
         }
+    }
+
+    /// Whether this is the pager of the calling process. A child of `vfork` has its parent's memory,
+    /// and in it the parent's pager.
+    pub fn is_of_this_process(&self) -> bool {
+        getpid() == self.0.process
+    }
+
+    /// The present limit, in bytes.
+    pub fn limit(&self) -> usize {
+        self.0.limit.load(Ordering::Relaxed) * BLOCK
     }
 
     /// Whether the calling thread is one of the pager's.

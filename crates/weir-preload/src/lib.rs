@@ -45,6 +45,9 @@ const HEAP_STEP: c_int = 64 << 20;
 /// The pager of this process, which is never freed. It is null in a child of a fork that has no
 /// pager yet.
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
+/// Whether the kernel may read pages of the program after a call has returned. A child of a fork
+/// may have its parent's pipes and sockets, so it stays set there.
+static LENDS: AtomicBool = AtomicBool::new(false);
 /// In a child of a fork: the parent's pager. The child's pager manages the memory that the parent's
 /// pager managed, and leaves alone the memory that the parent's pager left alone. It stays until
 /// the child has a pager, so that a child of this child finds it too.
@@ -82,6 +85,10 @@ fn pager() -> Option<&'static Pager> {
 /// it. It manages memory once the forks have ended that do not.
 fn publish(pager: &Pager) {
     PAGER.store(Box::into_raw(Box::new(pager.clone())), Ordering::SeqCst);
+    // A thread that lends pages meanwhile sees the pager, or is seen here.
+    if LENDS.load(Ordering::SeqCst) {
+        pager.lend();
+    }
 }
 
 #[used]
@@ -141,11 +148,11 @@ fn tables(limit: usize) -> usize {
     TABLES + limit / SINGLES_SHARE
 }
 
-/// Starts another pager after `before`. `own` is memory that stays unmanaged. If no pager can be
-/// started, prints the reason and returns false.
-fn start_again(before: &Pager, own: &[(usize, usize)]) -> bool {
+/// Starts another pager after `before`, with this limit in bytes. `own` is memory that stays
+/// unmanaged. If no pager can be started, prints the reason and returns false.
+fn start_again(before: &Pager, limit: usize, own: &[(usize, usize)]) -> bool {
     let Some(run) = RUN.get() else { return false };
-    match before.start_again(run.0, own, || outside(run), publish) {
+    match before.start_again(Options { limit, ..run.0 }, own, || outside(run), publish) {
         Ok(_) => true,
         Err(error) => {
             // The program may have replaced its standard error by another file. So this line goes
@@ -184,7 +191,7 @@ fn start_after(before: &Pager) {
     // At the fork, the pager's thread in the parent may have been in the middle of an allocation.
     // So give the child an allocator of its own.
     if let Some(own) = arena::renew(tables(options.limit))
-        && start_again(before, &[own])
+        && start_again(before, options.limit, &[own])
         && let Some(pager) = pager()
     {
         // Find the memory that the caller has just allocated, before the caller fills it.
@@ -406,11 +413,14 @@ pub unsafe extern "C" fn madvise(at: *mut c_void, bytes: size_t, advice: c_int) 
         // guards. The kernel may remove freed pages at any time. The call's error is the same.
         unsafe { libc::syscall(libc::SYS_madvise, at, bytes, libc::MADV_DONTNEED) };
     }
-    if advised == 0
-        && matches!(advice, libc::MADV_DONTFORK | libc::MADV_DOFORK)
-        && let Some(pager) = pager
-    {
-        pager.inherit(at.addr(), bytes, advice == libc::MADV_DOFORK);
+    if advised == 0 && matches!(advice, libc::MADV_DONTFORK | libc::MADV_DOFORK) {
+        // A pager that starts later would not know of this advice.
+        if pager.is_none() && HAS_LIBC_ALLOCATOR.load(Ordering::Relaxed) {
+            start_in_child();
+        }
+        if let Some(pager) = self::pager() {
+            pager.inherit(at.addr(), bytes, advice == libc::MADV_DOFORK);
+        }
     }
     advised
 }
@@ -449,6 +459,7 @@ pub unsafe extern "C" fn setsockopt(
 
 /// Tells the pager that the kernel will read pages of the program later.
 fn lend() {
+    LENDS.store(true, Ordering::SeqCst);
     if let Some(pager) = pager() {
         pager.lend();
     }

@@ -53,9 +53,10 @@ unsafe fn call(number: c_long, arguments: [c_ulong; 6]) -> c_long {
 }
 
 /// The pager of this process, for a thread of the program. On the pager's own threads this is
-/// `None`: they make some of the calls below themselves, and must not wait for themselves.
+/// `None`: they make some of the calls below themselves, and must not wait for themselves. It is
+/// `None` too in a child that shares its parent's memory (`vfork`): the pager is the parent's.
 fn others_pager() -> Option<&'static Pager> {
-    pager().filter(|pager| !pager.is_this_thread())
+    pager().filter(|pager| pager.is_of_this_process() && !pager.is_this_thread())
 }
 
 /// Whether the program has other threads than the calling one. The pager's threads are not of the
@@ -92,7 +93,8 @@ fn alone(call: impl Fn() -> c_long) -> c_long {
     }
     // SAFETY: libc's location of this thread's error number is valid.
     let errno = unsafe { *libc::__errno_location() };
-    start_again(before, &[]);
+    // It has the last limit that the program got (`weir limit`).
+    start_again(before, before.limit(), &[]);
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
     result

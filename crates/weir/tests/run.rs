@@ -461,6 +461,104 @@ print([os.read(reader, 8) for page in range(16)] == expected, check(memory, 3))
 }
 
 #[test]
+fn what_a_child_lends_before_it_has_a_pager_or_by_its_parents_socket_is_what_it_had_there() {
+    let script = "
+class Part(ctypes.Structure): _fields_ = [('at', ctypes.c_void_p), ('bytes', ctypes.c_size_t)]
+number = {'x86_64': 278, 'aarch64': 75}[os.uname().machine]
+def lent(memory, count, give):
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    reader, writer = os.pipe()
+    for page in range(count):
+        part = Part(at + page * 4096, 8)
+        assert give(writer, ctypes.byref(part), 1, 0) == 8, ctypes.get_errno()
+    return reader
+def is_right(reader, count):
+    return all(os.read(reader, 8) == (page * 4096 ^ 3).to_bytes(8, 'little') for page in range(count))
+def raw(*arguments): return libc.syscall(number, *arguments)
+def in_child(work):
+    child = os.fork()
+    if child == 0: os._exit(0 if work() else 7)
+    return os.waitpid(child, 0)[1]
+def before_its_pager():
+    # Less memory than that for which a child gets a pager.
+    small = new(2 << 20)
+    fill(small, 3)
+    reader = lent(small, 16, libc.vmsplice)
+    other = new(128 << 20)
+    for round in range(3): fill(other, 1 << 60)
+    return is_right(reader, 16) and check(small, 3)
+def as_its_parent_said():
+    memory = new(128 << 20)
+    fill(memory, 3)
+    reader = lent(memory, 16, raw)
+    other = new(128 << 20)
+    for round in range(3): fill(other, 1 << 60)
+    return is_right(reader, 16) and check(memory, 3)
+found = [in_child(before_its_pager)]
+# A pipe's pages, in place of those of a socket: the child has both from its parent.
+own = new(1 << 20)
+fill(own, 3)
+lent(own, 1, libc.vmsplice)
+print(found + [in_child(as_its_parent_said)])
+";
+    let name = "what_a_child_lends";
+    let Some(found) = bounded(name, &[], &format!("{PRELUDE}{script}")) else { return };
+    assert_eq!(found, (Some(0), "[0, 0]\n".into(), String::new()));
+}
+
+#[test]
+fn memory_that_a_child_leaves_out_of_its_forks_before_it_has_a_pager_stays_out() {
+    let script = "
+child = os.fork()
+if child == 0:
+    secret = new(4 << 20)
+    fill(secret, 5)
+    secret.madvise(mmap.MADV_DONTFORK)
+    memory = new(96 << 20)
+    fill(memory, 6)
+    below = os.fork()
+    if below == 0:
+        secret[0]
+        os._exit(0)
+    is_left_out = os.WTERMSIG(os.waitpid(below, 0)[1]) == signal.SIGSEGV
+    os._exit(0 if is_left_out and check(secret, 5) and check(memory, 6) else 7)
+print(os.waitpid(child, 0)[1])
+";
+    let name = "memory_that_a_child_leaves_out";
+    let Some(found) = bounded(name, &[], &format!("{PRELUDE}{script}")) else { return };
+    assert_eq!(found, (Some(0), "0\n".into(), String::new()));
+}
+
+#[test]
+fn a_program_that_enters_a_user_namespace_keeps_its_last_limit() {
+    let script = "
+memory = new(128 << 20)
+fill(memory, 7)
+alone = {name: value for name, value in os.environ.items() if name != 'LD_PRELOAD'}
+order = subprocess.run([sys.argv[1], 'limit', str(os.getpid()), '32MiB'], env=alone, capture_output=True)
+CLONE_NEWUSER = 0x10000000
+if libc.unshare(CLONE_NEWUSER): print('skip', os.strerror(ctypes.get_errno())); sys.exit()
+most, is_whole = 0, True
+for round in range(3):
+    is_whole &= check(memory, 7)
+    words = open('/proc/self/status').read().split()
+    most = max(most, int(words[words.index('RssAnon:') + 1]) >> 10)
+print(order.returncode, is_whole, most < 40, most)
+";
+    let name = "a_program_that_enters_a_user_namespace_keeps";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let output = weir(&["--", &python, input.to_str().expect("text"), WEIR]);
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let (out, said) = (text(&output.stdout), text(&output.stderr));
+    if out.starts_with("skip") || said.contains("not bounded from here on") {
+        return println!("skipped: {name}: {out}{said}");
+    }
+    assert!(output.status.success() && out.starts_with("0 True True "), "{out}{said}");
+}
+
+#[test]
 fn pages_of_what_goes_on_in_the_background_stay_until_it_ends() {
     let script = "
 memory = new(128 << 20)

@@ -183,6 +183,77 @@ int main(void) {
     assert_eq!(found, (Some(0), "-1 1 1\n".into(), String::new()));
 }
 
+/// A child of vfork(2) has its parent's memory until it runs another program. Its calls must not end
+/// its parent's pager.
+#[test]
+fn what_a_child_of_vfork_is_refused_does_not_concern_its_parents_pager() {
+    let source = r#"
+#include <errno.h>
+#include <fcntl.h>
+int main(void) {
+    char *memory = filled(8);
+    static volatile int refused;
+    int own = open("/proc/self/ns/user", O_RDONLY);
+    pid_t child = vfork();
+    if (child == 0) {
+        /* Nobody may enter the user namespace that it is in. */
+        refused = setns(own, CLONE_NEWUSER) == -1 && errno == EINVAL;
+        execl("/bin/sleep", "sleep", "0.2", NULL);
+        _exit(1);
+    }
+    int code = code_of(child), is_whole_then = is_whole(memory, 8);
+    char *other = filled(9);
+    printf("%d %d %d %d %d\n", refused, code, is_whole_then, is_whole(other, 9), resident() < 64);
+}
+"#;
+    let Some(found) = bounded("what_a_child_of_vfork", source) else { return };
+    assert_eq!(found, (Some(0), "1 0 1 1 1\n".into(), String::new()));
+}
+
+/// The pager keeps a row for each thread that is about to end. Under a filter it cannot find out
+/// who has ended.
+#[test]
+fn under_a_filter_any_number_of_threads_can_end() {
+    let source = r#"
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+enum { THREADS = 600 };
+static void *nothing(void *unused) { return unused; }
+int main(void) {
+    alarm(100);
+    char *memory = filled(2);
+    struct sock_filter steps[] = {BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    struct sock_fprog filter = {1, steps};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) return 77;
+    if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &filter)) return 77;
+    /* Each has a stack of its own, so that no control block is where another one was. */
+    char *stacks = mmap(0, THREADS * (64L << 10), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (long at = 0; at < THREADS; at++) {
+        pthread_t thread;
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setstack(&attributes, stacks + at * (64 << 10), 64 << 10);
+        if (pthread_create(&thread, &attributes, nothing, NULL)) return 2;
+        pthread_join(thread, NULL);
+    }
+    /* And as many whose stacks libc uses again. */
+    for (long at = 0; at < THREADS; at++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, nothing, NULL)) return 3;
+        pthread_join(thread, NULL);
+    }
+    printf("%d\n", is_whole(memory, 2));
+}
+"#;
+    let name = "under_a_filter_any_number";
+    let Some((code, out, said)) = bounded(name, source) else { return };
+    if code == Some(77) {
+        return println!("skipped: {name}: no filter: {}", said.trim());
+    }
+    assert_eq!((code, out.as_str(), said.as_str()), (Some(0), "1\n", ""));
+}
+
 #[test]
 fn a_program_that_keeps_a_capability_when_it_changes_its_user_goes_on() {
     let source = r#"

@@ -7,7 +7,7 @@
 //! is gone.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicI32, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
 /// Number of threads that can be about to end at a time.
 const ROWS: usize = 512;
@@ -40,17 +40,38 @@ pub(crate) struct Endings {
     used: AtomicUsize,
     /// An odd number while the pager may be moving pages out that it has found to be free to go.
     moves: AtomicU32,
+    /// Whether the pager could not find out if a thread has ended. A seccomp filter may forbid it
+    /// to ask.
+    is_blind: AtomicBool,
 }
 
 impl Endings {
     pub(super) fn new() -> Self {
         let row = || Row { thread: AtomicI32::new(0), start: AtomicUsize::new(0), end: AtomicUsize::new(0) };
-        Endings { rows: std::array::from_fn(|_| row()), used: AtomicUsize::new(0), moves: AtomicU32::new(0) }
+        Endings {
+            rows: std::array::from_fn(|_| row()),
+            used: AtomicUsize::new(0),
+            moves: AtomicU32::new(0),
+            is_blind: AtomicBool::new(false),
+        }
     }
 
     /// Notes that this thread needs its memory in `place` to its end. What the thread touches there
     /// after this call stays in place. Returns false if the table is full.
     pub(super) fn note(&self, thread: i32, place: Range<usize>) -> bool {
+        // An earlier thread has had its control block in the same place, so that thread is gone.
+        // Its row, with the same place, protects this thread from the start.
+        let is_of_place = |row: &&Row| {
+            let before = row.thread.load(Ordering::SeqCst);
+            before > 0
+                && row.start.load(Ordering::Relaxed) == place.start
+                && row.end.load(Ordering::Relaxed) == place.end
+                && row.thread.compare_exchange(before, thread, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        };
+        if self.used.load(Ordering::SeqCst) > 0 && self.rows.iter().any(|row| is_of_place(&row)) {
+            self.wait_for_move();
+            return true;
+        }
         let is_free =
             |row: &&Row| row.thread.compare_exchange(0, TAKEN, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         self.used.fetch_add(1, Ordering::SeqCst);
@@ -61,17 +82,31 @@ impl Endings {
         row.start.store(place.start, Ordering::Relaxed);
         row.end.store(place.end, Ordering::Relaxed);
         row.thread.store(thread, Ordering::SeqCst);
-        // Either the pager sees this row before its next move, or this thread waits for that move.
+        self.wait_for_move();
+        true
+    }
+
+    /// Whether a full table may stay full, because the pager cannot find out who has ended.
+    pub(super) fn is_blind(&self) -> bool {
+        self.is_blind.load(Ordering::SeqCst)
+    }
+
+    /// Waits for a move that began before this thread had its row. The next move sees the row.
+    fn wait_for_move(&self) {
         let before = self.moves.load(Ordering::SeqCst);
         while before % 2 == 1 && self.moves.load(Ordering::SeqCst) == before {
             std::thread::yield_now();
         }
-        true
     }
 
     /// Begins to move pages out. Returns false if a thread that has not ended needs one of them.
-    /// [`end_move`](Self::end_move) follows in both cases.
-    pub(super) fn begin_move(&self, pages: Range<usize>, mut is_thread: impl FnMut(i32) -> bool) -> bool {
+    /// [`end_move`](Self::end_move) follows in both cases. `is_thread` says whether a thread is
+    /// there, or `None` if it cannot find out.
+    pub(super) fn begin_move(
+        &self,
+        pages: Range<usize>,
+        mut is_thread: impl FnMut(i32) -> Option<bool>,
+    ) -> bool {
         self.moves.fetch_add(1, Ordering::SeqCst);
         if self.used.load(Ordering::SeqCst) == 0 {
             return true;
@@ -88,21 +123,32 @@ impl Endings {
     }
 
     /// Forgets all threads that have ended.
-    pub(super) fn forget_ended(&self, mut is_thread: impl FnMut(i32) -> bool) {
+    pub(super) fn forget_ended(&self, mut is_thread: impl FnMut(i32) -> Option<bool>) {
         if self.used.load(Ordering::SeqCst) > 0 {
             self.rows.iter().for_each(|row| _ = self.lives(row, &mut is_thread));
         }
     }
 
-    /// Whether the row has a thread that is still there. Forgets one that has ended.
-    fn lives(&self, row: &Row, is_thread: &mut impl FnMut(i32) -> bool) -> bool {
+    /// Whether the row has a thread that may still be there. Forgets one that has ended.
+    fn lives(&self, row: &Row, is_thread: &mut impl FnMut(i32) -> Option<bool>) -> bool {
         let thread = row.thread.load(Ordering::SeqCst);
-        let lives = thread > 0 && is_thread(thread);
-        if thread > 0 && !lives {
-            row.thread.store(0, Ordering::SeqCst);
+        if thread <= 0 {
+            return false;
+        }
+        match is_thread(thread) {
+            Some(true) => return true,
+            Some(false) => {}
+            None => {
+                self.is_blind.store(true, Ordering::SeqCst);
+                return true;
+            }
+        }
+        // Meanwhile another thread may have taken the row over.
+        let has_ended = row.thread.compare_exchange(thread, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        if has_ended {
             self.used.fetch_sub(1, Ordering::SeqCst);
         }
-        lives
+        !has_ended
     }
 }
 
@@ -114,7 +160,7 @@ mod tests {
     #[test]
     fn a_page_that_a_thread_needs_at_its_end_goes_once_the_thread_is_gone() {
         let endings = Endings::new();
-        assert!(endings.begin_move(0..100, |_| true), "nobody ends");
+        assert!(endings.begin_move(0..100, |_| Some(true)), "nobody ends");
         endings.end_move();
         assert!(endings.note(7, 50..60));
         for (pages, lives, goes) in [
@@ -124,7 +170,7 @@ mod tests {
             (60..99, true, true),
             (50..60, false, true),
         ] {
-            assert_eq!(endings.begin_move(pages, |thread| thread == 7 && lives), goes);
+            assert_eq!(endings.begin_move(pages, |thread| Some(thread == 7 && lives)), goes);
             endings.end_move();
         }
         assert_eq!(endings.used.load(Ordering::SeqCst), 0);
@@ -133,17 +179,34 @@ mod tests {
     #[test]
     fn a_full_table_has_room_again_for_threads_once_others_have_ended() {
         let endings = Endings::new();
-        assert!((1..=ROWS).all(|thread| endings.note(thread as i32, 0..1)));
-        assert!(!endings.note(9999, 0..1));
-        endings.forget_ended(|thread| thread != 5);
-        assert!(endings.note(9999, 0..1) && !endings.note(9998, 0..1));
+        assert!((1..=ROWS).all(|thread| endings.note(thread as i32, thread..thread + 1)));
+        assert!(!endings.note(9999, 9999..10_000));
+        endings.forget_ended(|thread| Some(thread != 5));
+        assert!(!endings.is_blind());
+        assert!(endings.note(9999, 9999..10_000) && !endings.note(9998, 9998..9999));
+    }
+
+    #[test]
+    fn where_nobody_can_tell_who_has_ended_threads_at_one_place_take_one_row() {
+        let endings = Endings::new();
+        assert!((1..=2 * ROWS).all(|thread| endings.note(thread as i32, 40..50)));
+        assert_eq!(endings.used.load(Ordering::SeqCst), 1);
+        assert!(!endings.begin_move(0..100, |_| None), "the last one may be there");
+        endings.end_move();
+        assert!(endings.is_blind(), "a full table would stay full");
+        // Another one takes the row over while the pager finds that the one before has ended.
+        let found = endings.begin_move(0..100, |_| {
+            endings.rows[0].thread.store(9999, Ordering::SeqCst);
+            Some(false)
+        });
+        assert!(!found && endings.rows[0].thread.load(Ordering::SeqCst) == 9999);
     }
 
     #[test]
     fn a_thread_that_is_about_to_end_waits_for_a_move_that_did_not_see_it() {
         for _ in 0..100 {
             let (endings, has_ended) = (Endings::new(), AtomicBool::new(false));
-            assert!(endings.begin_move(0..1, |_| true));
+            assert!(endings.begin_move(0..1, |_| Some(true)));
             std::thread::scope(|scope| {
                 let noting = scope.spawn(|| endings.note(7, 0..1) && has_ended.load(Ordering::SeqCst));
                 while endings.rows[0].thread.load(Ordering::SeqCst) != 7 {
@@ -153,7 +216,7 @@ mod tests {
                 endings.end_move();
                 assert!(noting.join().unwrap(), "until then the move may still take its page");
             });
-            assert!(!endings.begin_move(0..1, |_| true));
+            assert!(!endings.begin_move(0..1, |_| Some(true)));
         }
     }
 }

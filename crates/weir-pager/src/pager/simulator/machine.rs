@@ -323,8 +323,8 @@ impl Kernel for Machine {
 
     fn call(&mut self, _: [usize; 6]) {}
 
-    fn is_thread(&mut self, thread: i32) -> bool {
-        self.world.threads.contains(&thread)
+    fn is_thread(&mut self, thread: i32) -> Option<bool> {
+        Some(self.world.threads.contains(&thread))
     }
 
     fn now(&self) -> Duration {

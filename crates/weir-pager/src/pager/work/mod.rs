@@ -13,7 +13,7 @@ mod space;
 use super::blocks::{Block, Blocks, State, hashes};
 use super::helpers::{Helpers, Kept, Load, Notes, SLOTS, Trouble};
 use super::queues::{Queues, Search, Single};
-use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
+use super::{BELLS, Before, LIMIT_MIN, Scope, Shared, count};
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
 use crate::maps::Mapping;
@@ -122,6 +122,9 @@ pub(super) struct Work<K: Kernel, S> {
     is_full: bool,
     /// The time of the last claim of room that the store has refused.
     refused: Option<Duration>,
+    /// The block that the kernel has last refused to move into place, for lack of memory or because
+    /// the address space was changing. It has a frame.
+    refused_block: Option<u32>,
     /// Number of blocks that had room when the pager printed that the store is full. The pager
     /// prints that line again only after a quarter of these blocks have given up their room.
     full_at: Option<usize>,
@@ -229,7 +232,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         helpers: Helpers,
         outside: Tell,
         scope: Scope,
-        excluded: Option<Vec<(usize, usize)>>,
+        before: Option<Before>,
         shared: Arc<Shared>,
     ) -> Result<Self, Error> {
         let system = |error: Errno| Error::System(error.into());
@@ -248,9 +251,12 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let mut mappings = Vec::new();
         kernel.read_mappings(&mut mappings);
         let looked = kernel.now();
-        let excluded = excluded.map_or_else(
-            || mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
-            |mut excluded| {
+        let (excluded, left_out) = before.map_or_else(
+            || {
+                let present = mappings.iter().map(|mapping| (mapping.start, mapping.end));
+                (present.collect(), BTreeMap::new())
+            },
+            |Before { mut excluded, left_out }| {
                 // Two kinds of present mappings are the pager's own: its threads' stacks, and the
                 // memory that it has reserved.
                 let stack = (&raw const looked).addr();
@@ -259,7 +265,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     |mapping: &&Mapping| own.iter().any(|at| (mapping.start..mapping.end).contains(at));
                 excluded.extend(mappings.iter().filter(is_own).map(|mapping| (mapping.start, mapping.end)));
                 excluded.extend([(staging, staging + SLOTS * BLOCK), (bells, bells + BELLS * PAGE_SIZE)]);
-                excluded
+                (excluded, left_out)
             },
         );
         let _ = shared.excluded.set(excluded.clone());
@@ -271,6 +277,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             is_broken: false,
             is_full: false,
             refused: None,
+            refused_block: None,
             full_at: None,
             scope,
             shared,
@@ -281,7 +288,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             beside: 0,
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
-            left_out: BTreeMap::new(),
+            left_out,
             doubtful: BTreeMap::new(),
             may_spare_room: true,
             excluded,
@@ -611,11 +618,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         self.note_left_out();
         let is_end = self.shared.stop.load(Ordering::SeqCst);
         if self.is_held() || is_end {
-            // A block that is being written is in memory still. The store may be slow, or die.
+            // A block that is being written is in memory still. The store may be slow, or die. That
+            // holds for one that no child inherits too: the end of its write would be waited for.
             for id in Vec::from_iter(self.writing.iter().copied()) {
-                if is_end || !self.is_left_out(self.blocks.get(id).at) {
-                    self.bring(id)?;
-                }
+                self.bring(id)?;
             }
             self.end_loads();
         }
@@ -649,7 +655,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.zero(bell)?;
         self.looked_for = None;
-        self.has_ended_all = is_end;
+        if is_end {
+            self.has_ended_all = true;
+            let _ = self.shared.left_out.set(self.left_out.clone());
+        }
         Ok(())
     }
 
@@ -794,6 +803,14 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if self.kernel.is_changing() {
             return Err(Changed);
         }
+        // Without memory the kernel refuses each block, and each would keep a frame.
+        if let Some(id) = self.refused_block
+            && self.blocks.is_known(id)
+            && matches!(self.blocks.get(id).state, State::Ready(_) | State::Back(_))
+        {
+            self.bring(id)?;
+        }
+        self.refused_block = None;
         let slot = self.frame();
         if self.events.is_empty() {
             return Ok(slot);

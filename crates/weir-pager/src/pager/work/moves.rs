@@ -86,7 +86,10 @@ impl<K: Kernel, S: Store> Work<K, S> {
             match self.move_pages(at + done, from + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
-                Err(Stopped { why, .. }) if done == 0 && may_pass(why) => return Err(Changed),
+                Err(Stopped { why, .. }) if done == 0 && may_pass(why) => {
+                    self.refused_block = Some(id);
+                    return Err(Changed);
+                }
                 Err(_) => {
                     // Some pages are in place already, are write-protected, or lie in several
                     // mappings. So move or copy the block page by page.
@@ -422,6 +425,30 @@ mod tests {
         work.bring(id).unwrap();
         assert!(work.kernel.world.is_something(first + BLOCK_PAGES));
         assert!(work.kernel.world.refusals.is_empty());
+    }
+
+    #[test]
+    fn blocks_that_the_kernel_has_no_memory_for_hold_one_frame_together() {
+        let (mut work, first) = work_at_rest();
+        let end = first + 30 * BLOCK_PAGES;
+        work.kernel.world.map(first, end);
+        work.kernel.register(address(first), address(end)).unwrap();
+        let ids: Vec<u32> = (first..end)
+            .step_by(BLOCK_PAGES)
+            .map(|page| work.blocks.add(address(page), State::Empty))
+            .collect();
+        // The first block takes this frame.
+        let frame = work.frame();
+        work.leave(frame);
+        for &id in &ids {
+            work.kernel.world.refusals.push_back(Errno::NOMEM);
+            assert!(work.bring(id).is_err());
+        }
+        assert!(work.kernel.world.refusals.is_empty());
+        assert_eq!(work.slots.iter().filter(|slot| **slot == Slot::Busy).count(), 1);
+        // Any block that comes later brings the first one too.
+        work.bring(ids[7]).unwrap();
+        assert_eq!([ids[0], ids[7]].map(|id| work.blocks.get(id).state), [State::Resident; 2]);
     }
 
     #[test]

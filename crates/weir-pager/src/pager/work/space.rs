@@ -572,7 +572,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::simulator::{Area, Machine, Simulated, address, work_at_rest};
+    use crate::Tell;
+    use crate::pager::Before;
+    use crate::pager::simulator::{Area, Machine, Simulated, address, alone, at_rest, work_at_rest};
 
     #[test]
     fn memory_that_is_not_managed_counts_against_the_limit_and_leaves_a_quarter_of_it() {
@@ -797,6 +799,13 @@ mod tests {
         let bell = work.shared.bells.base;
         work.fault(bell, &mut None).unwrap();
         assert_eq!(work.blocks.get(id).state, State::Resident);
+        // The next pager knows of it.
+        let (machine, store, shared, _) = at_rest();
+        let left_out = work.shared.left_out.get().expect("this pager has ended").clone();
+        let before = Before { excluded: Vec::new(), left_out };
+        let tell: Tell = Box::new(|_: &str| {});
+        let next = Work::new(machine, store, alone(), tell, Scope::Adopted, Some(before), shared);
+        assert!(next.is_ok_and(|next| next.is_left_out(address(first))));
     }
 
     #[test]
@@ -941,6 +950,13 @@ mod tests {
         work.fault(bell, &mut None).unwrap();
         assert_eq!(work.blocks.get(id).state, State::Resident);
         assert_eq!(work.kernel.world.word(first + 5), 7);
+        // The same for memory that the child does not inherit: a slow store would hold up the fork.
+        work.shared.holds.store(0, Ordering::SeqCst);
+        work.begin_write().expect("it can go");
+        order::add(&mut work.left_out, address(first)..address(first) + BLOCK);
+        work.shared.holds.store(1, Ordering::SeqCst);
+        work.fault(bell, &mut None).unwrap();
+        assert_eq!(work.blocks.get(id).state, State::Resident);
     }
 
     #[test]
