@@ -424,8 +424,8 @@ impl Pager {
         }
     }
 
-    /// Whether this is the pager of the calling process. A child of `vfork` has its parent's memory,
-    /// and in it the parent's pager.
+    /// Whether this is the pager of the calling process. A child of `vfork` has its parent's
+    /// memory, and in it the parent's pager.
     pub fn is_of_this_process(&self) -> bool {
         getpid() == self.0.process
     }

@@ -120,7 +120,13 @@ extern "C" fn start() {
         }
         Err(error) => {
             let what = if is_first { "is not run" } else { "is not bounded" };
-            say(&format!("weir: process {} {what}: {}\n", getpid(), in_words(&error)));
+            // A program that has changed its user may be denied both. Its user is the cause.
+            let ledger = run.1.join(directory::LEDGER);
+            let why = match Ledger::open(&ledger) {
+                Err(other) if other.kind() == io::ErrorKind::PermissionDenied => not_opened(&ledger, &other),
+                _ => in_words(&error),
+            };
+            say(&format!("weir: process {} {what}: {why}\n", getpid()));
             if is_first {
                 // SAFETY: the call ends the process, which has done nothing yet.
                 unsafe { libc::_exit(1) };

@@ -328,7 +328,11 @@ fn an_engine_that_throws_pages_away_or_has_no_room_or_is_not_there_is_refused() 
     open(&url(std::slice::from_ref(&small), "size=16MiB"));
     let secret = Engine::start(&["--requirepass", PASSWORD]).unwrap();
     let error = refused(&url(std::slice::from_ref(&secret), "size=1MiB"));
-    assert!(error.to_string().contains("NOAUTH"), "{error}");
+    let said = error.to_string();
+    assert!(said.contains("NOAUTH") && said.ends_with("give password-file=PATH"), "{said}");
+    let twice = format!("redis://127.0.0.1:{0},localhost:{0}?size=1MiB&copies=2", small.port);
+    let said = refused(&twice).to_string();
+    assert!(said.contains("are one process: name each node once"), "{said}");
     let file = secret.directory.join("password");
     std::fs::write(&file, "a-wrong-one\n").unwrap();
     let with_password = format!("size=1MiB&password-file={}", file.display());

@@ -438,14 +438,14 @@ impl FromStr for Amount {
 #[derive(Debug, Clone, Args)]
 #[command(
     after_help = "The limit holds for each process, and for its private anonymous memory (heap, malloc, mmap, stacks). Areas of less than 64 KiB, and what is \
-there at the start, are not moved out, but count; at least a quarter of the limit is for the rest. Files and shared memory do not count. The exit code is the program's; if a signal ended it, 128 and the signal's number."
+there at the start, are not moved out, but count; at least a quarter of the limit is for the rest. Files and shared memory do not count. The exit code is the program's; if a signal ended it, 128 and the signal's number. It is 1 where the program was not started, and a line says so."
 )]
 pub struct RunOptions {
     #[command(flatten)]
     pub bound: BoundOptions,
 
     /// The program and its arguments.
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(required = true, trailing_var_arg = true)]
     pub program: Vec<OsString>,
 }
 
@@ -454,14 +454,14 @@ pub struct RunOptions {
 #[command(
     after_help = "The limit holds for the guest's memory and QEMU's own heap together. It does not hold for memory that other processes or devices use: \
 files, shared memory, huge pages from a pool, vfio. Such a guest is refused. weir limit and weir evict change the limit while the guest runs. \
-The exit code is QEMU's; if a signal ended it, 128 and the signal's number."
+The exit code is QEMU's; if a signal ended it, 128 and the signal's number. It is 1 where QEMU was not started, and a line says so."
 )]
 pub struct VmOptions {
     #[command(flatten)]
     pub bound: BoundOptions,
 
     /// QEMU and its arguments.
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(required = true, trailing_var_arg = true)]
     pub qemu: Vec<OsString>,
 }
 
@@ -652,6 +652,13 @@ mod tests {
         assert!(missing.ends_with("usage: weir give-back <SIZE|all>"), "{missing}");
         let number = complaint(&["weir", "serve", "--store", "host:1MiB", "--connections", "many"]);
         assert!(number.ends_with("not a whole number"), "{number}");
+        // A mistyped option is no program. What follows the program is the program's.
+        for command in ["run", "vm"] {
+            let typed = complaint(&["weir", command, "--residnet", "32MiB", "--", "true"]);
+            assert!(typed.contains("'--residnet'") && typed.contains("'--resident'"), "{typed}");
+            let given = ["weir", command, "--resident", "32MiB", "echo", "-n", "--store", "x", "--help"];
+            assert!(Cli::try_parse_from(given).is_ok());
+        }
     }
 
     #[test]

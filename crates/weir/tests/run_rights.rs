@@ -183,8 +183,8 @@ int main(void) {
     assert_eq!(found, (Some(0), "-1 1 1\n".into(), String::new()));
 }
 
-/// A child of vfork(2) has its parent's memory until it runs another program. Its calls must not end
-/// its parent's pager.
+/// A child of vfork(2) has its parent's memory until it runs another program. Its calls must not
+/// end its parent's pager.
 #[test]
 fn what_a_child_of_vfork_is_refused_does_not_concern_its_parents_pager() {
     let source = r#"
@@ -277,6 +277,22 @@ int main(void) {
         return;
     }
     assert_eq!((code, out.as_str(), said.as_str()), (Some(0), "1\n", ""));
+}
+
+#[test]
+fn a_program_that_changes_its_user_at_its_start_is_told_that_its_user_is_the_cause() {
+    let name = "a_program_that_changes_its_user_at_its_start";
+    if !can_run(name) {
+        return;
+    }
+    if !rustix::process::geteuid().is_root() || common::bounded::program("setpriv").is_none() {
+        return println!("skipped: {name}: needs root, and setpriv (package util-linux)");
+    }
+    let output = weir(&["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "/bin/true"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let why = "ledger is another user's; start weir run as the user that the program changes to";
+    assert!(said.contains(why) && !said.contains("chmod"), "{said}");
 }
 
 /// A program whose filter refuses unshare(2), as that of man(1) does. The filter stays when another

@@ -72,7 +72,10 @@ impl fmt::Display for Condition {
         }
         if let Some(why) = why {
             let ago = seconds(SystemTime::now()).saturating_sub(*since_unix_s);
-            write!(f, ", for {ago} s: {why}")?;
+            match ago {
+                0 => write!(f, ": {why}")?,
+                _ => write!(f, ", for {ago} s: {why}")?,
+            }
         }
         for Missing { way, why: without } in missing {
             // `why` may contain this reason already. Do not print it twice.

@@ -115,7 +115,11 @@ pub(super) fn serves(command: &str, key: &str, connection: &mut Connection) -> R
 
 /// The error for a node that does not answer.
 pub(super) fn no_answer(store: &str, node: &str, error: &RedisError) -> OpenError {
-    let what = format!("node {node} does not answer as Redis does: {}", plain(&error.to_string()));
+    let why = plain(&error.to_string());
+    let what = match error.code() {
+        Some("NOAUTH") => format!("node {node} asks for a password: {why}; give password-file=PATH"),
+        _ => format!("node {node} does not answer as Redis does: {why}"),
+    };
     OpenError::new(OpenErrorKind::NoDevice, store, what)
 }
 

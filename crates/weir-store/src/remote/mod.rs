@@ -126,12 +126,20 @@ impl RemoteStore {
             Some(map) => Placement::of_cluster(number, slots, &map.owners, count),
             None => Placement::new(&names, slots, copies),
         };
+        let mut processes: Vec<(String, &str)> = Vec::new();
         for (node, at) in nodes.iter().zip(&names) {
             node.assign(at);
             let mut connection = node.connect().map_err(|error| no_answer(&name, at, &error))?;
             check(&name, at, &mut connection, url, is_cluster, &placement.no_page(number))?;
             // A connection leads to one process, so this is the one that was checked.
-            node.is_checked(process(&mut connection).map_err(|error| no_answer(&name, at, &error))?);
+            let run = process(&mut connection).map_err(|error| no_answer(&name, at, &error))?;
+            // Both copies of a page would be one value of this process.
+            if let Some((_, other)) = processes.iter().find(|(known, _)| *known == run) {
+                let what = format!("nodes {other} and {at} are one process: name each node once");
+                return Err(OpenError::new(OpenErrorKind::Layout, &name, what));
+            }
+            processes.push((run.clone(), at));
+            node.is_checked(run);
         }
 
         let Some(ledger) = Ledger::new(slots, copies) else {
