@@ -13,7 +13,6 @@ use crate::{BLOCK, Error, Store, Tell};
 use endings::Endings;
 use helpers::{AbortOnPanic, Helpers};
 use rustix::process::{Pid, getpid};
-use std::collections::BTreeMap;
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
@@ -141,9 +140,6 @@ pub(crate) struct Shared {
     process: Pid,
     /// The memory that the pager never manages. It is set when the pager starts.
     excluded: OnceLock<Vec<(usize, usize)>>,
-    /// The memory that the program had left out of its forks when the pager ended, by its first
-    /// byte, with the byte after its last.
-    left_out: OnceLock<BTreeMap<usize, usize>>,
     /// The thread IDs (TIDs) of the pager's thread and of its helpers, or 0.
     threads: [AtomicI32; 1 + HELPERS_MOST],
 }
@@ -166,19 +162,9 @@ impl Shared {
             adopting: Mutex::new(()),
             process: getpid(),
             excluded: OnceLock::new(),
-            left_out: OnceLock::new(),
             threads: [const { AtomicI32::new(0) }; 1 + HELPERS_MOST],
         }
     }
-}
-
-/// The memory that an earlier pager leaves to the next one.
-#[derive(Debug, Default)]
-pub(crate) struct Before {
-    /// Memory that the pager never manages: first byte, and byte after the last.
-    excluded: Vec<(usize, usize)>,
-    /// Memory that no child inherits.
-    left_out: BTreeMap<usize, usize>,
 }
 
 /// Registered pages by which threads call the pager. A thread that touches one waits until the
@@ -307,7 +293,6 @@ impl Pager {
     /// Starts a pager for memory that an earlier pager has managed. The earlier pager has stopped,
     /// or has stayed behind in the parent process. `own` is more memory that the caller needs for
     /// the pager's thread. Like the memory that the earlier pager has excluded, it stays unmanaged.
-    /// What the program has left out of its forks stays left out.
     ///
     /// # Errors
     /// Fails as [`start`](Self::start) does.
@@ -318,17 +303,13 @@ impl Pager {
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
         ready: impl FnOnce(&Pager) + Send + 'static,
     ) -> Result<Self, Error> {
-        let excluded = self.0.excluded.get().map_or(&[][..], Vec::as_slice);
-        // A child has no memory that its parent has left out.
-        let left_out = self.0.left_out.get().filter(|_| self.is_of_this_process());
-        let before =
-            Before { excluded: [excluded, own].concat(), left_out: left_out.cloned().unwrap_or_default() };
-        Self::begin(options, Some(before), store, ready)
+        let before = self.0.excluded.get().map_or(&[][..], Vec::as_slice);
+        Self::begin(options, Some([before, own].concat()), store, ready)
     }
 
     fn begin<S: Store>(
         options: Options,
-        before: Option<Before>,
+        excluded: Option<Vec<(usize, usize)>>,
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
         ready: impl FnOnce(&Pager) + Send + 'static,
     ) -> Result<Self, Error> {
@@ -356,7 +337,7 @@ impl Pager {
                     for (thread, &id) in shared.threads[1..].iter().zip(helpers.ids()) {
                         thread.store(id, Ordering::Relaxed);
                     }
-                    Work::new(system, store, helpers, tell, scope, before, shared)
+                    Work::new(system, store, helpers, tell, scope, excluded, shared)
                 });
             match opened {
                 Ok(mut work) => {

@@ -145,7 +145,7 @@ fn a_context_that_dies_leaves_the_window_and_is_told_of() {
         );
         assert!(condition["since_unix_s"].as_u64().unwrap() > 1_600_000_000);
         let text = String::from_utf8(scene.weir(&["status"]).stdout).unwrap();
-        assert!(text.contains("by mapped, for ") && text.contains("CUDA is lost"), "{text}");
+        assert!(text.contains("by mapped") && text.contains("CUDA is lost"), "{text}");
         assert_eq!(log(&scene).matches("CUDA is lost").count(), 1, "{}", log(&scene));
         assert_eq!(scene.terminate(), Some(0));
     }

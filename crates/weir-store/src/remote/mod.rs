@@ -134,7 +134,8 @@ impl RemoteStore {
             // A connection leads to one process, so this is the one that was checked.
             let run = process(&mut connection).map_err(|error| no_answer(&name, at, &error))?;
             // Both copies of a page would be one value of this process.
-            if let Some((_, other)) = processes.iter().find(|(known, _)| *known == run) {
+            let other = processes.iter().find(|(known, _)| *known == run);
+            if let Some((_, other)) = other.filter(|_| copies > 1) {
                 let what = format!("nodes {other} and {at} are one process: name each node once");
                 return Err(OpenError::new(OpenErrorKind::Layout, &name, what));
             }

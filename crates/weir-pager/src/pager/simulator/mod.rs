@@ -169,7 +169,7 @@ fn bells() -> Bells {
 }
 
 /// No helpers, so that the pager's thread does everything.
-pub(super) fn alone() -> Helpers {
+fn alone() -> Helpers {
     Helpers::start(Vec::new(), Duration::ZERO, Waker::new().unwrap()).expect("there are random numbers")
 }
 

@@ -13,7 +13,7 @@ mod space;
 use super::blocks::{Block, Blocks, State, hashes};
 use super::helpers::{Helpers, Kept, Load, Notes, SLOTS, Trouble};
 use super::queues::{Queues, Search, Single};
-use super::{BELLS, Before, LIMIT_MIN, Scope, Shared, count};
+use super::{BELLS, LIMIT_MIN, Scope, Shared, count};
 use crate::kernel::Kernel;
 use crate::link::{Order, Report};
 use crate::maps::Mapping;
@@ -232,7 +232,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         helpers: Helpers,
         outside: Tell,
         scope: Scope,
-        before: Option<Before>,
+        excluded: Option<Vec<(usize, usize)>>,
         shared: Arc<Shared>,
     ) -> Result<Self, Error> {
         let system = |error: Errno| Error::System(error.into());
@@ -251,12 +251,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
         let mut mappings = Vec::new();
         kernel.read_mappings(&mut mappings);
         let looked = kernel.now();
-        let (excluded, left_out) = before.map_or_else(
-            || {
-                let present = mappings.iter().map(|mapping| (mapping.start, mapping.end));
-                (present.collect(), BTreeMap::new())
-            },
-            |Before { mut excluded, left_out }| {
+        let excluded = excluded.map_or_else(
+            || mappings.iter().map(|mapping| (mapping.start, mapping.end)).collect(),
+            |mut excluded| {
                 // Two kinds of present mappings are the pager's own: its threads' stacks, and the
                 // memory that it has reserved.
                 let stack = (&raw const looked).addr();
@@ -265,7 +262,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
                     |mapping: &&Mapping| own.iter().any(|at| (mapping.start..mapping.end).contains(at));
                 excluded.extend(mappings.iter().filter(is_own).map(|mapping| (mapping.start, mapping.end)));
                 excluded.extend([(staging, staging + SLOTS * BLOCK), (bells, bells + BELLS * PAGE_SIZE)]);
-                (excluded, left_out)
+                excluded
             },
         );
         let _ = shared.excluded.set(excluded.clone());
@@ -288,7 +285,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             beside: 0,
             blocks: Blocks::default(),
             spans: BTreeMap::new(),
-            left_out,
+            left_out: BTreeMap::new(),
             doubtful: BTreeMap::new(),
             may_spare_room: true,
             excluded,
@@ -640,7 +637,9 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             let ids: Vec<u32> = self.blocks.ids().collect();
             for id in ids {
-                if self.is_left_out(self.blocks.get(id).at) && !is_end {
+                // One that was taken back above, and not put in place yet, must not keep its slot.
+                let is_back = matches!(self.blocks.get(id).state, State::Back(_));
+                if self.is_left_out(self.blocks.get(id).at) && !is_end && !is_back {
                     continue;
                 }
                 if !matches!(self.blocks.get(id).state, State::Resident | State::Empty | State::Lost) {
@@ -655,10 +654,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
         self.zero(bell)?;
         self.looked_for = None;
-        if is_end {
-            self.has_ended_all = true;
-            let _ = self.shared.left_out.set(self.left_out.clone());
-        }
+        self.has_ended_all = is_end;
         Ok(())
     }
 
@@ -807,10 +803,15 @@ impl<K: Kernel, S: Store> Work<K, S> {
         if let Some(id) = self.refused_block
             && self.blocks.is_known(id)
             && matches!(self.blocks.get(id).state, State::Ready(_) | State::Back(_))
+            && self.bring(id).is_err()
         {
-            self.bring(id)?;
+            // Another block may come all the same, if its page table is there.
+            if self.slots.iter().filter(|slot| **slot == Slot::Busy).count() > SLOTS / 2 {
+                return Err(Changed);
+            }
+        } else {
+            self.refused_block = None;
         }
-        self.refused_block = None;
         let slot = self.frame();
         if self.events.is_empty() {
             return Ok(slot);
