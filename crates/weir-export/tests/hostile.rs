@@ -204,14 +204,12 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
         assert!(start.elapsed() < PATIENCE);
     }
     println!("work for another client, without {quiet:?} and with {flooded:?}");
-    let median = |of: fn(&Work) -> u64, turns: &[Work]| {
-        let mut turns: Vec<u64> = turns.iter().map(of).collect();
-        turns.sort_unstable();
-        turns[turns.len() / 2]
-    };
-    let serving = |turns: &[Work]| median(|work| work.serving, turns);
+    // A turn takes up to 16 times as long where the two threads do not share a processor. Work for
+    // each idle connection would show in the shortest turns too.
+    let least = |of: fn(&Work) -> u64, turns: &[Work]| turns.iter().map(of).min().expect("five turns");
+    let serving = |turns: &[Work]| least(|work| work.serving, turns);
     assert!(serving(&flooded) < 3 * serving(&quiet), "without {quiet:?}, with them {flooded:?}");
-    assert!(median(|work| work.accepting, &flooded) < serving(&flooded), "they keep the server at work");
+    assert!(least(|work| work.accepting, &flooded) < serving(&flooded), "they keep the server at work");
     served.shutdown();
 }
 
