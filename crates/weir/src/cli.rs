@@ -488,7 +488,7 @@ pub struct BoundOptions {
 
     /// Microseconds that Weir's two threads look for the next page fault before they sleep. Saves
     /// two wake-ups when page faults come in bursts, and keeps two processors busy for that time
-    /// after each page fault [default: 50 with four processors or more, else 0].
+    /// after each page fault [default: 50 with two processors or more, else 0].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: Option<u32>,
 

@@ -43,10 +43,11 @@ const OBJECT: &str = "libweir_preload.so";
 const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Default size of the store: bytes of host memory for each byte that may be resident.
 const TIMES: u64 = 4;
-/// Default of `--spin-us` on a machine with at least `PROCESSORS` processors. With fewer, a thread
-/// that spins takes the processor that the program needs.
+/// Default of `--spin-us` on a machine with at least `PROCESSORS` processors. On a single one, a
+/// thread that spins takes the processor that the program needs. With two, a processor that goes
+/// idle takes longer to wake than all else that a page fault costs.
 const SPIN_US: u32 = 50;
-const PROCESSORS: usize = 4;
+const PROCESSORS: usize = 2;
 /// Largest default of `--threads`. With more, the memory's bandwidth is the limit.
 const THREADS_MOST: usize = 4;
 
