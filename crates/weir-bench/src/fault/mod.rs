@@ -58,10 +58,11 @@ impl Default for Plan {
 }
 
 const ALONE: &str = "alone";
+const BARE: &str = "bare";
 const ZRAM: &str = "zram";
 /// The ways to keep the limit, by the names that `--only` takes.
 pub const WAYS: [&str; 9] =
-    [ALONE, "run", "run-asleep", "run-store", "run-store-asleep", "bare", ZRAM, "ram-loop", "host"];
+    [ALONE, "run", "run-asleep", "run-store", "run-store-asleep", BARE, ZRAM, "ram-loop", "host"];
 
 /// The way in which the child is held within its limit.
 #[derive(Debug)]
@@ -139,7 +140,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let mut report = Report::new("fault", plan.runs);
     for (name, _) in &ways {
         if let Some(touched) = found.get(name) {
-            report.rows.extend(rows(name, touched, &found));
+            report.rows.extend(rows(plan, name, touched, &found));
         }
     }
     Ok(report)
@@ -156,7 +157,7 @@ fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
         let store = format!("{url}{}size={bytes}", if url.contains('?') { "&" } else { "?" });
         ways.extend([("run-store", run(&store, false)), ("run-store-asleep", run(&store, true))]);
     }
-    ways.push(("bare", Way::Bare));
+    ways.push((BARE, Way::Bare));
     ways.extend(
         [(ZRAM, Kind::Zram), ("ram-loop", Kind::RamLoop), ("host", Kind::Weir { spin_us: 20, store: None })]
             .map(|(name, kind)| (name, Way::Swap(kind))),
@@ -231,18 +232,23 @@ fn worst_gate(touched: &[Touch], alone: &[Touch]) -> usize {
 /// A figure's name, the function that reads it from a run, and its goal as a ratio.
 type Pass<'a> = (&'static str, &'a dyn Fn(&Touch) -> f64, f64);
 type Figure = (&'static str, fn(&Touch) -> f64, f64);
+type Together = (&'static str, fn(&Touch) -> f64);
 
-fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Vec<Row> {
+fn rows(plan: &Plan, name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Vec<Row> {
     let median = |of: &[Touch], what: &dyn Fn(&Touch) -> f64| of.iter().map(what).collect::<Runs>().median();
     let is_ours = name.starts_with("run");
+    // Pages in VRAM have goals of their own: the GPU moves them, not the processor.
+    let is_vram =
+        name.starts_with("run-store") && plan.store.as_ref().is_some_and(|url| url.starts_with("vram"));
+    let (read_goal, write_goal, gate_goal) = if is_vram { (1.35, 1.35, 1.6) } else { (2.5, 3.0, 3.0) };
     let mut rows = Vec::new();
     let worst = worst_gate(touched, &found[ALONE]);
     let gate = move |touched: &Touch| touched.gates_s[worst];
     let passes: [Pass<'_>; 4] = [
-        ("sweep_read", &|touched| touched.sweep_read_s, 2.5),
-        ("sweep_write", &|touched| touched.sweep_write_s, 3.0),
-        ("gates", &|touched| touched.gates_s.iter().sum::<f64>() / touched.gates_s.len() as f64, 3.0),
-        ("gate_worst", &gate, 3.0),
+        ("sweep_read", &|touched| touched.sweep_read_s, read_goal),
+        ("sweep_write", &|touched| touched.sweep_write_s, write_goal),
+        ("gates", &|touched| touched.gates_s.iter().sum::<f64>() / touched.gates_s.len() as f64, gate_goal),
+        ("gate_worst", &gate, gate_goal),
     ];
     for (what, figure, goal) in passes {
         let ours = median(touched, &figure);
@@ -261,6 +267,21 @@ fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Ve
             rows.push(row(format!("{name}_{what}_swap"), ZRAM).goal(Goal::Ratio(1.0 / 15.0)));
         }
     }
+    let together: [Together; 2] = [
+        ("threads_read", |touched| touched.threads_read_s),
+        ("threads_write", |touched| touched.threads_write_s),
+    ];
+    // The goal is of a machine on which each of the threads has a processor.
+    let goal_threads =
+        is_vram && std::thread::available_parallelism().is_ok_and(|processors| processors.get() >= 16);
+    for (what, figure) in together {
+        let rate = |of: &[Touch]| plan.size.0 as f64 / 1e9 / median(of, &figure);
+        let mut row = Row::higher(format!("{name}_{what}"), "gb_per_s", rate(touched));
+        if name != ALONE {
+            row = row.beside(ALONE, rate(&found[ALONE]));
+        }
+        rows.push(if goal_threads { row.goal(Goal::Value(20.0)) } else { row });
+    }
     let singles: [Figure; 4] = [
         ("uniform", |touched| touched.uniform_us, 0.85),
         ("uniform_p50", |touched| touched.uniform_p50_us, f64::INFINITY),
@@ -275,7 +296,15 @@ fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Ve
                 row = row.goal(Goal::Ratio(goal));
             }
         }
+        if what == "uniform_p50" && is_vram {
+            row = row.goal(Goal::Value(if name.ends_with("asleep") { 13.0 } else { 9.5 }));
+        }
         rows.push(row);
+    }
+    if let Some(control) = found.get(BARE).filter(|_| is_ours) {
+        let p50 = |of: &[Touch]| median(of, &|touched| touched.uniform_p50_us);
+        let row = Row::lower(format!("{name}_uniform_p50_bare"), "us_per_touch", p50(touched));
+        rows.push(row.beside(BARE, p50(control)).goal(Goal::Ratio(1.15)));
     }
     rows.push(Row::lower(
         format!("{name}_peak"),
@@ -283,4 +312,31 @@ fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Ve
         median(touched, &|touched| touched.peak_kib as f64 / 1024.0),
     ));
     rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_in_vram_have_goals_of_their_own() {
+        let touched =
+            Touch { threads_read_s: 0.01, uniform_p50_us: 11.0, gates_s: vec![1.0], ..Touch::default() };
+        let ways = [ALONE, "run", "run-store", "run-store-asleep", BARE];
+        let found: BTreeMap<&str, Vec<Touch>> =
+            ways.iter().map(|&name| (name, vec![touched.clone()])).collect();
+        let goals = |store: Option<&str>, name: &str| -> BTreeMap<String, Option<f64>> {
+            let plan = Plan { store: store.map(str::to_owned), ..Plan::default() };
+            let rows = rows(&plan, name, &found[name], &found);
+            rows.into_iter().map(|row| (row.id.trim_start_matches(name).to_owned(), row.goal)).collect()
+        };
+        let vram = Some("vram:0");
+        assert_eq!(goals(vram, "run-store")["_gates"], Some(1.6));
+        assert_eq!(goals(vram, "run-store")["_uniform_p50"], Some(9.5));
+        assert_eq!(goals(vram, "run-store-asleep")["_uniform_p50"], Some(13.0));
+        assert_eq!(goals(vram, "run")["_gates"], Some(3.0), "over host memory");
+        assert_eq!(goals(Some("file:/pages"), "run-store")["_gates"], Some(3.0));
+        assert_eq!(goals(None, "run")["_uniform_p50_bare"], Some(1.15));
+        assert_eq!(goals(vram, BARE)["_threads_read"], None, "a control has no goals");
+    }
 }

@@ -17,6 +17,8 @@ const PAGE_WORDS: usize = PAGE_SIZE / size_of::<f64>();
 /// over.
 const PASSES_MIN: u32 = 2;
 const PASSES_TIME: Duration = Duration::from_millis(300);
+/// Number of threads that go through the memory together, a part each.
+const THREADS: usize = 16;
 /// Largest number of touches of single pages that are timed.
 const TOUCHES_MAX: usize = 500_000;
 
@@ -27,6 +29,10 @@ pub struct Touch {
     pub sweep_read_s: f64,
     /// Seconds of a pass that changes every word in order.
     pub sweep_write_s: f64,
+    /// Seconds of a pass in which 16 threads read a part of the memory each, in order.
+    pub threads_read_s: f64,
+    /// Seconds of a pass in which 16 threads change every word of a part each, in order.
+    pub threads_write_s: f64,
     /// Seconds that a gate takes, for each bit of a word's index, from the lowest bit on. A gate is
     /// a pass that changes pairs of words whose indices differ in that bit alone. The two words of
     /// a pair lie 8 bytes apart for the lowest bit, and half of the memory for the highest.
@@ -71,6 +77,22 @@ pub fn touch(bytes: u64, time: Duration, bound: Bound<'_>) -> io::Result<Touch> 
     std::hint::black_box(sum);
     touch.sweep_write_s = passes(|| {
         state.words.iter_mut().for_each(|word| *word += 1.0);
+        state.added += 1.0;
+    });
+    let part = state.words.len().div_ceil(THREADS);
+    touch.threads_read_s = passes(|| {
+        std::thread::scope(|scope| {
+            for words in state.words.chunks(part) {
+                scope.spawn(|| std::hint::black_box(words.iter().sum::<f64>()));
+            }
+        });
+    });
+    touch.threads_write_s = passes(|| {
+        std::thread::scope(|scope| {
+            for words in state.words.chunks_mut(part) {
+                scope.spawn(|| words.iter_mut().for_each(|word| *word += 1.0));
+            }
+        });
         state.added += 1.0;
     });
     for bit in 0..state.words.len().ilog2() {
