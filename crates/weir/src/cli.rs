@@ -493,7 +493,7 @@ pub struct BoundOptions {
     pub spin_us: Option<u32>,
 
     /// Threads in the program, and as many in the daemon, that move blocks of 2 MiB together
-    /// [default: a quarter of the processors, 1 to 4].
+    /// [default: half of the processors, 1 to 8].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MOST)))]
     pub threads: Option<u16>,
 }

@@ -148,8 +148,9 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
 
 fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
     // The store has room for the program's memory. In addition it has room for as many bytes as the
-    // limit, for new versions of pages whose old version is still stored.
-    let bytes = plan.size.0 + plan.limit.0;
+    // limit, for new versions of pages whose old version is still stored, and for the stack and the
+    // first allocations of each thread, which take blocks of 2 MiB.
+    let bytes = plan.size.0 + plan.limit.0 + touch::THREADS as u64 * (8 << 20);
     let host = format!("host:{bytes}");
     let run = |store: &str, is_asleep| Way::Run { store: store.to_owned(), is_asleep };
     let mut ways = vec![(ALONE, Way::Alone), ("run", run(&host, false)), ("run-asleep", run(&host, true))];

@@ -18,7 +18,7 @@ const PAGE_WORDS: usize = PAGE_SIZE / size_of::<f64>();
 const PASSES_MIN: u32 = 2;
 const PASSES_TIME: Duration = Duration::from_millis(300);
 /// Number of threads that go through the memory together, a part each.
-const THREADS: usize = 16;
+pub(super) const THREADS: usize = 16;
 /// Largest number of touches of single pages that are timed.
 const TOUCHES_MAX: usize = 500_000;
 

@@ -34,7 +34,7 @@ use weir_cli::failure::{Failure, chain};
 use weir_core::PAGE_SIZE;
 use weir_daemon::{PATH_MOST, run_end};
 use weir_pager::{BLOCK_PAGES, Ledger, Promise, directory};
-use weir_share::{Client, path_of};
+use weir_share::{Client, THREADS_MOST, path_of};
 use weir_store::StoreUrl;
 
 /// The object that is preloaded into the program.
@@ -48,8 +48,6 @@ const TIMES: u64 = 4;
 /// idle takes longer to wake than all else that a page fault costs.
 const SPIN_US: u32 = 50;
 const PROCESSORS: usize = 2;
-/// Largest default of `--threads`. With more, the memory's bandwidth is the limit.
-const THREADS_MOST: usize = 4;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
@@ -393,9 +391,8 @@ impl Daemon {
 
 /// Refuses a `TMPDIR` in which a run's directory could have no socket, before anything starts.
 fn check_length(parent: &Path) -> Result<(), Failure> {
-    let longest = directory::PROGRAMS
-        .len()
-        .max(path_of(directory::SHARE.as_ref(), weir_share::THREADS_MOST - 1).as_os_str().len());
+    let longest =
+        directory::PROGRAMS.len().max(path_of(directory::SHARE.as_ref(), THREADS_MOST - 1).as_os_str().len());
     let bytes = parent.join(run_end::LONGEST_NAME).as_os_str().len() + 1 + longest;
     match bytes.checked_sub(PATH_MOST) {
         None | Some(0) => Ok(()),
@@ -414,8 +411,8 @@ fn spin_us(bound: &BoundOptions) -> u32 {
 
 /// Number of threads that move blocks, in the program and in the daemon.
 fn threads(bound: &BoundOptions) -> u16 {
-    let of_machine = || thread::available_parallelism().map_or(1, |count| count.get() / 4);
-    bound.threads.unwrap_or_else(|| of_machine().clamp(1, THREADS_MOST) as u16)
+    let of_machine = || thread::available_parallelism().map_or(1, |count| count.get() / 2);
+    bound.threads.unwrap_or_else(|| of_machine().clamp(1, usize::from(THREADS_MOST)) as u16)
 }
 
 /// Whether the daemon of these stores has a keeper. By default it has one if every store outlives
