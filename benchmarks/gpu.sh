@@ -243,7 +243,7 @@ parts() {
 fault() {
     [ "$(id -u)" = 0 ] || { echo "SKIP fault: needs root"; return; }
     "$weir" bench fault --store "$card" --runs "$runs" --size "${FAULT_SIZE:-256MiB}" --limit "${FAULT_LIMIT:-64MiB}" \
-        --only run --only run-store --only bare --only zram --json "$out/gpu-fault.json" || failed=1
+        --only run --only run-asleep --only run-store --only run-store-asleep --only bare --only zram --json "$out/gpu-fault.json" || failed=1
 }
 
 # This step runs only where it is named.

@@ -25,7 +25,7 @@ const LONG: &[&[&str]] = &[
     &["share", "--rounds", "1"],
     &["disk", "--size", "64MiB", "--runs", "1"],
     &["long", "--size", "64MiB", "--seconds", "1", "--runs", "1"],
-    &["fault", "--size", "64MiB", "--limit", "16MiB", "--seconds", "1", "--runs", "1", "--only", "run"],
+    &["fault", "--size", "128MiB", "--limit", "32MiB", "--seconds", "1", "--runs", "1", "--only", "run"],
     &["cache", "--size", "256MiB", "--members", "2", "--time", "1", "--runs", "1"],
 ];
 

@@ -486,14 +486,15 @@ pub struct BoundOptions {
     #[arg(long, value_name = "yes|no", value_parser = yes_or_no)]
     pub keeper: Option<bool>,
 
-    /// Microseconds that Weir's two threads look for the next page fault before they sleep. Saves
-    /// two wake-ups when page faults come in bursts, and keeps two processors busy for that time
-    /// after each page fault [default: 50 with two processors or more, else 0].
+    /// Microseconds that Weir's threads look for the next page fault before they sleep. Saves two
+    /// wake-ups when page faults come in bursts. Keeps two processors busy for that time after each
+    /// page fault, and two for each of --threads after a block of 2 MiB [default: 50 with two
+    /// processors or more, else 0].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: Option<u32>,
 
     /// Threads in the program, and as many in the daemon, that move blocks of 2 MiB together
-    /// [default: half of the processors, 1 to 8].
+    /// [default: a quarter of the processors, 1 at least; 8 from 16 processors on].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MOST)))]
     pub threads: Option<u16>,
 }

@@ -265,9 +265,9 @@ fn the_pager_and_the_daemon_spin_and_have_threads_as_a_run_says() {
         for process in $(cat /proc/$PPID/task/*/children); do tr '\0' ' ' <"/proc/$process/cmdline"; echo; done"#;
     let processors = thread::available_parallelism().map_or(1, usize::from);
     let usual = if processors >= 2 { "50" } else { "0" };
-    let half = (processors / 2).clamp(1, 8).to_string();
+    let threads = if processors >= 16 { 8 } else { (processors / 4).max(1) }.to_string();
     for (asked, time, threads) in
-        [(&["--spin-us", "7", "--threads", "3"][..], "7", "3"), (&[], usual, half.as_str())]
+        [(&["--spin-us", "7", "--threads", "3"][..], "7", "3"), (&[], usual, threads.as_str())]
     {
         let output = weir(&[asked, &["--", "sh", "-c", script]].concat());
         let said = String::from_utf8_lossy(&output.stdout);

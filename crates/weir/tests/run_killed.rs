@@ -21,8 +21,9 @@ const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
 fn weir(arguments: &[&str]) -> Output {
     let limit = format!("{LIMIT_MIB}MiB");
-    // Several threads, so that daemons die while each of their connections has pages under way.
-    let stores = ["run", "--threads", "3", "--resident", &limit, "--store", "host:512MiB"];
+    // As many threads as there can be, so that daemons die while all of their connections have
+    // pages under way.
+    let stores = ["run", "--threads", "8", "--resident", &limit, "--store", "host:512MiB"];
     Command::new(WEIR).args(stores).args(arguments).stdin(Stdio::null()).output().expect("it runs")
 }
 

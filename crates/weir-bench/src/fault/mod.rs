@@ -138,9 +138,10 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
         }
     }
     let mut report = Report::new("fault", plan.runs);
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
     for (name, _) in &ways {
         if let Some(touched) = found.get(name) {
-            report.rows.extend(rows(plan, name, touched, &found));
+            report.rows.extend(rows(plan, processors, name, touched, &found));
         }
     }
     Ok(report)
@@ -235,7 +236,13 @@ type Pass<'a> = (&'static str, &'a dyn Fn(&Touch) -> f64, f64);
 type Figure = (&'static str, fn(&Touch) -> f64, f64);
 type Together = (&'static str, fn(&Touch) -> f64);
 
-fn rows(plan: &Plan, name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Vec<Row> {
+fn rows(
+    plan: &Plan,
+    processors: usize,
+    name: &str,
+    touched: &[Touch],
+    found: &BTreeMap<&str, Vec<Touch>>,
+) -> Vec<Row> {
     let median = |of: &[Touch], what: &dyn Fn(&Touch) -> f64| of.iter().map(what).collect::<Runs>().median();
     let is_ours = name.starts_with("run");
     // Pages in VRAM have goals of their own: the GPU moves them, not the processor.
@@ -273,8 +280,7 @@ fn rows(plan: &Plan, name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<T
         ("threads_write", |touched| touched.threads_write_s),
     ];
     // The goal is of a machine on which each of the threads has a processor.
-    let goal_threads =
-        is_vram && std::thread::available_parallelism().is_ok_and(|processors| processors.get() >= 16);
+    let goal_threads = is_vram && processors >= touch::THREADS;
     for (what, figure) in together {
         let rate = |of: &[Touch]| plan.size.0 as f64 / 1e9 / median(of, &figure);
         let mut row = Row::higher(format!("{name}_{what}"), "gb_per_s", rate(touched));
@@ -326,18 +332,30 @@ mod tests {
         let ways = [ALONE, "run", "run-store", "run-store-asleep", BARE];
         let found: BTreeMap<&str, Vec<Touch>> =
             ways.iter().map(|&name| (name, vec![touched.clone()])).collect();
-        let goals = |store: Option<&str>, name: &str| -> BTreeMap<String, Option<f64>> {
+        let goals = |store: Option<&str>, processors, name: &str| -> BTreeMap<String, Option<f64>> {
             let plan = Plan { store: store.map(str::to_owned), ..Plan::default() };
-            let rows = rows(&plan, name, &found[name], &found);
+            let rows = rows(&plan, processors, name, &found[name], &found);
             rows.into_iter().map(|row| (row.id.trim_start_matches(name).to_owned(), row.goal)).collect()
         };
         let vram = Some("vram:0");
-        assert_eq!(goals(vram, "run-store")["_gates"], Some(1.6));
-        assert_eq!(goals(vram, "run-store")["_uniform_p50"], Some(9.5));
-        assert_eq!(goals(vram, "run-store-asleep")["_uniform_p50"], Some(13.0));
-        assert_eq!(goals(vram, "run")["_gates"], Some(3.0), "over host memory");
-        assert_eq!(goals(Some("file:/pages"), "run-store")["_gates"], Some(3.0));
-        assert_eq!(goals(None, "run")["_uniform_p50_bare"], Some(1.15));
-        assert_eq!(goals(vram, BARE)["_threads_read"], None, "a control has no goals");
+        let over_vram = goals(vram, 16, "run-store");
+        for (row, goal) in [
+            ("_sweep_read", 1.35),
+            ("_sweep_write", 1.35),
+            ("_gates", 1.6),
+            ("_gate_worst", 1.6),
+            ("_threads_read", 20.0),
+            ("_threads_write", 20.0),
+            ("_uniform_p50", 9.5),
+        ] {
+            assert_eq!(over_vram[row], Some(goal), "{row}");
+        }
+        assert_eq!(goals(vram, 16, "run-store-asleep")["_uniform_p50"], Some(13.0));
+        assert_eq!(goals(vram, 15, "run-store")["_threads_read"], None, "threads share processors");
+        assert_eq!(goals(vram, 16, "run")["_gates"], Some(3.0), "over host memory");
+        assert_eq!(goals(vram, 16, "run")["_threads_read"], None, "over host memory");
+        assert_eq!(goals(Some("file:/pages"), 16, "run-store")["_gates"], Some(3.0));
+        assert_eq!(goals(None, 2, "run")["_uniform_p50_bare"], Some(1.15));
+        assert_eq!(goals(vram, 16, BARE)["_threads_read"], None, "a control has no goals");
     }
 }
