@@ -231,10 +231,9 @@ fn worst_gate(touched: &[Touch], alone: &[Touch]) -> usize {
     gates.max_by(|&one, &other| ratio(one).total_cmp(&ratio(other))).unwrap_or(0)
 }
 
-/// A figure's name, the function that reads it from a run, and its goal as a ratio.
+/// A figure's name, the function that reads it from a run, and its goal.
 type Pass<'a> = (&'static str, &'a dyn Fn(&Touch) -> f64, f64);
 type Figure = (&'static str, fn(&Touch) -> f64, f64);
-type Together = (&'static str, fn(&Touch) -> f64);
 
 fn rows(
     plan: &Plan,
@@ -275,19 +274,19 @@ fn rows(
             rows.push(row(format!("{name}_{what}_swap"), ZRAM).goal(Goal::Ratio(1.0 / 15.0)));
         }
     }
-    let together: [Together; 2] = [
-        ("threads_read", |touched| touched.threads_read_s),
-        ("threads_write", |touched| touched.threads_write_s),
+    let together: [Figure; 2] = [
+        ("threads_read", |touched| touched.threads_read_s, 20.0),
+        ("threads_write", |touched| touched.threads_write_s, 20.0),
     ];
     // The goal is of a machine on which each of the threads has a processor.
     let goal_threads = is_vram && processors >= touch::THREADS;
-    for (what, figure) in together {
+    for (what, figure, goal) in together {
         let rate = |of: &[Touch]| plan.size.0 as f64 / 1e9 / median(of, &figure);
         let mut row = Row::higher(format!("{name}_{what}"), "gb_per_s", rate(touched));
         if name != ALONE {
             row = row.beside(ALONE, rate(&found[ALONE]));
         }
-        rows.push(if goal_threads { row.goal(Goal::Value(20.0)) } else { row });
+        rows.push(if goal_threads { row.goal(Goal::Value(goal)) } else { row });
     }
     let singles: [Figure; 4] = [
         ("uniform", |touched| touched.uniform_us, 0.85),

@@ -76,7 +76,7 @@ pub fn touch(bytes: u64, time: Duration, bound: Bound<'_>) -> io::Result<Touch> 
     touch.sweep_read_s = passes(|| sum += total(state.words));
     std::hint::black_box(sum);
     touch.sweep_write_s = passes(|| {
-        state.words.iter_mut().for_each(|word| *word += 1.0);
+        add_one(state.words);
         state.added += 1.0;
     });
     let part = state.words.len().div_ceil(THREADS);
@@ -90,7 +90,7 @@ pub fn touch(bytes: u64, time: Duration, bound: Bound<'_>) -> io::Result<Touch> 
     touch.threads_write_s = passes(|| {
         std::thread::scope(|scope| {
             for words in state.words.chunks_mut(part) {
-                scope.spawn(|| words.iter_mut().for_each(|word| *word += 1.0));
+                scope.spawn(|| add_one(words));
             }
         });
         state.added += 1.0;
@@ -131,6 +131,11 @@ fn total(words: &[f64]) -> f64 {
         }
     }
     sums.iter().sum()
+}
+
+/// Changes every word.
+fn add_one(words: &mut [f64]) {
+    words.iter_mut().for_each(|word| *word += 1.0);
 }
 
 /// Runs passes, and returns the mean time of one in seconds.
