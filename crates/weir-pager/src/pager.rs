@@ -13,6 +13,8 @@ use crate::{BLOCK, Error, Store, Tell};
 use endings::Endings;
 use helpers::{AbortOnPanic, Helpers};
 use rustix::process::{Pid, getpid};
+use std::mem::ManuallyDrop;
+use std::ops::Range;
 use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
@@ -272,6 +274,20 @@ impl Drop for Masked {
 #[derive(Clone, Debug)]
 pub struct Pager(Arc<Shared>);
 
+/// Memory that [`Pager::keep`] keeps in place until this is dropped.
+#[derive(Debug)]
+pub struct Kept<'a> {
+    endings: &'a Endings,
+    thread: i32,
+    place: Range<usize>,
+}
+
+impl Drop for Kept<'_> {
+    fn drop(&mut self) {
+        self.endings.forget(self.thread, &self.place);
+    }
+}
+
 impl Pager {
     /// Starts a pager. `store` is called on the pager's thread, which has descriptors of its own.
     /// If the program closes all of its descriptors, those of the thread stay open. The thread
@@ -368,8 +384,7 @@ impl Pager {
         let _adopting = self.0.adopting.lock().expect("nothing panics under it");
         self.0.adopt[0].store(start, Ordering::Relaxed);
         self.0.adopt[1].store(start + bytes, Ordering::Relaxed);
-        self.look();
-        self.0.adopt[1].store(0, Ordering::Relaxed);
+        self.ask(&self.0.adopt[1]);
     }
 
     /// Notes that the program leaves memory out of its forks (`MADV_DONTFORK`), or includes it
@@ -384,8 +399,16 @@ impl Pager {
         self.0.is_inherited.store(is_inherited, Ordering::Relaxed);
         self.0.inherit[0].store(start, Ordering::Relaxed);
         self.0.inherit[1].store((start + bytes).next_multiple_of(PAGE_SIZE), Ordering::Release);
+        self.ask(&self.0.inherit[1]);
+    }
+
+    /// Has the pager heed what the calling thread has written for it, and then withdraws that by a
+    /// 0 in `word`. The call of another thread may have the pager read it too, at any time until
+    /// then. Once the pager has answered the second call here, it has no old copy any more.
+    fn ask(&self, word: &AtomicUsize) {
         self.look();
-        self.0.inherit[1].store(0, Ordering::Relaxed);
+        word.store(0, Ordering::Relaxed);
+        self.look();
     }
 
     /// Returns once the pager has looked for new memory.
@@ -398,11 +421,19 @@ impl Pager {
     /// place until the thread is gone. Under a seccomp filter the pager has room for 512 such
     /// places at most. A further thread goes unprotected: it must not wait for ever.
     pub fn ends(&self, start: usize, bytes: usize) {
-        let thread = rustix::thread::gettid().as_raw_nonzero().get();
-        while !self.0.endings.note(thread, start..start + bytes) && !self.0.endings.is_blind() {
+        let _ = ManuallyDrop::new(self.keep(start, bytes));
+    }
+
+    /// Keeps the memory in place that the calling thread touches in these `bytes` bytes from
+    /// `start` on, from this call until the result is dropped, or the thread is gone. The room is
+    /// that of [`ends`](Self::ends).
+    pub fn keep(&self, start: usize, bytes: usize) -> Kept<'_> {
+        let (thread, place) = (rustix::thread::gettid().as_raw_nonzero().get(), start..start + bytes);
+        while !self.0.endings.note(thread, place.clone()) && !self.0.endings.is_blind() {
             // The pager forgets threads that are gone.
             self.look();
         }
+        Kept { endings: &self.0.endings, thread, place }
     }
 
     /// Whether this is the pager of the calling process. A child of `vfork` has its parent's
@@ -438,8 +469,7 @@ impl Pager {
         let _adopting = self.0.adopting.lock().expect("nothing panics under it");
         let words = [number as usize].into_iter().chain(arguments);
         self.0.call.iter().zip(words).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
-        self.look();
-        self.0.call[0].store(0, Ordering::Relaxed);
+        self.ask(&self.0.call[0]);
     }
 
     /// Changes the limit, in bytes. If the new limit is lower, the pager moves blocks out in the

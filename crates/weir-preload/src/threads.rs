@@ -81,8 +81,10 @@ fn alone(call: impl Fn() -> c_long) -> c_long {
         unsafe { *libc::__errno_location() = libc::EINVAL };
         return first;
     };
-    PAGER.store(std::ptr::null_mut(), Ordering::Release);
+    // A signal handler may fork until the pager has stopped. It must find this pager, and wait for
+    // all memory.
     before.clone().stop();
+    PAGER.store(std::ptr::null_mut(), Ordering::Release);
     let mut result = call();
     for _ in 0..TRIES {
         if !failed(result) {
@@ -183,6 +185,111 @@ pub unsafe extern "C" fn prctl(
     result as c_int
 }
 
+/// Bytes of a page.
+const PAGE: usize = 4096;
+/// Largest number of groups of a process (`NGROUPS_MAX`).
+const GROUPS_MOST: usize = 65_536;
+/// Bytes of the caller's stack that libc may use for a call in all threads.
+const OF_CALL: usize = 16 << 10;
+
+/// Makes a call that libc makes in each thread of the process. In the pager's threads too a signal
+/// handler of libc reads the arguments, and they lie on the stack of the calling thread. If that
+/// were out, the pager's thread would wait for itself. A thread's stack is managed memory.
+fn in_all_threads(call: impl FnOnce() -> c_int) -> c_int {
+    let here = 0_u8;
+    let above = (&raw const here).addr() + 1;
+    let kept = others_pager().map(|pager| pager.keep(above - OF_CALL, OF_CALL));
+    let result = call();
+    drop(kept);
+    result
+}
+
+/// Functions of libc that change the user or the groups of all threads.
+macro_rules! in_all_threads {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {$(
+        /// # Safety
+        /// Does the same as the function of libc with this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+            // SAFETY: the name ends with a zero.
+            let next = unsafe { libc::dlsym(libc::RTLD_NEXT, concat!(stringify!($name), "\0").as_ptr().cast()) };
+            if next.is_null() {
+                return lacking();
+            }
+            // SAFETY: the function of this name has this type.
+            let next = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> c_int>(next) };
+            // SAFETY: the caller's arguments are passed on unchanged.
+            in_all_threads(|| unsafe { next($($argument),*) })
+        }
+    )*};
+}
+
+in_all_threads! {
+    setuid(user: libc::uid_t);
+    setgid(group: libc::gid_t);
+    seteuid(user: libc::uid_t);
+    setegid(group: libc::gid_t);
+    setreuid(real: libc::uid_t, effective: libc::uid_t);
+    setregid(real: libc::gid_t, effective: libc::gid_t);
+    setresuid(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t);
+    setresgid(real: libc::gid_t, effective: libc::gid_t, saved: libc::gid_t);
+}
+
+/// # Safety
+/// Does the same as setgroups(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn setgroups(count: usize, groups: *const libc::gid_t) -> c_int {
+    type SetGroups = unsafe extern "C" fn(usize, *const libc::gid_t) -> c_int;
+    // SAFETY: the name ends with a zero.
+    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"setgroups".as_ptr()) };
+    if next.is_null() {
+        return lacking();
+    }
+    // SAFETY: the function of this name has this type.
+    let next = unsafe { std::mem::transmute::<*mut c_void, SetGroups>(next) };
+    // The kernel reads the groups in the pager's thread too, so they stay in place as well. It
+    // refuses more than the most.
+    let (at, bytes) = (groups.addr(), count.min(GROUPS_MOST) * size_of::<libc::gid_t>());
+    let kept = others_pager().filter(|_| bytes > 0).map(|pager| pager.keep(at, bytes));
+    if kept.is_some() {
+        let first = at - at % PAGE;
+        let pages = std::ptr::with_exposed_provenance_mut(first);
+        // SAFETY: the call only brings these pages into memory. Where there are none it fails, and
+        // so does the caller's call.
+        unsafe { libc::madvise(pages, at + bytes - first, libc::MADV_POPULATE_READ) };
+    }
+    // SAFETY: the caller's arguments are passed on unchanged.
+    in_all_threads(|| unsafe { next(count, groups) })
+}
+
+/// # Safety
+/// Does the same as initgroups(3). libc's function calls its own `setgroups`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn initgroups(user: *const libc::c_char, group: libc::gid_t) -> c_int {
+    let mut groups = vec![0; 64];
+    loop {
+        let mut count = groups.len() as c_int;
+        // SAFETY: the caller's name ends with a zero, and the array has so many elements.
+        let found = unsafe { libc::getgrouplist(user, group, groups.as_mut_ptr(), &raw mut count) };
+        // If there are more, it may say how many.
+        let needed = usize::try_from(count).unwrap_or(0);
+        if found >= 0 || groups.len() >= GROUPS_MOST {
+            groups.truncate(needed);
+            break;
+        }
+        groups.resize(needed.max(2 * groups.len()).min(GROUPS_MOST), 0);
+    }
+    // As libc does: the kernel may take fewer.
+    loop {
+        // SAFETY: the array has so many elements.
+        let result = unsafe { setgroups(groups.len(), groups.as_ptr()) };
+        let is_refused = result == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL);
+        if !is_refused || groups.pop().is_none() || groups.is_empty() {
+            return result;
+        }
+    }
+}
+
 /// Makes a call that copies the process. Before the call, all memory of the process is brought into
 /// place.
 fn copied(copy: impl FnOnce() -> c_long) -> c_long {
@@ -277,6 +384,16 @@ type Begin = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
 
 /// Bytes of a thread's control block that the kernel writes when the thread ends.
 const CONTROL: usize = 4096;
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static MAKE_KEY: extern "C" fn() = make_key;
+
+/// Makes the key before the program can fork. Otherwise a fork while another thread makes it would
+/// leave the child a key that is being made for ever.
+extern "C" fn make_key() {
+    key();
+}
 
 /// A key whose destructor runs when a thread is about to end. `None` if there is no key left.
 fn key() -> Option<libc::pthread_key_t> {

@@ -279,6 +279,69 @@ int main(void) {
     assert_eq!((code, out.as_str(), said.as_str()), (Some(0), "1\n", ""));
 }
 
+/// libc makes these calls in the pager's threads too, by a signal. The handler reads from the stack
+/// of the thread that calls, and the kernel reads the list of groups there.
+#[test]
+fn threads_change_the_user_of_the_process_while_their_stacks_and_lists_move_out() {
+    let source = r#"
+#include <grp.h>
+#include <pthread.h>
+#include <pwd.h>
+static volatile int is_over;
+static gid_t *groups;
+/* A stack that no thread uses while the thread waits for its turn. */
+static void *change(void *way) {
+    for (long round = 0; !is_over; round++) {
+        int result = 0;
+        switch ((long)way) {
+            case 0: result = setresuid(0, 0, 0) || setresgid(0, 0, 0); break;
+            case 1: result = setuid(0) || setgid(0) || seteuid(0) || setegid(0); break;
+            case 2: result = setreuid(0, 0) || setregid(0, 0); break;
+            default: result = setgroups(20000, groups) || initgroups("root", 0);
+        }
+        if (result) return "failed";
+        if (round % 16 == 0) usleep(1000);
+    }
+    return NULL;
+}
+int main(void) {
+    if (geteuid() != 0) return 77;
+    alarm(60);
+    groups = mmap(0, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (int at = 0; at < 20000; at++) groups[at] = at + 1;
+    pthread_t threads[4];
+    for (long way = 0; way < 4; way++) pthread_create(threads + way, NULL, change, (void *)way);
+    char *memory = filled(5);
+    int is_right = 1;
+    /* In order, and by jumps, so that whole blocks go, and single pages. */
+    for (int round = 0; round < 2; round++) {
+        is_right &= is_whole(memory, 5);
+        unsigned long chance = round;
+        for (int touch = 0; touch < 20000; touch++) {
+            chance = chance * 6364136223846793005 + 1442695040888963407;
+            long at = (chance >> 33) % (SIZE / 4096) * 4096;
+            is_right &= *(long *)(memory + at) == (at ^ 5);
+        }
+    }
+    is_over = 1;
+    for (int way = 0; way < 4; way++) {
+        void *failed;
+        pthread_join(threads[way], &failed);
+        if (failed) printf("%d %s\n", way, (char *)failed);
+    }
+    if (setgroups(20000, (gid_t *)4096) != -1 || setgroups(70000, groups) != -1) return 3;
+    printf("%d\n", is_right);
+}
+"#;
+    let name = "threads_change_the_user";
+    let Some((code, out, said)) = bounded(name, source) else { return };
+    if code == Some(77) {
+        println!("skipped: {name}: needs root");
+        return;
+    }
+    assert_eq!((code, out.as_str(), said.as_str()), (Some(0), "1\n", ""));
+}
+
 #[test]
 fn a_program_that_changes_its_user_at_its_start_is_told_that_its_user_is_the_cause() {
     let name = "a_program_that_changes_its_user_at_its_start";

@@ -25,7 +25,8 @@ struct Row {
 impl Row {
     /// Whether the row has a thread that needs one of these pages.
     fn meets(&self, pages: &Range<usize>) -> bool {
-        // The other two are right once the thread is there. Only the pager's thread forgets it.
+        // The other two are right once the thread is there. If the row changes meanwhile, the new
+        // thread waits for this move.
         self.thread.load(Ordering::SeqCst) > 0
             && self.start.load(Ordering::Relaxed) < pages.end
             && pages.start < self.end.load(Ordering::Relaxed)
@@ -84,6 +85,18 @@ impl Endings {
         row.thread.store(thread, Ordering::SeqCst);
         self.wait_for_move();
         true
+    }
+
+    /// Forgets that this thread needs its memory in `place`.
+    pub(super) fn forget(&self, thread: i32, place: &Range<usize>) {
+        let is_it = |row: &&Row| {
+            row.start.load(Ordering::Relaxed) == place.start
+                && row.end.load(Ordering::Relaxed) == place.end
+                && row.thread.compare_exchange(thread, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        };
+        if self.rows.iter().any(|row| is_it(&row)) {
+            self.used.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 
     /// Whether a full table may stay full, because the pager cannot find out who has ended.
@@ -174,6 +187,23 @@ mod tests {
             endings.end_move();
         }
         assert_eq!(endings.used.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn a_thread_that_needs_a_page_for_a_while_gives_back_its_own_row_alone() {
+        let endings = Endings::new();
+        assert!(endings.note(7, 50..60) && endings.note(7, 60..70) && endings.note(8, 90..99));
+        endings.forget(7, &(50..60));
+        for (pages, goes) in [(50..60, true), (60..61, false), (90..91, false)] {
+            assert_eq!(endings.begin_move(pages, |_| Some(true)), goes);
+            endings.end_move();
+        }
+        // Neither the row of another thread goes, nor one that is gone.
+        endings.forget(7, &(90..99));
+        endings.forget(7, &(50..60));
+        endings.forget(7, &(60..70));
+        assert_eq!(endings.used.load(Ordering::SeqCst), 1);
+        assert!(!endings.begin_move(0..100, |thread| Some(thread == 8)));
     }
 
     #[test]

@@ -40,10 +40,9 @@ impl Drop for AbortOnPanic {
 pub(super) const SLOTS: usize = 24;
 /// Least time between two attempts of a helper to open its connection.
 const ASK_EVERY: Duration = Duration::from_millis(100);
-/// Number of pages of a part that the pager's thread carries alone, between page faults, and of one
-/// that a helper carries. Both are multiples of 64. A thread that waits for the block gets it in
-/// one part if there are no helpers.
-const PART_ALONE: usize = 64;
+/// Number of pages of a part, a multiple of 64. A page fault may have to wait while the pager's
+/// thread carries one. A thread that waits for the block gets it in one part if there are no
+/// helpers.
 const PART: usize = 128;
 
 /// All pages of one block on their way between a slot and the store.
@@ -410,11 +409,7 @@ impl Helpers {
     /// Begins to move a block between a slot and the store. With `is_urgent` it goes before all
     /// that was begun earlier. [`end`](Self::end) or [`stop`](Self::stop) must follow.
     pub(super) fn begin(&mut self, slot: usize, load: &Load<'_>, is_urgent: bool) {
-        let count = match (self.are_away(), is_urgent) {
-            (false, _) => PART,
-            (true, false) => PART_ALONE,
-            (true, true) => BLOCK_PAGES,
-        };
+        let count = if is_urgent && self.are_away() { BLOCK_PAGES } else { PART };
         let desk = Arc::clone(&self.desk);
         let mut state = desk.state();
         let loads = &mut state.loads;

@@ -152,6 +152,7 @@ impl Kernel for Machine {
             let content = world.word(source);
             world.go(source);
             world.come(target, content);
+            world.entries[target].is_lent = entry.is_lent;
             if entry.is_migrating || world.random.one_in(world.migrates) {
                 // The real kernel waits for a migrating page and moves it, but does not count it as
                 // moved. Then it tries the page again, and finds it at its new place.

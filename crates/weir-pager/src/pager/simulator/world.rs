@@ -34,6 +34,8 @@ pub struct Entry {
     pub is_migrating: bool,
     /// Whether the kernel may free the page (MADV_FREE).
     pub is_lazy: bool,
+    /// Whether the kernel may still read the page's memory for others, as for `vmsplice`.
+    pub is_lent: bool,
     word: u64,
 }
 

@@ -1,6 +1,7 @@
 //! Moves pages between their place in memory, a slot and the store. Frees frames for them.
 
 use super::*;
+use std::ops::Range;
 
 impl<K: Kernel, S: Store> Work<K, S> {
     pub(super) fn slot(&self, slot: usize) -> usize {
@@ -238,20 +239,40 @@ impl<K: Kernel, S: Store> Work<K, S> {
         }
     }
 
-    /// Frees the memory of a slot. Meanwhile the slot is not registered with userfaultfd. Otherwise
-    /// this thread would deadlock: `madvise` waits until the event of the removal is read, and only
-    /// this thread reads events.
+    /// Frees the memory of a slot.
     pub(super) fn scrub(&mut self, slot: usize) {
+        self.free(slot, 0..BLOCK_PAGES, false);
+        self.slots[slot] = Slot::Vacant;
+    }
+
+    /// Fills pages of a slot with zeros. If the kernel may still read their memory for others, they
+    /// get other memory: what was lent stays as it was.
+    pub(super) fn clear(&mut self, slot: usize, pages: Range<usize>) {
+        if self.shared.lends.load(Ordering::SeqCst) {
+            self.free(slot, pages, true);
+        } else {
+            let at = self.slot(slot) + pages.start * PAGE_SIZE;
+            self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
+        }
+    }
+
+    /// Frees the memory of pages of a slot. With `is_filled` they get other memory, with zeros.
+    /// Meanwhile the slot is not registered with userfaultfd. Otherwise this thread would deadlock:
+    /// `madvise` waits until the event of the removal is read, and only this thread reads events.
+    fn free(&mut self, slot: usize, pages: Range<usize>, is_filled: bool) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
-        let scrubbed = self.kernel.unregister(start, end).and_then(|()| {
-            if self.kernel.advise(start, BLOCK, Advice::LinuxDontNeed).is_err() {
+        let (at, bytes) = (start + pages.start * PAGE_SIZE, pages.len() * PAGE_SIZE);
+        let freed = self.kernel.unregister(start, end).and_then(|()| {
+            if self.kernel.advise(at, bytes, Advice::LinuxDontNeed).is_err() {
                 self.unlock();
-                self.kernel.advise(start, BLOCK, Advice::LinuxDontNeed)?;
+                self.kernel.advise(at, bytes, Advice::LinuxDontNeed)?;
+            }
+            if is_filled {
+                self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
             }
             self.kernel.register(start, end)
         });
-        assert!(scrubbed.is_ok(), "staging memory is this thread's own");
-        self.slots[slot] = Slot::Vacant;
+        assert!(freed.is_ok(), "staging memory is this thread's own");
     }
 
     /// The number of frames that managed memory may have: the limit without the memory that is not
@@ -486,6 +507,35 @@ mod tests {
         work.end_loads();
         assert!(work.write_singles(1));
         assert_eq!(needed.map(|page| work.kernel.world.is_something(page)), [false; 2]);
+    }
+
+    #[test]
+    fn what_the_kernel_still_reads_for_others_stays_as_it_was_when_the_program_drops_it() {
+        for lends in [true, false] {
+            let (mut work, first) = work_at_rest();
+            work.kernel.world.map(first, first + BLOCK_PAGES);
+            work.kernel.register(address(first), address(first + BLOCK_PAGES)).unwrap();
+            for page in first..first + BLOCK_PAGES {
+                work.kernel.world.come(page, 7);
+                work.kernel.world.entries[page].is_lent = true;
+            }
+            let id = work.blocks.add(address(first), State::Resident);
+            work.policy.came(id);
+            work.shared.lends.store(lends, Ordering::SeqCst);
+            work.begin_write().expect("it can go");
+            let State::Writing(slot) = work.blocks.get(id).state else { panic!("it is being written") };
+            let at = (work.slot(slot) - address(0)) / PAGE_SIZE;
+            work.removed(address(first + 3), address(first + 9));
+            for page in 0..BLOCK_PAGES {
+                let is_dropped = (3..9).contains(&page);
+                assert_eq!(work.kernel.world.word(at + page), if is_dropped { 0 } else { 7 }, "{page}");
+                let is_lent = work.kernel.world.entries[at + page].is_lent;
+                assert_eq!(is_lent, !(is_dropped && lends), "the same memory has other content: {page}");
+            }
+            work.end_loads();
+            work.bring(id).unwrap();
+            assert_eq!([2, 3].map(|page| work.kernel.world.word(first + page)), [7, 0]);
+        }
     }
 
     #[test]

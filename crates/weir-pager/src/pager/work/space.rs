@@ -274,8 +274,7 @@ impl<K: Kernel, S: Store> Work<K, S> {
             }
             State::Writing(slot) | State::Ready(slot) | State::Filling(slot) | State::Back(slot) => {
                 let is_written = self.stop(id);
-                let at = self.slot(slot) + pages.start * PAGE_SIZE;
-                self.kernel.pages_mut(at, pages.len()).as_flattened_mut().fill(0);
+                self.clear(slot, pages);
                 if is_written {
                     // The pages that were already written to the store are older than this change.
                     // So write the block from the beginning.
