@@ -1,9 +1,10 @@
 //! The ledger: names the process that holds each block of a volume that many processes share.
 
-use rustix::fs::OFlags;
+use rustix::fs::{FallocateFlags, OFlags};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fs::File;
-use std::io;
+use std::io::{self, Read as _};
 use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::path::Path;
@@ -68,12 +69,18 @@ impl Witness {
 pub struct Promise(File);
 
 impl Promise {
-    /// Gives the ledger its length, so that owners can open it.
+    /// Gives the ledger its length and its blocks on the disk, so that owners can open it. They map
+    /// it, and a page without room on the disk would be SIGBUS for them.
     ///
     /// # Errors
     /// Fails with the system's error.
     pub fn set_blocks(&self, blocks: usize) -> io::Result<()> {
-        self.0.set_len(((1 + blocks) * size_of::<AtomicU32>()) as u64)
+        let bytes = ((1 + blocks) * size_of::<AtomicU32>()) as u64;
+        match rustix::fs::fallocate(&self.0, FallocateFlags::empty(), 0, bytes) {
+            // A file system that sets no blocks aside gets zeros.
+            Err(Errno::OPNOTSUPP) => std::io::copy(&mut io::repeat(0).take(bytes), &mut &self.0).map(|_| ()),
+            set => Ok(set?),
+        }
     }
 }
 

@@ -43,6 +43,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const SAY_AFTER: Duration = Duration::from_secs(1);
 /// The line for a wait for the next daemon.
 const DEAD: &str = "the daemon has died; waiting for the next one, for 60 s at most";
+/// The line for the end of all waits for a daemon, before the reason.
+const OVER: &str = "no daemon has the pages of this process any more";
 /// The line for a wait for the first answer of a daemon.
 const SLOW: &str = "the daemon does not answer yet; waiting for it, for 60 s at most";
 /// The line for a wait for a store of the daemon.
@@ -477,6 +479,7 @@ impl<R: Run> Shared<R> {
             }
         }
         self.is_over = true;
+        self.run.tell(&format!("{OVER}: {error}"));
         Err(io::Error::other(error))
     }
 

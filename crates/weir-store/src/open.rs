@@ -118,5 +118,9 @@ mod tests {
         assert_eq!(url.enlarged(256).to_string(), "host:2MiB");
         let whole: StoreUrl = "vram:0".parse().unwrap();
         assert_eq!(whole.enlarged(256), whole, "a whole GPU is as large as it is");
+        for (size, enlarged) in [("64MiB", "66MiB"), ("65MiB", "67MiB"), ("1028KiB", "1028KiB")] {
+            let url: StoreUrl = format!("stripe:a,b?size={size}").parse().unwrap();
+            assert_eq!(url.enlarged(257).to_string(), format!("stripe:a,b?size={enlarged}"));
+        }
     }
 }

@@ -136,19 +136,27 @@ impl StoreUrl {
     }
 
     /// The same store with `slots` more slots, if the URL gives a size: the slots for writes under
-    /// way come on top of the size that the user asked for.
+    /// way come on top of the size that the user asked for. A stripe gets whole units, so it may
+    /// get more.
     pub fn enlarged(&self, slots: u32) -> Self {
         let mut url = self.clone();
+        let more = u64::from(slots) * PAGE_SIZE as u64;
         let size = match &mut url {
             StoreUrl::Host { size } => Some(size),
             StoreUrl::Vram(url) => url.size.as_mut(),
             StoreUrl::File(file) => file.size.as_mut(),
-            StoreUrl::Stripe(stripe) => stripe.size.as_mut(),
+            StoreUrl::Stripe(stripe) => {
+                let round = stripe.round();
+                // A size that is no multiple is refused as the user has written it.
+                let size = stripe.size.as_mut().filter(|size| size.0.is_multiple_of(round));
+                size.into_iter().for_each(|size| size.0 += more.next_multiple_of(round));
+                None
+            }
             StoreUrl::Remote(remote) => Some(&mut remote.size),
             StoreUrl::Sim(sim) => Some(&mut sim.size),
         };
         if let Some(size) = size {
-            size.0 += u64::from(slots) * PAGE_SIZE as u64;
+            size.0 += more;
         }
         url
     }

@@ -166,6 +166,20 @@ fn a_file_that_others_could_read_is_its_owners_alone_once_it_is_a_store() {
 }
 
 #[test]
+fn a_file_that_is_refused_stays_as_it_is() {
+    let directory = Directory::new();
+    let path = directory.file("thesis");
+    std::fs::write(&path, "all of it").unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let unsized_url = FileUrl { size: None, overwrite: true, ..url(&path, 16) };
+    for url in [url(&path, 16), unsized_url] {
+        let error = FileStore::open(&url).unwrap_err();
+        assert_eq!(std::fs::read(&path).unwrap(), b"all of it", "{error}");
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o755, "{error}");
+    }
+}
+
+#[test]
 fn a_file_that_others_can_read_and_that_stays_so_is_refused() {
     let test = "a_file_that_others_can_read_and_that_stays_so_is_refused";
     if !rustix::process::geteuid().is_root() {

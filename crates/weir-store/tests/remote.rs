@@ -337,14 +337,23 @@ fn an_engine_that_throws_pages_away_or_has_no_room_or_is_not_there_is_refused() 
     std::fs::write(&file, "a-wrong-one\n").unwrap();
     let with_password = format!("size=1MiB&password-file={}", file.display());
     let error = refused(&url(std::slice::from_ref(&secret), &with_password)).to_string();
-    assert!(error.contains("does not answer as Redis does") && error.contains("assword"), "{error}");
+    assert!(error.contains("refuses the login") && error.ends_with("mend user or password-file"), "{error}");
     assert!(!error.contains("a-wrong-one"), "{error}");
     std::fs::write(&file, format!("{PASSWORD}\n")).unwrap();
     open(&url(std::slice::from_ref(&secret), &with_password));
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let error = refused(&format!("redis://127.0.0.1:{port}?size=1MiB"));
     assert_eq!(error.kind, OpenErrorKind::NoDevice);
-    assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
+    let (node, next) = (format!("node 127.0.0.1:{port} cannot be reached: "), "; start its engine");
+    assert!(error.to_string().contains(&node) && error.to_string().ends_with(next), "{error}");
+    // A server of another kind.
+    let server = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = server.local_addr().unwrap().port();
+    let answers =
+        std::thread::spawn(move || server.accept().unwrap().0.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n"));
+    let error = refused(&format!("redis://127.0.0.1:{port}?size=1MiB")).to_string();
+    assert!(error.contains("does not answer as Redis does: "), "{error}");
+    answers.join().unwrap().unwrap();
 }
 
 #[test]

@@ -188,18 +188,16 @@ impl Backing {
                 format!("{shown} was taken away while it was opened; try again"),
             ));
         }
-        self.make_private(name, path)?;
+        // A file that is refused may be anybody's. It keeps its content, and its mode.
         let before = self.length(name)?;
         let content = self.content(name, before)?;
-        match content {
-            Content::Nothing | Content::Weir => {}
-            Content::Other(whose) if !overwrite => {
-                let what = format!(
-                    "{shown} holds {whose}, which would be lost; choose another, or add overwrite=on to the URL"
-                );
-                return Err(OpenError::new(OpenErrorKind::Layout, name, what));
-            }
-            Content::Other(_) => self.forget(name, before)?,
+        if let Content::Other(whose) = content
+            && !overwrite
+        {
+            let what = format!(
+                "{shown} holds {whose}, which would be lost; choose another, or add overwrite=on to the URL"
+            );
+            return Err(OpenError::new(OpenErrorKind::Layout, name, what));
         }
         self.room = match (size, self.is_device) {
             (Some(size), _) => size.0,
@@ -220,6 +218,10 @@ impl Backing {
                 name,
                 format!("{shown} has room for {has}, {asked} is asked for"),
             ));
+        }
+        self.make_private(name, path)?;
+        if matches!(content, Content::Other(_)) {
+            self.forget(name, before)?;
         }
         if !self.is_device {
             self.allocate(name, path, before)?;

@@ -106,7 +106,7 @@ impl<'a> Layout<'a> {
 
     fn of_stripe(url: &'a StripeUrl) -> Result<Self, OpenError> {
         // All members have the same number of whole units.
-        let round = url.unit.0.saturating_mul(url.paths.len() as u64);
+        let round = url.round();
         let size_each = match url.size {
             Some(size) if !size.0.is_multiple_of(round) => {
                 let what =

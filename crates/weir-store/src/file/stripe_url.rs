@@ -27,6 +27,11 @@ impl StripeUrl {
     /// The default unit: that of the kernel's own RAID-0.
     pub const UNIT: ByteSize = ByteSize(512 << 10);
 
+    /// Bytes of one unit on each member. The size is a multiple of this.
+    pub fn round(&self) -> u64 {
+        self.unit.0.saturating_mul(self.paths.len() as u64)
+    }
+
     /// The files or devices at `paths`, with every option at its default.
     pub fn new(paths: impl IntoIterator<Item = PathBuf>) -> Self {
         let paths = paths.into_iter().collect();

@@ -4,7 +4,7 @@
 use super::answers::{is_passing, plain, run_id};
 use super::url::RemoteUrl;
 use crate::{OpenError, OpenErrorKind};
-use redis::{Connection, RedisError, RedisResult, Value};
+use redis::{Connection, ErrorKind, RedisError, RedisResult, Value};
 use std::io;
 use weir_core::{ByteSize, PAGE_SIZE};
 
@@ -116,8 +116,12 @@ pub(super) fn serves(command: &str, key: &str, connection: &mut Connection) -> R
 /// The error for a node that does not answer.
 pub(super) fn no_answer(store: &str, node: &str, error: &RedisError) -> OpenError {
     let why = plain(&error.to_string());
-    let what = match error.code() {
-        Some("NOAUTH") => format!("node {node} asks for a password: {why}; give password-file=PATH"),
+    let what = match (error.code(), error.kind()) {
+        (Some("NOAUTH"), _) => format!("node {node} asks for a password: {why}; give password-file=PATH"),
+        (_, ErrorKind::AuthenticationFailed) => {
+            format!("node {node} refuses the login: {why}; mend user or password-file")
+        }
+        (_, ErrorKind::Io) => format!("node {node} cannot be reached: {why}; start its engine"),
         _ => format!("node {node} does not answer as Redis does: {why}"),
     };
     OpenError::new(OpenErrorKind::NoDevice, store, what)

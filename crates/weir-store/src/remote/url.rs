@@ -80,6 +80,9 @@ impl RemoteUrl {
                 _ => url.check = switch(key, text)?,
             }
         }
+        if let (Some(user), None) = (&url.user, &url.password_file) {
+            return Err(wrong("user", user, "a name, and password-file=PATH for its password"));
+        }
         if url.size.0 == 0 {
             return Err(UrlProblem::NoSize("redis://HOST:PORT?size=8GiB"));
         }
@@ -130,6 +133,7 @@ mod tests {
             ("redis://a:1?copies=1", ["no size is given", "accepted: redis://HOST:PORT?size=8GiB"]),
             ("redis://a:1?size=1M&copies=2", ["copies cannot be \"2\"", "two nodes"]),
             ("redis://a:1,b:1,c:1?size=1M&copies=3", ["copies cannot be \"3\"", "two nodes"]),
+            ("redis://a:1?size=1M&user=bob", ["user cannot be \"bob\"", "password-file"]),
             ("redis://a:1?size=1M&password=x", ["unknown key \"password\"", "password-file"]),
         ] {
             let error = refused(url);

@@ -301,7 +301,10 @@ fn relay(messages: &UnixDatagram) {
 
 impl Daemon {
     fn start(bound: &BoundOptions, signals: &mut SignalsInfo<WithOrigin>) -> Result<Self, Failure> {
-        let parent = std::path::absolute(std::env::temp_dir()).map_err(Failure::failed)?;
+        let parent = match std::env::temp_dir() {
+            empty if empty.as_os_str().is_empty() => PathBuf::from("/tmp"),
+            parent => std::path::absolute(parent).map_err(Failure::failed)?,
+        };
         check_length(&parent)?;
         run_end::clear_abandoned(&parent);
         let (directory, lock) = run_end::make(&parent).map_err(|error| {
@@ -311,7 +314,10 @@ impl Daemon {
             ))
         })?;
         let mut daemon = Daemon { directory, process: None, room: 0, relay: None, _lock: lock };
-        let unmade = |path: &Path, error: io::Error| Failure::Failed(format!("{}: {error}", path.display()));
+        let unmade = |path: &Path, error: io::Error| {
+            let path = path.display();
+            Failure::Failed(format!("cannot make {path}: {error}; set TMPDIR to another place"))
+        };
         let ledger = daemon.directory.join(directory::LEDGER);
         let promise = Ledger::create(&ledger).map_err(|error| unmade(&ledger, error))?;
         let default = [StoreUrl::Host { size: weir_core::ByteSize(bound.resident.0 * TIMES) }];
