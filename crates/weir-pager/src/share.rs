@@ -43,6 +43,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const SAY_AFTER: Duration = Duration::from_secs(1);
 /// The line for a wait for the next daemon.
 const DEAD: &str = "the daemon has died; waiting for the next one, for 60 s at most";
+/// The lines for a write and a read that the store answers with an error, before the reason.
+const NOT_TAKEN: &str = "the store does not take a page";
+const NOT_GIVEN: &str = "the store does not give a page back";
 /// The line for the end of all waits for a daemon, before the reason.
 const OVER: &str = "no daemon has the pages of this process any more";
 /// The line for a wait for the first answer of a daemon.
@@ -521,6 +524,9 @@ impl<R: Run> Shared<R> {
                         self.link.end_write(tag);
                         if let Err(error) = result {
                             let is_given_up = found == Some(Found::Hurry);
+                            if !is_given_up {
+                                self.run.tell(&format!("{NOT_TAKEN}: {error}"));
+                            }
                             let error = if is_given_up { io::ErrorKind::Interrupted.into() } else { error };
                             self.failed.get_or_insert(error);
                         }
@@ -583,6 +589,9 @@ impl<R: Run> Shared<R> {
                 Ok(Err(error)) if is_needed && self.wait_for_store(&error) == Found::Again => {}
                 Ok(read) => {
                     self.heard(&read);
+                    if let (true, Err(error)) = (is_needed, &read) {
+                        self.run.tell(&format!("{NOT_GIVEN}: {error}"));
+                    }
                     return read;
                 }
                 Err(error) => self.recover(error)?,

@@ -918,7 +918,31 @@ print(check(memory, 8))
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), &*output.stdout), (Some(0), &b"True\n"[..]), "{said}");
     let words = ": the store fails; the program may take more memory than its limit from here on (";
-    assert!(said.contains(words) && said.lines().count() == 1, "{said}");
+    let why = ": the store does not take a page: ";
+    assert!(said.contains(words) && said.contains(why) && said.lines().count() == 2, "{said}");
+}
+
+#[test]
+fn pages_that_a_store_does_not_give_back_are_said_with_the_reason() {
+    let name = "pages_that_a_store_does_not_give_back";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+memory = new(96 << 20)
+fill(memory, 8)
+print(check(memory, 8))
+";
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let mut command = Command::new(WEIR);
+    command.args(["run", "--resident", "32MiB", "--store", "sim:size=256MiB,read_error=1", "--", &python]);
+    let output = command.arg(&input).stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), &*output.stdout), (Some(128 + libc::SIGBUS), &b""[..]), "{said}");
+    for words in
+        [": the store does not give a page back: ", ": pages cannot be had back; the program gets SIGBUS"]
+    {
+        assert!(said.contains(words), "{said}");
+    }
 }
 
 #[test]
