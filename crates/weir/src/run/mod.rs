@@ -14,7 +14,7 @@ pub use vm::vm;
 use crate::cli::{BoundOptions, RunOptions};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
+use rustix::process::{Pid, PidfdFlags, Resource, Signal, WaitOptions, getrlimit};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
@@ -48,6 +48,8 @@ const TIMES: u64 = 4;
 /// idle takes longer to wake than all else that a page fault costs.
 const SPIN_US: u32 = 50;
 const PROCESSORS: usize = 2;
+/// Open files that a process needs for the most connections to its daemon. 48 are too few.
+const FILES: u64 = 64;
 
 /// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
@@ -306,6 +308,7 @@ impl Daemon {
             parent => std::path::absolute(parent).map_err(Failure::failed)?,
         };
         check_length(&parent)?;
+        check_files()?;
         run_end::clear_abandoned(&parent);
         let (directory, lock) = run_end::make(&parent).map_err(|error| {
             let parent = parent.display();
@@ -406,6 +409,16 @@ fn check_length(parent: &Path) -> Result<(), Failure> {
             "{} is too long for sockets, by {excess} bytes; set TMPDIR to a shorter path, such as /tmp",
             parent.display()
         ))),
+    }
+}
+
+/// Refuses a limit of open files with which the pager's connections could not be made.
+fn check_files() -> Result<(), Failure> {
+    match getrlimit(Resource::Nofile).current {
+        Some(files) if files < FILES => Err(Failure::Failed(format!(
+            "a process may have {files} files open, and a run needs {FILES}; ulimit -n {FILES} allows that"
+        ))),
+        _ => Ok(()),
     }
 }
 

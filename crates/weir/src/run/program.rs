@@ -44,6 +44,11 @@ pub fn check(path: &Path) -> Result<(), Failure> {
             |error: io::Error| Failure::Failed(format!("cannot read {}: {error}", path.display()));
         let mut file = File::open(&path).map_err(unreadable)?;
         let metadata = file.metadata().map_err(unreadable)?;
+        // The system would say so only once the stores are made.
+        if metadata.mode() & 0o111 == 0 {
+            let path = path.display();
+            return Err(Failure::Failed(format!("{path} is not executable; chmod +x {path} makes it so")));
+        }
         let refused =
             |why: &str| Err(Failure::Failed(format!("{} cannot be bounded: {why}", path.display())));
         let (user, group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
