@@ -421,15 +421,19 @@ impl Pager {
     /// place until the thread is gone. Under a seccomp filter the pager has room for 512 such
     /// places at most. A further thread goes unprotected: it must not wait for ever.
     pub fn ends(&self, start: usize, bytes: usize) {
-        let _ = ManuallyDrop::new(self.keep(start, bytes));
+        let _ = ManuallyDrop::new(self.note(start, bytes, Endings::note));
     }
 
     /// Keeps the memory in place that the calling thread touches in these `bytes` bytes from
     /// `start` on, from this call until the result is dropped, or the thread is gone. The room is
     /// that of [`ends`](Self::ends).
     pub fn keep(&self, start: usize, bytes: usize) -> Kept<'_> {
+        self.note(start, bytes, Endings::keep)
+    }
+
+    fn note(&self, start: usize, bytes: usize, note: fn(&Endings, i32, Range<usize>) -> bool) -> Kept<'_> {
         let (thread, place) = (rustix::thread::gettid().as_raw_nonzero().get(), start..start + bytes);
-        while !self.0.endings.note(thread, place.clone()) && !self.0.endings.is_blind() {
+        while !note(&self.0.endings, thread, place.clone()) && !self.0.endings.is_blind() {
             // The pager forgets threads that are gone.
             self.look();
         }

@@ -96,6 +96,11 @@ pub(crate) trait Run {
     /// Whether another daemon comes if the present one dies.
     fn is_promised(&self) -> bool;
 
+    /// Whether this is the first connection of the process, without which it has no pages.
+    fn is_first(&self) -> bool {
+        true
+    }
+
     /// Claims a block whose number is below `limit`.
     fn claim(&mut self, limit: usize) -> Option<usize>;
 
@@ -198,6 +203,10 @@ impl Run for OfMachine {
 
     fn is_promised(&self) -> bool {
         self.witness.is_promised()
+    }
+
+    fn is_first(&self) -> bool {
+        self.ledger.is_some()
     }
 
     fn claim(&mut self, limit: usize) -> Option<usize> {
@@ -481,8 +490,11 @@ impl<R: Run> Shared<R> {
                 Err(new) => (is_passing, error) = (is_death(&new) || is_shortage(&new), new),
             }
         }
-        self.is_over = true;
-        self.run.tell(&format!("{OVER}: {error}"));
+        if !std::mem::replace(&mut self.is_over, true) && self.run.is_first() {
+            let why =
+                std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+            self.run.tell(&format!("{OVER}: {why}"));
+        }
         Err(io::Error::other(error))
     }
 

@@ -266,28 +266,46 @@ pub unsafe extern "C" fn setgroups(count: usize, groups: *const libc::gid_t) -> 
 /// Does the same as initgroups(3). libc's function calls its own `setgroups`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn initgroups(user: *const libc::c_char, group: libc::gid_t) -> c_int {
-    let mut groups = vec![0; 64];
-    loop {
-        let mut count = groups.len() as c_int;
-        // SAFETY: the caller's name ends with a zero, and the array has so many elements.
-        let found = unsafe { libc::getgrouplist(user, group, groups.as_mut_ptr(), &raw mut count) };
-        // If there are more, it may say how many.
+    // The list is in libc's memory: in a child of a fork this object's allocator may be locked.
+    let (mut list, mut room) = (std::ptr::null_mut::<libc::gid_t>(), 64);
+    let mut count = loop {
+        // SAFETY: the list is null, or libc's.
+        let grown = unsafe { libc::realloc(list.cast(), room * size_of::<libc::gid_t>()) };
+        let mut count = room as c_int;
+        // SAFETY: the caller's name ends with a zero, and the list has room for so many.
+        let is_whole =
+            !grown.is_null() && unsafe { libc::getgrouplist(user, group, grown.cast(), &raw mut count) } >= 0;
         let needed = usize::try_from(count).unwrap_or(0);
-        if found >= 0 || groups.len() >= GROUPS_MOST {
-            groups.truncate(needed);
-            break;
+        if !grown.is_null() {
+            list = grown.cast();
         }
-        groups.resize(needed.max(2 * groups.len()).min(GROUPS_MOST), 0);
-    }
+        if is_whole {
+            break needed.min(GROUPS_MOST);
+        }
+        // Where it asks for no more room, it had no memory of its own.
+        if grown.is_null() || needed <= room {
+            // SAFETY: the list is null, or libc's. libc's location of the error number is valid.
+            unsafe {
+                libc::free(list.cast());
+                *libc::__errno_location() = libc::ENOMEM;
+            }
+            return -1;
+        }
+        room = needed;
+    };
     // As libc does: the kernel may take fewer.
-    loop {
-        // SAFETY: the array has so many elements.
-        let result = unsafe { setgroups(groups.len(), groups.as_ptr()) };
+    let result = loop {
+        // SAFETY: the list has as many elements.
+        let result = unsafe { setgroups(count, list) };
         let is_refused = result == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL);
-        if !is_refused || groups.pop().is_none() || groups.is_empty() {
-            return result;
+        count = count.saturating_sub(1);
+        if !is_refused || count == 0 {
+            break result;
         }
-    }
+    };
+    // SAFETY: the list is libc's. Its `free` keeps the error number.
+    unsafe { libc::free(list.cast()) };
+    result
 }
 
 /// Makes a call that copies the process. Before the call, all memory of the process is brought into

@@ -172,7 +172,8 @@ fn a_file_that_is_refused_stays_as_it_is() {
     std::fs::write(&path, "all of it").unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
     let unsized_url = FileUrl { size: None, overwrite: true, ..url(&path, 16) };
-    for url in [url(&path, 16), unsized_url] {
+    let too_large = FileUrl { overwrite: true, ..url(&path, 15 << 20) };
+    for url in [url(&path, 16), unsized_url, too_large] {
         let error = FileStore::open(&url).unwrap_err();
         assert_eq!(std::fs::read(&path).unwrap(), b"all of it", "{error}");
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o755, "{error}");

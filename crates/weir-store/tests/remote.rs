@@ -354,6 +354,12 @@ fn an_engine_that_throws_pages_away_or_has_no_room_or_is_not_there_is_refused() 
     let error = refused(&format!("redis://127.0.0.1:{port}?size=1MiB")).to_string();
     assert!(error.contains("does not answer as Redis does: "), "{error}");
     answers.join().unwrap().unwrap();
+    // One that closes at once.
+    let server = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = server.local_addr().unwrap().port();
+    std::thread::spawn(move || server.incoming().for_each(drop));
+    let error = refused(&format!("redis://127.0.0.1:{port}?size=1MiB")).to_string();
+    assert!(error.ends_with("look at its engine, and at the network"), "{error}");
 }
 
 #[test]

@@ -57,8 +57,8 @@ impl Endings {
         }
     }
 
-    /// Notes that this thread needs its memory in `place` to its end. What the thread touches there
-    /// after this call stays in place. Returns false if the table is full.
+    /// Notes that this thread, which is about to end, needs its control block in `place`. Returns
+    /// as [`keep`](Self::keep) does.
     pub(super) fn note(&self, thread: i32, place: Range<usize>) -> bool {
         // An earlier thread has had its control block in the same place, so that thread is gone.
         // Its row, with the same place, protects this thread from the start.
@@ -73,6 +73,13 @@ impl Endings {
             self.wait_for_move();
             return true;
         }
+        self.keep(thread, place)
+    }
+
+    /// Notes that this thread needs its memory in `place`, where other threads may need theirs too.
+    /// What the thread touches there after this call stays in place. Returns false if the table is
+    /// full.
+    pub(super) fn keep(&self, thread: i32, place: Range<usize>) -> bool {
         let is_free =
             |row: &&Row| row.thread.compare_exchange(0, TAKEN, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         self.used.fetch_add(1, Ordering::SeqCst);
@@ -192,12 +199,19 @@ mod tests {
     #[test]
     fn a_thread_that_needs_a_page_for_a_while_gives_back_its_own_row_alone() {
         let endings = Endings::new();
-        assert!(endings.note(7, 50..60) && endings.note(7, 60..70) && endings.note(8, 90..99));
+        assert!(endings.keep(7, 50..60) && endings.keep(7, 60..70) && endings.keep(8, 90..99));
         endings.forget(7, &(50..60));
         for (pages, goes) in [(50..60, true), (60..61, false), (90..91, false)] {
             assert_eq!(endings.begin_move(pages, |_| Some(true)), goes);
             endings.end_move();
         }
+        // Two threads may need one place, as a list that both pass on.
+        assert!(endings.keep(7, 90..99));
+        endings.forget(8, &(90..99));
+        assert!(!endings.begin_move(90..91, |_| Some(true)), "thread 7 needs it still");
+        endings.end_move();
+        endings.forget(7, &(90..99));
+        assert!(endings.note(8, 90..99));
         // Neither the row of another thread goes, nor one that is gone.
         endings.forget(7, &(90..99));
         endings.forget(7, &(50..60));

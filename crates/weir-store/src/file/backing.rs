@@ -219,6 +219,10 @@ impl Backing {
                 format!("{shown} has room for {has}, {asked} is asked for"),
             ));
         }
+        let total = HEADER + self.room;
+        if !self.is_device && self.lacks_room(total) {
+            return Err(self.not_given(name, path, total, Errno::NOSPC.into()));
+        }
         self.make_private(name, path)?;
         if matches!(content, Content::Other(_)) {
             self.forget(name, before)?;
@@ -362,19 +366,23 @@ impl Backing {
         done.map_err(|error| {
             // Free what was allocated, before the error is returned.
             let _ = rustix::fs::ftruncate(&self.file, before.min(total));
-            let free = rustix::fs::fstatvfs(&self.file).map_or(0, |stat| stat.f_bavail * stat.f_frsize);
-            let what = format!(
-                "{} cannot be given {}, its file system has {} free; ask for less, or make room",
-                path.display(),
-                ByteSize(total),
-                ByteSize(free)
-            );
-            let is_room = matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge);
-            let error = OpenError::io(name, what, error);
-            let kind =
-                if is_room { OpenErrorKind::NoMemory { wanted: total, had: free } } else { error.kind };
-            OpenError { kind, ..error }
+            self.not_given(name, path, total, error)
         })
+    }
+
+    /// The error for a file that cannot be given `total` bytes.
+    fn not_given(&self, name: &str, path: &Path, total: u64, error: std::io::Error) -> OpenError {
+        let free = rustix::fs::fstatvfs(&self.file).map_or(0, |stat| stat.f_bavail * stat.f_frsize);
+        let what = format!(
+            "{} cannot be given {}, its file system has {} free; ask for less, or make room",
+            path.display(),
+            ByteSize(total),
+            ByteSize(free)
+        );
+        let is_room = matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge);
+        let error = OpenError::io(name, what, error);
+        let kind = if is_room { OpenErrorKind::NoMemory { wanted: total, had: free } } else { error.kind };
+        OpenError { kind, ..error }
     }
 
     /// Whether the file system has less free room than the file still needs.

@@ -121,7 +121,12 @@ pub(super) fn no_answer(store: &str, node: &str, error: &RedisError) -> OpenErro
         (_, ErrorKind::AuthenticationFailed) => {
             format!("node {node} refuses the login: {why}; mend user or password-file")
         }
-        (_, ErrorKind::Io) => format!("node {node} cannot be reached: {why}; start its engine"),
+        _ if error.is_connection_refusal() => {
+            format!("node {node} cannot be reached: {why}; start its engine")
+        }
+        (_, ErrorKind::Io) => {
+            format!("node {node} does not answer: {why}; look at its engine, and at the network")
+        }
         _ => format!("node {node} does not answer as Redis does: {why}"),
     };
     OpenError::new(OpenErrorKind::NoDevice, store, what)
