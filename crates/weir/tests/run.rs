@@ -901,10 +901,10 @@ sys.stdin.read()
     assert!(output.status.success() && told, "{lines}");
 }
 
-#[test]
-fn a_store_that_fails_costs_the_limit_and_no_byte() {
-    let name = "a_store_that_fails";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
+/// Fills and checks memory over a simulated store with this option. Returns the exit code, the
+/// output, and the lines on standard error.
+fn over_a_faulty_store(name: &str, option: &str) -> Option<(Option<i32>, Vec<u8>, String)> {
+    let python = python().filter(|_| can_run(name))?;
     let scratch = Scratch::new(name);
     let script = "
 memory = new(96 << 20)
@@ -912,11 +912,18 @@ fill(memory, 8)
 print(check(memory, 8))
 ";
     let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let store = format!("sim:size=256MiB,{option}");
     let mut command = Command::new(WEIR);
-    command.args(["run", "--resident", "32MiB", "--store", "sim:size=256MiB,write_error=1", "--", &python]);
+    command.args(["run", "--resident", "32MiB", "--store", &store, "--", &python]);
     let output = command.arg(&input).stdin(Stdio::null()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), &*output.stdout), (Some(0), &b"True\n"[..]), "{said}");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    Some((output.status.code(), output.stdout, said))
+}
+
+#[test]
+fn a_store_that_fails_costs_the_limit_and_no_byte() {
+    let Some((code, out, said)) = over_a_faulty_store("a_store_that_fails", "write_error=1") else { return };
+    assert_eq!((code, &*out), (Some(0), &b"True\n"[..]), "{said}");
     let words = ": the store fails; the program may take more memory than its limit from here on (";
     let why = ": the store does not take a page: ";
     assert!(said.contains(words) && said.contains(why) && said.lines().count() == 2, "{said}");
@@ -925,19 +932,8 @@ print(check(memory, 8))
 #[test]
 fn pages_that_a_store_does_not_give_back_are_said_with_the_reason() {
     let name = "pages_that_a_store_does_not_give_back";
-    let Some(python) = python().filter(|_| can_run(name)) else { return };
-    let scratch = Scratch::new(name);
-    let script = "
-memory = new(96 << 20)
-fill(memory, 8)
-print(check(memory, 8))
-";
-    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
-    let mut command = Command::new(WEIR);
-    command.args(["run", "--resident", "32MiB", "--store", "sim:size=256MiB,read_error=1", "--", &python]);
-    let output = command.arg(&input).stdin(Stdio::null()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), &*output.stdout), (Some(128 + libc::SIGBUS), &b""[..]), "{said}");
+    let Some((code, out, said)) = over_a_faulty_store(name, "read_error=1") else { return };
+    assert_eq!((code, &*out), (Some(128 + libc::SIGBUS), &b""[..]), "{said}");
     for words in
         [": the store does not give a page back: ", ": pages cannot be had back; the program gets SIGBUS"]
     {
