@@ -79,7 +79,7 @@ impl Promise {
         match rustix::fs::fallocate(&self.0, FallocateFlags::empty(), 0, bytes) {
             // A file system that sets no blocks aside gets zeros.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
-                std::io::copy(&mut io::repeat(0).take(bytes), &mut &self.0).map(|_| ())
+                io::copy(&mut io::repeat(0).take(bytes), &mut &self.0).map(|_| ())
             }
             set => Ok(set?),
         }

@@ -282,7 +282,7 @@ pub unsafe extern "C" fn initgroups(user: *const libc::c_char, group: libc::gid_
         if is_whole {
             break needed.min(GROUPS_MOST);
         }
-        // Where it asks for no more room, it had no memory of its own.
+        // If it asks for no more room, it had no memory of its own.
         if grown.is_null() || needed <= room {
             // SAFETY: the list is null, or libc's. libc's location of the error number is valid.
             unsafe {

@@ -289,7 +289,6 @@ fn threads_change_the_user_of_the_process_while_their_stacks_and_lists_move_out(
 #include <pwd.h>
 static volatile int is_over;
 static gid_t *groups;
-/* A stack that no thread uses while the thread waits for its turn. */
 static void *change(void *way) {
     for (long round = 0; !is_over; round++) {
         int result = 0;

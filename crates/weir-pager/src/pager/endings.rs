@@ -76,9 +76,9 @@ impl Endings {
         self.keep(thread, place)
     }
 
-    /// Notes that this thread needs its memory in `place`, where other threads may need theirs too.
-    /// What the thread touches there after this call stays in place. Returns false if the table is
-    /// full.
+    /// Notes that this thread needs its memory in `place`. Other threads may need the same place.
+    /// Pages that the thread touches there after this call stay in place. Returns false if the
+    /// table is full.
     pub(super) fn keep(&self, thread: i32, place: Range<usize>) -> bool {
         let is_free =
             |row: &&Row| row.thread.compare_exchange(0, TAKEN, Ordering::SeqCst, Ordering::SeqCst).is_ok();
