@@ -126,6 +126,7 @@ fn loader(file: &mut File) -> io::Result<Option<OsString>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt as _;
 
     #[test]
     fn an_interpreter_is_the_first_word_of_a_script() {
@@ -147,6 +148,7 @@ mod tests {
             (b"\xcf\xfa\xed\xfe\0", "it is no program of this machine".to_owned()),
         ] {
             std::fs::write(&script, content).unwrap();
+            std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
             let refused = check(&script).expect_err("it cannot be bounded");
             assert!(matches!(&refused, Failure::Failed(said) if said.ends_with(&next)), "{refused:?}");
         }
