@@ -10,6 +10,8 @@
 //! never manages the arena.
 
 mod arena;
+#[macro_use]
+mod next;
 mod threads;
 
 use libc::{c_int, c_void, off_t, size_t, ssize_t};
@@ -474,38 +476,28 @@ fn lend() {
 /// Replaces a function of the allocator: calls the one that the program would have without this
 /// object, then notes the new memory.
 macro_rules! allocation {
-    ($name:ident($($argument:ident: $kind:ty),*) -> $result:ty, $symbol:literal, $bytes:expr) => {
+    ($name:ident($($argument:ident: $kind:ty),*) -> $result:ty, $bytes:expr) => {
         #[doc = "# Safety\nAs the function of this name in libc."]
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $kind),*) -> $result {
-            static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-            let mut next = NEXT.load(Ordering::Relaxed);
-            if next.is_null() {
-                // SAFETY: the name ends with a zero. dlsym takes no memory if the symbol is found.
-                next = unsafe { libc::dlsym(libc::RTLD_NEXT, $symbol.as_ptr()) };
-                if next.is_null() {
-                    say("weir: the program's allocator lacks a function of libc\n");
-                    std::process::abort();
-                }
-                NEXT.store(next, Ordering::Relaxed);
-            }
-            // SAFETY: the function of this name has this type.
-            let result = unsafe {
-                std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> $result>(next)($($argument),*)
+            let Some(next) = next!($name: unsafe extern "C" fn($($kind),*) -> $result) else {
+                say("weir: the program's allocator lacks a function of libc\n");
+                std::process::abort();
             };
+            // SAFETY: the caller's arguments are passed on unchanged.
+            let result = unsafe { next($($argument),*) };
             came($bytes, true);
             result
         }
     };
 }
 
-allocation!(malloc(bytes: size_t) -> *mut c_void, c"malloc", bytes);
-allocation!(calloc(count: size_t, bytes: size_t) -> *mut c_void, c"calloc", count.saturating_mul(bytes));
-allocation!(realloc(at: *mut c_void, bytes: size_t) -> *mut c_void, c"realloc", bytes);
-allocation!(memalign(align: size_t, bytes: size_t) -> *mut c_void, c"memalign", bytes);
-allocation!(aligned_alloc(align: size_t, bytes: size_t) -> *mut c_void, c"aligned_alloc", bytes);
+allocation!(malloc(bytes: size_t) -> *mut c_void, bytes);
+allocation!(calloc(count: size_t, bytes: size_t) -> *mut c_void, count.saturating_mul(bytes));
+allocation!(realloc(at: *mut c_void, bytes: size_t) -> *mut c_void, bytes);
+allocation!(memalign(align: size_t, bytes: size_t) -> *mut c_void, bytes);
+allocation!(aligned_alloc(align: size_t, bytes: size_t) -> *mut c_void, bytes);
 allocation!(
     posix_memalign(to: *mut *mut c_void, align: size_t, bytes: size_t) -> c_int,
-    c"posix_memalign",
     bytes
 );

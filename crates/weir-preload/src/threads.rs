@@ -211,13 +211,9 @@ macro_rules! in_all_threads {
         /// Does the same as the function of libc with this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-            // SAFETY: the name ends with a zero.
-            let next = unsafe { libc::dlsym(libc::RTLD_NEXT, concat!(stringify!($name), "\0").as_ptr().cast()) };
-            if next.is_null() {
+            let Some(next) = next!($name: unsafe extern "C" fn($($type),*) -> c_int) else {
                 return lacking();
-            }
-            // SAFETY: the function of this name has this type.
-            let next = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> c_int>(next) };
+            };
             // SAFETY: the caller's arguments are passed on unchanged.
             in_all_threads(|| unsafe { next($($argument),*) })
         }
@@ -240,13 +236,7 @@ in_all_threads! {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn setgroups(count: usize, groups: *const libc::gid_t) -> c_int {
     type SetGroups = unsafe extern "C" fn(usize, *const libc::gid_t) -> c_int;
-    // SAFETY: the name ends with a zero.
-    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"setgroups".as_ptr()) };
-    if next.is_null() {
-        return lacking();
-    }
-    // SAFETY: the function of this name has this type.
-    let next = unsafe { std::mem::transmute::<*mut c_void, SetGroups>(next) };
+    let Some(next) = next!(setgroups: SetGroups) else { return lacking() };
     // The kernel reads the groups in the pager's thread too, so they stay in place as well. It
     // refuses more than the most.
     let (at, bytes) = (groups.addr(), count.min(GROUPS_MOST) * size_of::<libc::gid_t>());
@@ -332,13 +322,7 @@ fn copied(copy: impl FnOnce() -> c_long) -> c_long {
 /// Does the same as _Fork(3), which runs no handlers of forks.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn _Fork() -> libc::pid_t {
-    // SAFETY: the name ends with a zero.
-    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"_Fork".as_ptr()) };
-    if next.is_null() {
-        return lacking();
-    }
-    // SAFETY: the function of this name has this type.
-    let next = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> libc::pid_t>(next) };
+    let Some(next) = next!(_Fork: unsafe extern "C" fn() -> libc::pid_t) else { return lacking() };
     // SAFETY: it has no arguments.
     copied(|| unsafe { next() }.into()) as libc::pid_t
 }
@@ -457,18 +441,16 @@ pub unsafe extern "C" fn pthread_create(
         }
         begin(argument)
     }
-    // SAFETY: the name ends with a zero.
-    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"pthread_create".as_ptr()) };
+    let Some(next) = next!(pthread_create: Create) else { return libc::EAGAIN };
     // SAFETY: the size is that of what is written there.
     let both = unsafe { libc::malloc(size_of::<(Begin, *mut c_void)>()) }.cast::<(Begin, *mut c_void)>();
-    if next.is_null() || both.is_null() {
+    if both.is_null() {
         return libc::EAGAIN;
     }
-    // SAFETY: the function of this name has this type. The new thread frees what it gets, or this
+    // SAFETY: the new thread frees what it gets, or this
     // thread does if there is none. The caller answers for the other arguments.
     unsafe {
         both.write((begin, argument));
-        let next = std::mem::transmute::<*mut c_void, Create>(next);
         let result = next(thread, attributes, in_thread, both.cast());
         if result != 0 {
             libc::free(both.cast());
@@ -506,13 +488,7 @@ pub unsafe extern "C" fn clone(
         let (main, argument) = unsafe { *both.cast::<(Main, *mut c_void)>() };
         main(argument)
     }
-    // SAFETY: the name ends with a zero.
-    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"clone".as_ptr()) };
-    if next.is_null() {
-        return lacking();
-    }
-    // SAFETY: the function of this name has this type.
-    let next = unsafe { std::mem::transmute::<*mut c_void, Clone>(next) };
+    let Some(next) = next!(clone: Clone) else { return lacking() };
     match main {
         Some(main) if flags & libc::CLONE_VM == 0 => {
             let mut both = MaybeUninit::new((main, argument));
