@@ -149,6 +149,18 @@ fn has_taken(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool 
     !gone.is_empty()
 }
 
+/// Whether the move `rest[at]` took memory from the place to which `rest[move_in]` had brought it,
+/// by the mappings at the time when the pager read the event of `rest[move_in]`.
+fn has_holed(rest: &[Change], at: usize, move_in: usize, view: &[Mapping]) -> bool {
+    let (place, from) = (rest[move_in].to(), rest[at].from());
+    let part = from.start.max(place.start)..from.end.min(place.end);
+    let is_other = |&(other, change): &(usize, &Change)| other > move_in && other != at && change.takes();
+    let others = rest.iter().enumerate().filter(is_other).map(|(_, other)| other.from());
+    let kept = view.iter().map(|mapping| mapping.start..mapping.end);
+    let gone = kept.chain(others).fold(vec![part], |gone, rest| without(gone, &rest));
+    rest[at].takes() && !gone.is_empty()
+}
+
 /// Whether the change `rest[at]` happened before the move `rest[move_in]`, although the pager read
 /// the move's event first. Both changes concern the place to which the move brings memory.
 fn is_before(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
@@ -157,15 +169,17 @@ fn is_before(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool 
         Event::Fault(_) | Event::Remove(..) => false,
         // One `mremap` moves one mapping. If this move begins before the place, it moved other
         // memory, and not the memory that `move_in` brought. Otherwise the list of mappings
-        // decides. The pager read the list while the call of `move_in` had not returned. If the
-        // target of this move was mapped by then, this move was already done.
+        // decides. The pager read the list when the call of `move_in` had not returned, or had just
+        // returned. If the target of this move was mapped by then, this move was already done. It
+        // was done after `move_in` if a part of the place was missing by then.
         Event::Remap(_, to, _) => {
             from.start < place.start
-                || rest[move_in]
-                    .view
-                    .iter()
-                    .flatten()
-                    .any(|mapping| mapping.is_plain && (mapping.start..mapping.end).contains(&to))
+                || rest[move_in].view.as_ref().is_some_and(|view| {
+                    let is_done = view
+                        .iter()
+                        .any(|mapping| mapping.is_plain && (mapping.start..mapping.end).contains(&to));
+                    is_done && !has_holed(rest, at, move_in, view)
+                })
         }
         Event::Unmap(..) if has_spared(rest, at, move_in, facts) => true,
         Event::Unmap(..) if has_taken(rest, at, move_in, facts) => false,
@@ -564,6 +578,23 @@ mod tests {
         // Here memory lay at `OTHER` when the pager read the first event. So the first memory has
         // moved there, and not the second one.
         assert_eq!(ordered(OTHER, &read), [second_on, second, first].concat());
+    }
+
+    #[test]
+    fn memory_that_moves_on_at_once_leaves_a_hole_in_what_the_pager_sees() {
+        let (hole, end) = (OLD + PAGE_SIZE, OLD + 3 * PAGE_SIZE);
+        let on = [Event::Remap(hole, OTHER, end - hole), Event::Unmap(hole, end)];
+        let (first, second) = (unmapped(OLD), [moved(SECOND, OLD), unmapped(SECOND)]);
+        let read = [&[first][..], &second, &on].concat();
+        let spans = [OLD, SECOND].map(|start| (start, start + BYTES));
+        let ordered = |view: &[Mapping]| {
+            let view = |event: &Event| (*event == second[0]).then(|| view.to_vec());
+            ordered_by(&spans, view, &[], &read)
+        };
+        let target = mapped(OTHER, OTHER + end - hole);
+        assert_eq!(ordered(&[mapped(OLD, hole), mapped(end, OLD + BYTES), target]), read);
+        // Without a hole the first memory has moved on, before it was unmapped.
+        assert_eq!(ordered(&[mapped(OLD, OLD + BYTES), target]), [&on[..], &[first], &second].concat());
     }
 
     #[test]
