@@ -133,32 +133,30 @@ fn has_cut(rest: &[Change], at: usize, move_away: usize, facts: &Facts) -> bool 
         })
 }
 
+/// Whether memory that the move `rest[move_in]` brought to the place of `rest[at]` is not in
+/// `kept`, and no other change from number `first` on has taken it.
+fn is_gone(rest: &[Change], at: usize, move_in: usize, kept: &[Mapping], first: usize) -> bool {
+    let (place, from) = (rest[move_in].to(), rest[at].from());
+    let part = from.start.max(place.start)..from.end.min(place.end);
+    let is_other = |&(other, change): &(usize, &Change)| {
+        other >= first && other != at && other != move_in && change.takes()
+    };
+    let taken = rest.iter().enumerate().filter(is_other).map(|(_, other)| other.from());
+    let kept = kept.iter().map(|mapping| mapping.start..mapping.end);
+    let gone = kept.chain(taken).fold(vec![part], |gone, rest| without(gone, &rest));
+    gone.iter().any(|part| part.start < part.end)
+}
+
 /// Whether the unmapping `rest[at]` was done after the move `rest[move_in]`: memory that the move
 /// brought is gone, and no other change has taken it.
 fn has_taken(rest: &[Change], at: usize, move_in: usize, facts: &Facts) -> bool {
-    let (place, from) = (rest[move_in].to(), rest[at].from());
-    if facts.now.is_none() || !meet(&place, &from) {
-        return false;
-    }
-    let part = from.start.max(place.start)..from.end.min(place.end);
-    let is_other = |&(other, change): &(usize, &Change)| other != at && other != move_in && change.takes();
-    let others = rest.iter().enumerate().filter(is_other);
-    let kept = facts.mapped(&part).iter().map(|mapping| mapping.start..mapping.end);
-    let taken = others.map(|(_, other)| other.from()).filter(|from| meet(from, &part));
-    let gone = kept.chain(taken).fold(vec![part.clone()], |gone, rest| without(gone, &rest));
-    !gone.is_empty()
+    facts.now.as_ref().is_some_and(|now| is_gone(rest, at, move_in, now, 0))
 }
 
 /// Whether the move `rest[at]` took memory from the place to which `rest[move_in]` had brought it,
 /// by the mappings at the time when the pager read the event of `rest[move_in]`.
 fn has_holed(rest: &[Change], at: usize, move_in: usize, view: &[Mapping]) -> bool {
-    let (place, from) = (rest[move_in].to(), rest[at].from());
-    let part = from.start.max(place.start)..from.end.min(place.end);
-    let is_other = |&(other, change): &(usize, &Change)| other > move_in && other != at && change.takes();
-    let others = rest.iter().enumerate().filter(is_other).map(|(_, other)| other.from());
-    let kept = view.iter().map(|mapping| mapping.start..mapping.end);
-    let gone = kept.chain(others).fold(vec![part], |gone, rest| without(gone, &rest));
-    rest[at].takes() && !gone.is_empty()
+    rest[at].takes() && is_gone(rest, at, move_in, view, move_in + 1)
 }
 
 /// Whether the change `rest[at]` happened before the move `rest[move_in]`, although the pager read
